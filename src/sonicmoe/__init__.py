@@ -1,0 +1,25 @@
+"""SonicMoE: Mixture-of-Experts layers for training language models on GPUs."""
+
+from .enums import ActivationType, KernelBackendMoE
+from .functional import (
+    experts,
+    grouped_experts,
+    moe_general_routing_inputs,
+    moe_TC_softmax_topk_layer,
+    topk_scores,
+)
+from .moe import Experts, MoE
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActivationType",
+    "Experts",
+    "KernelBackendMoE",
+    "MoE",
+    "experts",
+    "grouped_experts",
+    "moe_TC_softmax_topk_layer",
+    "moe_general_routing_inputs",
+    "topk_scores",
+]

@@ -1,0 +1,108 @@
+"""What is kept between forward and backward, and nothing else.
+
+Two nodes, so that Z is free again before dX̃ is allocated: `Down` keeps Z and releases it when its
+backward returns; `Up` needs only X.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import ops
+
+
+class TopK(torch.autograd.Function):
+    """logits (T, E) → scores (T, K) fp32, ids (T, K) int32.
+
+    Kept: scores 4·T·K, ids 4·T·K; the logits too (T·E elements) unless the softmax ran over the
+    choice alone, where they only lend their shape and dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, k, softmax_over_topk, backend):
+        scores, ids = ops.topk(logits, k, softmax_over_topk, backend)
+        ctx.mark_non_differentiable(ids)
+        ctx.save_for_backward(scores, ids, None if softmax_over_topk else logits)
+        ctx.like = (logits.shape[1], logits.dtype)
+        ctx.options = (softmax_over_topk, backend)
+        return scores, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dscores, _):
+        scores, ids, logits = ctx.saved_tensors
+        if logits is None:  # shape and dtype without the bytes
+            experts, dtype = ctx.like
+            logits = scores.new_empty(1, dtype=dtype).expand(scores.shape[0], experts)
+        return ops.topk_backward(dscores.contiguous(), scores, ids, logits, *ctx.options), None, None, None
+
+
+class Up(torch.autograd.Function):
+    """X, W1, b1 → Z, A. Kept: X 2·T·H (the caller's own), the row maps. A carries no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx, x, w1, b1, row_token, slot_row, token_start, expert_start, tiles,
+        tile_height, activation, concatenated, keep_z, backend,
+    ):  # fmt: skip
+        z, a = ops.up(
+            x, w1, b1, row_token, expert_start, tiles,
+            tile_height, activation, concatenated, keep_z, backend,
+        )  # fmt: skip
+        ctx.mark_non_differentiable(a)
+        ctx.save_for_backward(x, w1, row_token, slot_row, token_start, expert_start, tiles)
+        ctx.options = (tile_height, backend)
+        return z, a
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dz, _):
+        tile_height, backend = ctx.options
+        need_dx, need_dw1, need_db1 = ctx.needs_input_grad[:3]
+        dx, dw1, db1 = ops.up_backward(
+            dz, *ctx.saved_tensors, tile_height, need_dx, need_dw1, need_db1, backend
+        )
+        grads = (dx if need_dx else None, dw1 if need_dw1 else None, db1 if need_db1 else None)
+        return *grads, *([None] * 10)
+
+
+class Down(torch.autograd.Function):
+    """Z, A, scores, W2, b2 → O. Kept: Z 2·R·N, scores 4·R, the row maps 12·R. Not A, not Y.
+
+    Without row maps (rows arrived sorted by expert) O is one row for each row, times its score
+    where there are scores.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, z, a, scores, w2, b2, row_token, row_slot, slot_row, token_start, expert_start, tiles,
+        tokens, tile_height, activation, concatenated, backend,
+    ):  # fmt: skip
+        grouped = row_token is None
+        out = ops.down(
+            a, w2, b2, scores if grouped else None, expert_start, tiles, tile_height, backend
+        )
+        if not grouped:
+            out = ops.aggregate(out, scores, slot_row, token_start, tokens, backend)
+        ctx.save_for_backward(
+            z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles
+        )
+        ctx.options = (tile_height, activation, concatenated, backend)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        *options, backend = ctx.options
+        need_dz, _, need_dscores, need_dw2, need_db2 = ctx.needs_input_grad[:5]
+        dz, dw2, db2, dscores = ops.down_backward(
+            dout.contiguous(), *ctx.saved_tensors, *options,
+            need_dz, need_dw2, need_db2, need_dscores, backend,
+        )  # fmt: skip
+        grads = (
+            dz if need_dz else None,
+            None,
+            dscores if need_dscores else None,
+            dw2 if need_dw2 else None,
+            db2 if need_db2 else None,
+        )
+        return *grads, *([None] * 11)

@@ -1,0 +1,6 @@
+"""One shape for every complaint about an argument."""
+
+
+def bad_argument(argument: str, expected: str, got: object, remedy: str) -> ValueError:
+    """`argument: expected …, got …. Remedy.` — returned, so that the caller's `raise` is visible."""
+    return ValueError(f"{argument}: expected {expected}, got {got}. {remedy}")

@@ -1,0 +1,260 @@
+"""The public functions. A token's way through the layer reads from top to bottom in `_layer`."""
+
+import torch
+
+from . import autograd, ops
+from .enums import ActivationType
+from .errors import bad_argument
+from .permutation import Permutation
+from .tuning import tile_height
+from .validation import (
+    check_choice,
+    check_device,
+    check_floating,
+    check_integer,
+    check_k,
+    check_rank,
+    check_shape,
+    check_weights,
+    resolve_backend,
+)
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    activation: ActivationType = ActivationType.SWIGLU,
+    gate_up: str = "interleaved",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Send every token through its experts and sum what comes back, weighted by the scores.
+
+    x (T, H); ids (T, K) in any order, where an id outside [0, E) means "not here": no compute, no
+    output, no gradient; scores (T, K). W1 (E, 2I, H) — (E, I, H) for plain activations — and
+    W2 (E, H, I) may be transposed views: no copy is made, gradients come in the same layout.
+    Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
+    """
+    x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
+    check_weights(x, w1, w2, b1, b2, activation, gate_up)
+    check_choice(x, ids, scores)
+    backend = resolve_backend(backend, x)
+    permutation = permute(ids, w1.shape[0], backend=backend, dtype=x.dtype)
+    return _layer(x, scores, w1, w2, b1, b2, permutation, activation, gate_up, backend)
+
+
+def grouped_experts(
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    *,
+    offsets: torch.Tensor | None = None,
+    activation: ActivationType = ActivationType.SWIGLU,
+    gate_up: str = "interleaved",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The experts on rows that are sorted by expert already, as an all-to-all delivers them.
+
+    rows (R, H); counts (E,) rows of each expert, or None with `offsets` (E+1,) where expert e has
+    rows [offsets[e], offsets[e+1]). R may exceed their sum: the tail is neither read nor trusted,
+    its output and gradient are zero. scores (R,), optional, multiply the rows of the result.
+    """
+    rows, w1, w2, b1, b2 = _autocast(rows, w1, w2, b1, b2)
+    check_weights(rows, w1, w2, b1, b2, activation, gate_up)
+    num_experts = w1.shape[0]
+    backend = resolve_backend(backend, rows)
+    if (counts is None) == (offsets is None):
+        raise bad_argument(
+            "counts", "either counts (E,) or offsets (E+1,)", "both" if counts is not None else "neither",
+            "Pass one of them.",
+        )  # fmt: skip
+    for name, t, size in (("counts", counts, num_experts), ("offsets", offsets, num_experts + 1)):
+        if t is not None:
+            check_shape(name, t, (size,), "(E,)" if name == "counts" else "(E+1,)")
+            check_integer(name, t)
+            check_device(name, t, rows)
+    if scores is not None:
+        check_shape("scores", scores, (rows.shape[0],), "(R,)")
+        check_floating("scores", scores)
+        check_device("scores", scores, rows)
+        scores = _score_dtype(scores, rows)
+    if offsets is None:
+        start = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    else:
+        start = offsets.to(torch.int32)
+    height = tile_height(rows.dtype, backend)
+    tiles = ops.tiles(start, rows.shape[0], height, backend)
+    maps = Permutation(
+        row_token=None, row_slot=None, slot_row=None, expert_start=start, tiles=tiles,
+        token_start=None, tile_height=height,
+    )  # fmt: skip
+    return _layer(rows, scores, w1, w2, b1, b2, maps, activation, gate_up, backend)
+
+
+def topk_scores(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    softmax_over_topk: bool = True,
+    renormalize: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores (T, K) in fp32, differentiable, and ids (T, K) int32 of the K largest of (T, E) logits.
+
+    The softmax runs over the choice, or over all experts before it; in that case `renormalize`
+    makes a token's scores sum to one. (exp(l_k)/Z)/(Σ exp(l)/Z) does not depend on Z, so
+    renormalised scores are computed as the softmax over the choice.) Ties go to the lower id.
+    """
+    check_rank("logits", logits, "(T, E)")
+    check_floating("logits", logits)
+    check_k(k, logits.shape[1])
+    backend = resolve_backend(backend, logits)
+    return autograd.TopK.apply(logits, k, softmax_over_topk or renormalize, backend)
+
+
+def permute(
+    ids: torch.Tensor,
+    num_experts: int,
+    *,
+    slot_token: torch.Tensor | None = None,
+    tokens: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Permutation:
+    """Sort the (token, expert) pairs by expert, on the device.
+
+    ids (T, K), or (S,) with `slot_token` (S,) ascending and the number of `tokens`.
+    """
+    backend = resolve_backend(backend, ids)
+    height = tile_height(dtype, backend)
+    maps = ops.permute(ids, num_experts, slot_token, height, backend)
+    token_start = None
+    if slot_token is not None:
+        every = torch.arange(tokens + 1, device=ids.device, dtype=slot_token.dtype)
+        token_start = torch.searchsorted(slot_token, every, out_int32=True)
+    row_token, row_slot, slot_row, expert_start, tiles = maps
+    return Permutation(row_token, row_slot, slot_row, expert_start, tiles, token_start, height)
+
+
+def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backend) -> torch.Tensor:
+    x, w1, w2 = _row_contiguous(x), _dense(w1), _dense(w2)
+    concatenated = gate_up == "concatenated"
+    differentiable = (x, w1, w2, b1, b2, scores)
+    keep_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    if scores is not None:
+        scores = _score_dtype(scores, x)
+    z, a = autograd.Up.apply(
+        x, w1, b1, p.row_token, p.slot_row, p.token_start, p.expert_start, p.tiles,
+        p.tile_height, activation.value, concatenated, keep_z, backend,
+    )  # fmt: skip
+    return autograd.Down.apply(
+        z, a, scores, w2, b2, p.row_token, p.row_slot, p.slot_row, p.token_start, p.expert_start,
+        p.tiles, x.shape[0], p.tile_height, activation.value, concatenated, backend,
+    )  # fmt: skip
+
+
+def _score_dtype(scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return scores.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+
+def _row_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _dense(w: torch.Tensor) -> torch.Tensor:
+    """Weights as (E, N, K) or (E, K, N) in memory pass as they are; anything else is copied."""
+    return w if w.is_contiguous() or w.mT.is_contiguous() else w.contiguous()
+
+
+def _autocast(*tensors: torch.Tensor | None) -> tuple:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+# --- the published interface ------------------------------------------------------------------------
+def moe_TC_softmax_topk_layer(
+    x: torch.Tensor,
+    router_w: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    K: int,
+    stream_id: int | None = None,
+    activation_type: ActivationType = ActivationType.SWIGLU,
+    is_inference_mode_enabled: bool = False,
+    is_softmax_over_topk: bool = True,
+    norm_topk_probs: bool = False,
+    concat_layout: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The layer with its router; w1 (2I, H, E) and w2 (H, I, E) are views `weight.permute(1, 2, 0)`.
+
+    Returns the output, the router's logits and the rows of each expert. Kernels run on the current
+    stream; `stream_id` is accepted for callers of the published package.
+    """
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
+        logits = torch.nn.functional.linear(x, router_w)
+        scores, ids = topk_scores(
+            logits, K, softmax_over_topk=is_softmax_over_topk, renormalize=norm_topk_probs
+        )
+        gate_up = "concatenated" if concat_layout else "interleaved"
+        out, counts = _published(x, ids, scores, None, w1, b1, w2, b2, activation_type, gate_up)
+    return out, logits, counts
+
+
+def moe_general_routing_inputs(
+    x: torch.Tensor,
+    router_scores: torch.Tensor,
+    token_indices: torch.Tensor,
+    expert_indices: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    E: int,
+    stream_id: int | None = None,
+    activation_type: ActivationType = ActivationType.SWIGLU,
+    is_inference_mode_enabled: bool = False,
+    concat_layout: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer on a list of (token, expert, score) in any order; returns output and expert counts.
+
+    Pairs with a token outside [0, T) or an expert outside [0, E) drop out.
+    """
+    for name, t in (("token_indices", token_indices), ("expert_indices", expert_indices)):
+        check_integer(name, t)
+        check_shape(name, t, tuple(router_scores.shape), "(pairs,), the shape of router_scores")
+    if w1.shape[-1] != E:
+        raise bad_argument("E", f"the last dimension of w1 ({w1.shape[-1]})", E, "w1 is (2I, H, E).")
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
+        token, order = token_indices.flatten().sort(stable=True)
+        ids = expert_indices.flatten()[order]
+        ids = torch.where((token >= 0) & (token < x.shape[0]), ids, -1)
+        gate_up = "concatenated" if concat_layout else "interleaved"
+        scores = router_scores.flatten()[order]
+        return _published(x, ids, scores, token, w1, b1, w2, b2, activation_type, gate_up)
+
+
+def _published(x, ids, scores, slot_token, w1, b1, w2, b2, activation, gate_up):
+    check_rank("w1", w1, "(2I, H, E)")
+    check_rank("w2", w2, "(H, I, E)")
+    x, w1, w2, b1, b2 = _autocast(x, w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2)
+    check_weights(x, w1, w2, b1, b2, activation, gate_up)
+    backend = resolve_backend(None, x)
+    p = permute(
+        ids, w1.shape[0], slot_token=slot_token, tokens=x.shape[0], dtype=x.dtype, backend=backend
+    )
+    out = _layer(x, scores, w1, w2, b1, b2, p, activation, gate_up, backend)
+    return out, p.counts()

@@ -1,0 +1,153 @@
+"""The modules: `Experts` holds the weights of one product, `MoE` is the layer."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .enums import ActivationType, KernelBackendMoE
+from .errors import bad_argument
+from .functional import experts, topk_scores
+from .validation import check_activation, check_gate_up, check_k
+
+ROUTERS = ("softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normalized")
+
+
+class Experts(nn.Module):
+    """The weights of one product for every expert: weight (E, out, in) and, if asked, bias (E, out)."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        add_bias: bool = True,
+        std: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.out_features = out_features
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if add_bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal with deviation `std`, or 1/√in where none was given; biases zero."""
+        std = self.in_features**-0.5 if self.std is None else self.std
+        nn.init.normal_(self.weight, mean=0.0, std=std)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts}, in={self.in_features}, out={self.out_features}"
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts layer: router, top-K, experts, weighted sum.
+
+    `forward` returns the output and the auxiliary loss, which is
+    aux_loss_coef · (Switch load-balancing loss) + z_loss_coef · mean(logsumexp(logits)²).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation_function: ActivationType = ActivationType.SWIGLU,
+        add_bias: bool = False,
+        std: float | None = None,
+        *,
+        router: str = "softmax_over_topk",
+        gate_up: str = "interleaved",
+        fp32_router_logits: bool = False,
+        aux_loss_coef: float = 1.0,
+        z_loss_coef: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_activation(activation_function)
+        check_gate_up(gate_up)
+        check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
+        if router not in ROUTERS:
+            raise bad_argument("router", f"one of {', '.join(ROUTERS)}", repr(router), "See MoE.")
+        self.num_experts = num_experts
+        self.top_k = num_experts_per_tok
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.activation_function = activation_function
+        self.router_kind = router
+        self.gate_up = gate_up
+        self.fp32_router_logits = fp32_router_logits
+        self.aux_loss_coef = aux_loss_coef
+        self.z_loss_coef = z_loss_coef
+
+        columns = 2 * intermediate_size if activation_function.is_gated else intermediate_size
+        self.router = nn.Linear(hidden_size, num_experts, bias=False)
+        self.c_fc = Experts(num_experts, hidden_size, columns, add_bias, std)
+        self.c_proj = Experts(num_experts, intermediate_size, hidden_size, add_bias, std)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        kernel_backend_moe: KernelBackendMoE | None = None,
+        is_inference_mode: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(…, H) → (…, H) and the auxiliary loss, None in inference mode, which keeps nothing.
+
+        Without a backend, GPU tensors take the Triton kernels and others plain PyTorch.
+        """
+        backend = _backend_name(kernel_backend_moe)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
+            x = hidden_states.reshape(-1, self.hidden_size)
+            logits = self._router_logits(x)
+            scores, ids = topk_scores(
+                logits, self.top_k,
+                softmax_over_topk=self.router_kind == "softmax_over_topk",
+                renormalize=self.router_kind == "topk_over_softmax_normalized",
+                backend=backend,
+            )  # fmt: skip
+            out = experts(
+                x, ids, scores, self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
+                activation=self.activation_function, gate_up=self.gate_up, backend=backend,
+            )  # fmt: skip
+            aux_loss = None if is_inference_mode else self._aux_loss(logits, ids)
+        return out.view(hidden_states.shape), aux_loss
+
+    def _router_logits(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.fp32_router_logits:
+            return self.router(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), self.router.weight.float())
+
+    def _aux_loss(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """E · Σ_e (share of the probability)_e · (share of the rows)_e, and the z-loss, in fp32."""
+        wide = logits.float()
+        counts = torch.zeros(self.num_experts, device=ids.device)
+        counts.scatter_add_(0, ids.flatten().long(), torch.ones(ids.numel(), device=ids.device))
+        share = F.normalize(wide.softmax(-1).sum(0), p=1, dim=0)
+        loss = self.aux_loss_coef * self.num_experts * (share * F.normalize(counts, p=1, dim=0)).sum()
+        if self.z_loss_coef:
+            loss = loss + self.z_loss_coef * wide.logsumexp(-1).square().mean()
+        return loss
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden={self.hidden_size}, intermediate={self.intermediate_size}, "
+            f"experts={self.num_experts}, top_k={self.top_k}, router={self.router_kind}"
+        )
+
+
+def _backend_name(backend: KernelBackendMoE | None) -> str | None:
+    if backend is None:
+        return None
+    if backend is KernelBackendMoE.sonicmoe:
+        return "triton"
+    if backend is KernelBackendMoE.torch:
+        return "torch"
+    raise bad_argument(
+        "kernel_backend_moe", "KernelBackendMoE.sonicmoe, KernelBackendMoE.torch or None", backend,
+        "ScatterMoE is a package of its own and not part of this layer.",
+    )  # fmt: skip

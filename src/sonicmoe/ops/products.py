@@ -1,0 +1,180 @@
+"""Operators of the grouped products and the aggregation, forward and backward.
+
+Shapes as in `Permutation`; `row_token` None means that rows arrive sorted by expert. A result that
+a caller does not need is asked for with a flag and comes back empty.
+"""
+
+import torch
+
+from ..enums import ActivationType
+from ..reference import products as reference
+from .memory import absent
+from .register import operator
+
+
+def _triton():
+    from . import launch_products
+
+    return launch_products
+
+
+def _intermediate_size(n: int, activation: str) -> int:
+    return n // 2 if ActivationType(activation).is_gated else n
+
+
+# --- up -------------------------------------------------------------------------------------------
+def _up_fake(
+    x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z, backend
+):
+    rows = (x if row_token is None else row_token).shape[0]
+    n = w1.shape[1]
+    z = x.new_empty(rows, n) if keep_z else absent(x)
+    return z, x.new_empty(rows, _intermediate_size(n, activation))
+
+
+def _up_flops(x, w1, b1, row_token, *args, out_shape=None, **kwargs) -> int:
+    rows = (x if row_token is None else row_token)[0]
+    return 2 * rows * w1[1] * w1[2]
+
+
+@operator(
+    "up(Tensor x, Tensor w1, Tensor? b1, Tensor? row_token, Tensor expert_start, Tensor tiles,"
+    " int tile_height, str activation, bool concatenated, bool keep_z, str backend)"
+    " -> (Tensor, Tensor)",
+    fake=_up_fake,
+    flops=_up_flops,
+)
+def up(
+    x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z, backend
+):
+    """Z = X W1ᵀ + b1 (empty unless `keep_z`) and A = act(Z), rows gathered on the fly."""
+    if backend == "torch":
+        rows = (x if row_token is None else row_token).shape[0]
+        z, a = reference.up(
+            x, w1, b1, row_token, expert_start, rows, ActivationType(activation), concatenated
+        )
+        return (z if keep_z else absent(x)), a
+    return _triton().up(
+        x, w1, b1, row_token, expert_start, tiles, tile_height,
+        ActivationType(activation), concatenated, keep_z,
+    )  # fmt: skip
+
+
+# --- down -----------------------------------------------------------------------------------------
+def _product_flops(a, w, *args, out_shape=None, **kwargs) -> int:
+    return 2 * a[0] * w[1] * w[2]
+
+
+@operator(
+    "down(Tensor a, Tensor w2, Tensor? b2, Tensor? row_scores, Tensor expert_start, Tensor tiles,"
+    " int tile_height, str backend) -> Tensor",
+    fake=lambda a, w2, b2, row_scores, expert_start, tiles, tile_height, backend: a.new_empty(
+        a.shape[0], w2.shape[1]
+    ),
+    flops=_product_flops,
+)
+def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, backend):
+    """Y = A W2ᵀ + b2, times the row's score where scores are given."""
+    if backend == "torch":
+        return reference.down(a, w2, b2, row_scores, expert_start)
+    return _triton().down(a, w2, b2, row_scores, expert_start, tiles, tile_height)
+
+
+# --- aggregation ----------------------------------------------------------------------------------
+@operator(
+    "aggregate(Tensor y, Tensor? scores, Tensor slot_row, Tensor? token_start, SymInt tokens,"
+    " str backend) -> Tensor",
+    fake=lambda y, scores, slot_row, token_start, tokens, backend: y.new_empty(tokens, y.shape[1]),
+)
+def aggregate(y, scores, slot_row, token_start, tokens, backend):
+    """(T, H): each token's rows of Y, weighted and summed in fp32."""
+    if backend == "torch":
+        return reference.aggregate(y, scores, slot_row, token_start, tokens)
+    return _triton().aggregate(y, scores, slot_row, token_start, tokens)
+
+
+# --- backward of down and aggregation ---------------------------------------------------------------
+def _down_backward_fake(
+    dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
+    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, backend,
+):  # fmt: skip
+    return (
+        torch.empty_like(z) if need_dz else absent(z),
+        torch.empty_like(w2) if need_dw2 else absent(z),
+        torch.empty_like(b2) if need_db2 else absent(z),
+        torch.empty_like(scores) if need_dscores else absent(z),
+    )
+
+
+def _down_backward_flops(
+    dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
+    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, backend, out_shape=None,
+):  # fmt: skip
+    return 2 * z[0] * w2[1] * w2[2] * ((need_dz or need_dw2 or need_dscores) + need_dw2)
+
+
+@operator(
+    "down_backward(Tensor dout, Tensor z, Tensor w2, Tensor? b2, Tensor? scores, Tensor? row_token,"
+    " Tensor? row_slot, Tensor? slot_row, Tensor expert_start, Tensor tiles, int tile_height,"
+    " str activation, bool concatenated, bool need_dz, bool need_dw2, bool need_db2,"
+    " bool need_dscores, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_down_backward_fake,
+    flops=_down_backward_flops,
+)
+def down_backward(
+    dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
+    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, backend,
+):  # fmt: skip
+    """dZ, dW2, db2, dscores from dO: dO W2 is formed once, Y never, A again from Z."""
+    if backend == "torch":
+        found = reference.down_backward(
+            dout, z, w2, b2, scores, row_token, row_slot, expert_start,
+            ActivationType(activation), concatenated,
+        )  # fmt: skip
+        needed = (need_dz, need_dw2, need_db2, need_dscores)
+        return tuple(g if need else absent(z) for g, need in zip(found, needed, strict=True))
+    return _triton().down_backward(
+        dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
+        ActivationType(activation), concatenated, need_dz, need_dw2, need_db2, need_dscores,
+    )  # fmt: skip
+
+
+# --- backward of up ---------------------------------------------------------------------------------
+def _up_backward_fake(
+    dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
+    need_dx, need_dw1, need_db1, backend,
+):  # fmt: skip
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else absent(dz),
+        torch.empty_like(w1) if need_dw1 else absent(dz),
+        w1.new_empty(w1.shape[0], w1.shape[1]) if need_db1 else absent(dz),
+    )
+
+
+def _up_backward_flops(
+    dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
+    need_dx, need_dw1, need_db1, backend, out_shape=None,
+):  # fmt: skip
+    return 2 * dz[0] * w1[1] * w1[2] * (need_dx + need_dw1)
+
+
+@operator(
+    "up_backward(Tensor dz, Tensor x, Tensor w1, Tensor? row_token, Tensor? slot_row,"
+    " Tensor? token_start, Tensor expert_start, Tensor tiles, int tile_height, bool need_dx,"
+    " bool need_dw1, bool need_db1, str backend) -> (Tensor, Tensor, Tensor)",
+    fake=_up_backward_fake,
+    flops=_up_backward_flops,
+)
+def up_backward(
+    dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
+    need_dx, need_dw1, need_db1, backend,
+):  # fmt: skip
+    """dX = Σ dZ W1 over a token's rows, dW1 = dZᵀ X, db1 = Σ dZ."""
+    if backend == "torch":
+        found = reference.up_backward(dz, x, w1, row_token, slot_row, token_start, expert_start)
+        needed = (need_dx, need_dw1, need_db1)
+        return tuple(g if need else absent(dz) for g, need in zip(found, needed, strict=True))
+    return _triton().up_backward(
+        dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
+        need_dx, need_dw1, need_db1,
+    )  # fmt: skip

@@ -1,0 +1,78 @@
+"""Operators of the routing: top-K with scores, its backward, the permutation."""
+
+import torch
+
+from ..reference import routing as reference
+from ..shapes import max_tiles
+from .register import operator
+
+
+def _triton():
+    from . import launch_routing
+
+    return launch_routing
+
+
+def _topk_fake(logits, k, softmax_over_topk, backend):
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    shape = (logits.shape[0], k)
+    return logits.new_empty(shape, dtype=wide), logits.new_empty(shape, dtype=torch.int32)
+
+
+@operator(
+    "topk(Tensor logits, int k, bool softmax_over_topk, str backend) -> (Tensor, Tensor)",
+    fake=_topk_fake,
+)
+def topk(logits, k, softmax_over_topk, backend):
+    """scores (T, K) fp32 and ids (T, K) int32 of the K largest logits; ties go to the lower id."""
+    if backend == "torch":
+        return reference.topk(logits, k, softmax_over_topk)
+    return _triton().topk(logits, k, softmax_over_topk)
+
+
+@operator(
+    "topk_backward(Tensor dscores, Tensor scores, Tensor ids, Tensor logits, "
+    "bool softmax_over_topk, str backend) -> Tensor",
+    fake=lambda dscores, scores, ids, logits, softmax_over_topk, backend: torch.empty_like(
+        logits, memory_format=torch.contiguous_format
+    ),
+)
+def topk_backward(dscores, scores, ids, logits, softmax_over_topk, backend):
+    """dlogits (T, E). With the softmax over the choice, only the shape of `logits` is used."""
+    if backend == "torch":
+        return reference.topk_backward(dscores, scores, ids, logits, softmax_over_topk)
+    return _triton().topk_backward(dscores, scores, ids, logits, softmax_over_topk)
+
+
+def _permute_fake(ids, num_experts, slot_token, tile_height, backend):
+    def new(*shape):
+        return ids.new_empty(shape, dtype=torch.int32)
+
+    rows = ids.numel()
+    tiles = new(1 + max_tiles(rows, num_experts, tile_height), 2)
+    return new(rows), new(rows), new(rows), new(num_experts + 1), tiles
+
+
+@operator(
+    "permute(Tensor ids, int num_experts, Tensor? slot_token, int tile_height, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_permute_fake,
+)
+def permute(ids, num_experts, slot_token, tile_height, backend):
+    """row_token, row_slot, slot_row, expert_start and tiles of `Permutation`."""
+    if backend == "torch":
+        return reference.permute(ids, num_experts, slot_token, tile_height)
+    return _triton().permute(ids, num_experts, slot_token, tile_height)
+
+
+@operator(
+    "tiles(Tensor expert_start, SymInt rows, int tile_height, str backend) -> Tensor",
+    fake=lambda expert_start, rows, tile_height, backend: expert_start.new_empty(
+        1 + max_tiles(rows, expert_start.shape[0] - 1, tile_height), 2
+    ),
+)
+def tiles(expert_start, rows, tile_height, backend):
+    """The tile table of `Permutation` for rows that arrive sorted by expert."""
+    if backend == "torch":
+        return reference.tiles(expert_start, rows, tile_height).to(torch.int32)
+    return _triton().tiles(expert_start, rows, tile_height)

@@ -1,0 +1,43 @@
+"""Where routed rows come from and where they go."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """Where each routed row comes from and where it goes. Rows are sorted by expert.
+
+    row_token     (R,)    row  -> token
+    row_slot      (R,)    row  -> flat (token, k) slot
+    slot_row      (S,)    slot -> row, the inverse; -1 where the slot's expert is not here
+    expert_start  (E+1,)  rows of expert e are [start[e], start[e+1])
+    token_start   (T+1,)  slots of token t are [start[t], start[t+1]); None: K slots each
+    tiles         (1+n,2) row 0: (number of tiles, 0); row 1+i: (expert, first row) of tile i
+
+    All int32. R = S is the size of the buffers; rows at or past expert_start[E] are not in use and
+    hold nothing to be trusted. Within an expert, rows keep the order of their slots.
+
+    T=3, K=1, E=2, ids=[1, 0, 1]: row_token=[1, 0, 2], expert_start=[0, 1, 3].
+    """
+
+    row_token: torch.Tensor
+    row_slot: torch.Tensor
+    slot_row: torch.Tensor
+    expert_start: torch.Tensor
+    tiles: torch.Tensor
+    token_start: torch.Tensor | None
+    tile_height: int
+
+    @property
+    def rows(self) -> int:
+        return self.row_slot.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        return self.expert_start.shape[0] - 1
+
+    def counts(self) -> torch.Tensor:
+        """(E,) int32: rows of each expert."""
+        return self.expert_start[1:] - self.expert_start[:-1]

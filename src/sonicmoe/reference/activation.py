@@ -1,0 +1,87 @@
+"""Activations and their derivatives, elementwise, in the accuracy of their arguments."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from ..enums import ActivationType
+
+CLAMP_LIMIT = 7.0  # gpt-oss: gate at most 7, up within ±7
+CLAMP_ALPHA = 1.702  # gpt-oss: the gate's sigmoid is σ(1.702 g)
+
+
+def _erf_gelu_slope(g: torch.Tensor) -> torch.Tensor:
+    cdf = 0.5 * (1 + torch.erf(g / math.sqrt(2)))
+    return cdf + g * torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)
+
+
+def _tanh_gelu_slope(g: torch.Tensor) -> torch.Tensor:
+    c = math.sqrt(2 / math.pi)
+    t = torch.tanh(c * (g + 0.044715 * g**3))
+    return 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * c * (1 + 3 * 0.044715 * g * g)
+
+
+def _silu_slope(g: torch.Tensor) -> torch.Tensor:
+    s = torch.sigmoid(g)
+    return s * (1 + g * (1 - s))
+
+
+# name -> (value, slope) of the function of one variable behind it
+_UNARY = {
+    "silu": (F.silu, _silu_slope),
+    "gelu": (F.gelu, _erf_gelu_slope),
+    "gelu_tanh": (lambda g: F.gelu(g, approximate="tanh"), _tanh_gelu_slope),
+    "relu": (F.relu, lambda g: (g > 0).to(g.dtype)),
+    "relu_sq": (lambda g: F.relu(g) ** 2, lambda g: 2 * F.relu(g)),
+}
+_GATE = {
+    ActivationType.SWIGLU: "silu",
+    ActivationType.GEGLU: "gelu",
+    ActivationType.GEGLU_TANH: "gelu_tanh",
+    ActivationType.REGLU: "relu",
+}
+
+
+def split_gate_up(z: torch.Tensor, concatenated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gate and the up half of Z (…, 2I): all gates first, or g0,u0,g1,u1,…"""
+    if concatenated:
+        gate, up = z.chunk(2, dim=-1)
+        return gate, up
+    return z[..., ::2], z[..., 1::2]
+
+
+def join_gate_up(gate: torch.Tensor, up: torch.Tensor, concatenated: bool) -> torch.Tensor:
+    """The inverse of `split_gate_up`."""
+    if concatenated:
+        return torch.cat([gate, up], dim=-1)
+    return torch.stack([gate, up], dim=-1).flatten(-2)
+
+
+def activate(z: torch.Tensor, activation: ActivationType, concatenated: bool) -> torch.Tensor:
+    """A = act(Z)."""
+    if not activation.is_gated:
+        return _UNARY[activation.value][0](z)
+    gate, up = split_gate_up(z, concatenated)
+    if activation is ActivationType.SWIGLU_CLAMPED:
+        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(CLAMP_ALPHA * gate)
+    return _UNARY[_GATE[activation]][0](gate) * up
+
+
+def activate_backward(
+    z: torch.Tensor, da: torch.Tensor, activation: ActivationType, concatenated: bool
+) -> torch.Tensor:
+    """dZ = act'(Z)·dA."""
+    if not activation.is_gated:
+        return _UNARY[activation.value][1](z) * da
+    gate, up = split_gate_up(z, concatenated)
+    if activation is ActivationType.SWIGLU_CLAMPED:
+        g, u = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        s = torch.sigmoid(CLAMP_ALPHA * g)
+        d_gate = (u + 1) * s * (1 + CLAMP_ALPHA * g * (1 - s)) * (gate <= CLAMP_LIMIT)
+        d_up = g * s * (up.abs() <= CLAMP_LIMIT)
+    else:
+        value, slope = _UNARY[_GATE[activation]]
+        d_gate, d_up = slope(gate) * up, value(gate)
+    return join_gate_up(d_gate * da, d_up * da, concatenated)

@@ -1,0 +1,71 @@
+"""Top-K with scores, and the permutation that sorts rows by expert."""
+
+import torch
+
+from ..shapes import ceil_div, max_tiles
+
+
+def topk(
+    logits: torch.Tensor, k: int, softmax_over_topk: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T, E) logits → scores (T, K) in fp32 or better, ids (T, K) int32. Ties go to the lower id."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    order = wide.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    chosen = wide.gather(1, order)
+    if softmax_over_topk:
+        scores = chosen.softmax(-1)
+    else:
+        scores = (chosen - wide.logsumexp(-1, keepdim=True)).exp()
+    return scores, order.to(torch.int32)
+
+
+def topk_backward(
+    dscores: torch.Tensor,
+    scores: torch.Tensor,
+    ids: torch.Tensor,
+    logits: torch.Tensor,
+    softmax_over_topk: bool,
+) -> torch.Tensor:
+    """dlogits (T, E), zero outside the choice where the softmax ran over the choice alone."""
+    picked = ids.long()
+    inner = (dscores * scores).sum(-1, keepdim=True)
+    if softmax_over_topk:
+        dense = torch.zeros(logits.shape, dtype=scores.dtype, device=logits.device)
+        return dense.scatter_(1, picked, scores * (dscores - inner)).to(logits.dtype)
+    dlogits = -logits.to(scores.dtype).softmax(-1) * inner
+    return dlogits.scatter_add_(1, picked, scores * dscores).to(logits.dtype)
+
+
+def permute(
+    ids: torch.Tensor, num_experts: int, slot_token: torch.Tensor | None, tile_height: int
+) -> tuple[torch.Tensor, ...]:
+    """ids (T, K), or (S,) with `slot_token` naming each slot's token → the maps of `Permutation`."""
+    flat = ids.flatten().long()
+    here = (flat >= 0) & (flat < num_experts)
+    order = torch.where(here, flat, num_experts).argsort(stable=True)
+    counts = torch.bincount(flat[here], minlength=num_experts)
+    start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    used = torch.arange(flat.numel(), device=flat.device) < start[-1]
+
+    token = order // ids.shape[-1] if slot_token is None else slot_token[order]
+    slot_row = torch.empty_like(order)
+    slot_row[order] = torch.where(used, torch.arange(flat.numel(), device=flat.device), -1)
+
+    maps = (token, order, slot_row, start, tiles(start, flat.numel(), tile_height))
+    return tuple(m.to(torch.int32) for m in maps)
+
+
+def tiles(expert_start: torch.Tensor, rows: int, tile_height: int) -> torch.Tensor:
+    """(1+n, 2): the number of tiles, then the expert and first row of each."""
+    start = expert_start.tolist()
+    table = [
+        (e, row)
+        for e in range(len(start) - 1)
+        for row in range(start[e], start[e + 1], tile_height)
+    ]
+    bound = max_tiles(rows, len(start) - 1, tile_height)
+    assert len(table) <= bound, f"{ceil_div(rows, tile_height)=} {len(table)=}"
+    out = torch.full((1 + bound, 2), -1, device=expert_start.device)
+    out[0] = torch.tensor([len(table), 0])
+    out[1 : 1 + len(table)] = torch.tensor(table, dtype=out.dtype).reshape(-1, 2)
+    return out

@@ -1,0 +1,53 @@
+"""The letters used everywhere, and the sizes of one problem.
+
+T tokens, H hidden size, I expert intermediate size, E experts, K experts per token,
+R routed rows (T·K for top-K), M the tile height in rows.
+W1 is (E, 2I, H) for gated activations and (E, I, H) for plain ones; W2 is (E, H, I).
+"""
+
+from dataclasses import dataclass
+
+from .errors import bad_argument
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The sizes of one layer call. `Problem.parse("24576,1536,256,128,8")` reads T,H,I,E,K."""
+
+    T: int
+    H: int
+    I: int  # noqa: E741 the letter of the paper
+    E: int
+    K: int
+    gated: bool = True
+
+    @classmethod
+    def parse(cls, text: str, gated: bool = True) -> "Problem":
+        fields = text.split(",")
+        if len(fields) != 5 or not all(field.strip().isdigit() for field in fields):
+            raise bad_argument(
+                "shape", "five integers T,H,I,E,K", repr(text), "Write for example 24576,1536,256,128,8."
+            )
+        return cls(*(int(field) for field in fields), gated=gated)
+
+    def __str__(self) -> str:
+        return f"{self.T},{self.H},{self.I},{self.E},{self.K}"
+
+    @property
+    def R(self) -> int:
+        """Routed rows: one for each (token, choice)."""
+        return self.T * self.K
+
+    @property
+    def N(self) -> int:
+        """Columns of Z: 2I for gated activations, I for plain ones."""
+        return 2 * self.I if self.gated else self.I
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def max_tiles(rows: int, experts: int, height: int) -> int:
+    """Upper bound on the M-tiles of `rows` rows over `experts` experts, whatever the routing."""
+    return ceil_div(rows, height) + experts

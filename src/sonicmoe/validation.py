@@ -1,0 +1,161 @@
+"""Every check of a caller's arguments. No check looks at values on the device."""
+
+import torch
+
+from .enums import ActivationType
+from .errors import bad_argument
+
+LAYOUTS = ("interleaved", "concatenated")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ALIGNMENT = 8  # elements: rows of 16 bytes in bf16, what wide loads and the copy engine ask for
+
+
+def resolve_backend(backend: str | None, x: torch.Tensor) -> str:
+    """`None` picks the Triton kernels for GPU tensors and plain PyTorch elsewhere."""
+    if backend is None:
+        return "triton" if x.is_cuda else "torch"
+    if backend not in ("torch", "triton"):
+        raise bad_argument(
+            "backend", "'torch', 'triton' or None", repr(backend), "None picks by the device of x."
+        )
+    if backend == "triton" and not x.is_cuda and not _interpreting():
+        raise bad_argument(
+            "backend", "tensors on a GPU for the Triton kernels", f"x on {x.device}",
+            "Move the tensors to a GPU, or leave the backend out: plain PyTorch then runs here.",
+        )  # fmt: skip
+    if backend == "triton" and x.dtype == torch.float64:
+        raise bad_argument(
+            "x", "bfloat16, float16 or float32 for the Triton kernels", x.dtype,
+            "Pass backend='torch' for float64.",
+        )  # fmt: skip
+    return backend
+
+
+def _interpreting() -> bool:
+    try:
+        import triton
+    except ImportError:
+        return False
+    return bool(triton.knobs.runtime.interpret)
+
+
+def check_k(k: int, num_experts: int, name: str = "k") -> None:
+    if not 1 <= k <= num_experts:
+        raise bad_argument(
+            name, f"between 1 and the number of experts ({num_experts})", k,
+            "Choose fewer experts per token or more experts.",
+        )  # fmt: skip
+
+
+def check_rank(name: str, t: torch.Tensor, dims: str) -> None:
+    letters = dims.strip("()").replace(" ", "").rstrip(",").split(",")
+    if t.dim() != len(letters):
+        raise bad_argument(
+            name, f"{len(letters)} dimensions {dims}", f"shape {tuple(t.shape)}", f"Reshape {name} to {dims}."
+        )
+
+
+def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], dims: str) -> None:
+    if tuple(t.shape) != tuple(shape):
+        raise bad_argument(
+            name, f"shape {dims} = {tuple(shape)}", tuple(t.shape),
+            "Check it against the shapes of x and the weights.",
+        )  # fmt: skip
+
+
+def check_activation(activation: ActivationType) -> None:
+    if not isinstance(activation, ActivationType):
+        names = ", ".join(a.name for a in ActivationType)
+        raise bad_argument(
+            "activation", f"an ActivationType ({names})", repr(activation),
+            "Import it: from sonicmoe.enums import ActivationType.",
+        )  # fmt: skip
+
+
+def check_gate_up(gate_up: str) -> None:
+    if gate_up not in LAYOUTS:
+        raise bad_argument(
+            "gate_up", "'interleaved' (g0,u0,g1,u1,…) or 'concatenated' (all gates, then all ups)",
+            repr(gate_up), "Hugging Face checkpoints are mostly 'concatenated'.",
+        )  # fmt: skip
+
+
+def check_weights(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: ActivationType,
+    gate_up: str,
+) -> None:
+    """x (·, H), W1 (E, N, H), W2 (E, H, I) fit together, one dtype, one device."""
+    check_activation(activation)
+    check_gate_up(gate_up)
+    check_rank("x", x, "(T, H)")
+    check_rank("w1", w1, "(E, N, H)")
+    check_rank("w2", w2, "(E, H, I)")
+    if x.dtype not in _DTYPES:
+        raise bad_argument(
+            "x", "bfloat16, float16, float32 or float64", x.dtype, "Cast x and the weights."
+        )
+    experts, hidden, intermediate = w2.shape
+    columns = 2 * intermediate if activation.is_gated else intermediate
+    if experts < 1:
+        raise bad_argument("w2", "at least one expert", tuple(w2.shape), "Pass (E, H, I), E ≥ 1.")
+    if x.shape[1] != hidden:
+        raise bad_argument(
+            "x", f"(T, H) with H = {hidden}, the H of w2", tuple(x.shape), "x and w2 share H."
+        )
+    check_shape("w1", w1, (experts, columns, hidden), "(E, 2I, H)" if activation.is_gated else "(E, I, H)")
+    for name, size in (("H", hidden), ("I", intermediate)):
+        if size % _ALIGNMENT or size == 0:
+            raise bad_argument(
+                f"{name} of w2", f"a positive multiple of {_ALIGNMENT}", size, "Pad the weights with zeros."
+            )
+    if b1 is not None:
+        check_shape("b1", b1, (experts, columns), "(E, N)")
+    if b2 is not None:
+        check_shape("b2", b2, (experts, hidden), "(E, H)")
+    for name, t in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
+        if t is None:
+            continue
+        if t.dtype != x.dtype:
+            raise bad_argument(
+                name, f"the dtype of x ({x.dtype})", t.dtype, "Cast one of them, or use torch.autocast."
+            )
+        check_device(name, t, x)
+
+
+def check_device(name: str, t: torch.Tensor, x: torch.Tensor) -> None:
+    if t.device != x.device:
+        raise bad_argument(
+            name, f"the device of x ({x.device})", t.device, f"Move {name} there with .to({str(x.device)!r})."
+        )
+
+
+def check_choice(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> None:
+    """ids and scores (T, K) for x (T, H)."""
+    check_rank("ids", ids, "(T, K)")
+    check_integer("ids", ids)
+    if ids.shape[0] != x.shape[0]:
+        raise bad_argument(
+            "ids", f"(T, K) with T = {x.shape[0]}, the rows of x", tuple(ids.shape),
+            "Flatten batch and sequence of both in the same way.",
+        )  # fmt: skip
+    if ids.shape[1] < 1:
+        raise bad_argument("ids", "(T, K) with K ≥ 1", tuple(ids.shape), "Choose at least one expert.")
+    check_shape("scores", scores, tuple(ids.shape), "(T, K), the shape of ids")
+    check_floating("scores", scores)
+    check_device("ids", ids, x)
+    check_device("scores", scores, x)
+
+
+def check_integer(name: str, t: torch.Tensor) -> None:
+    if t.dtype not in (torch.int32, torch.int64):
+        raise bad_argument(name, "int32 or int64", t.dtype, f"Cast: {name}.to(torch.int32).")
+
+
+def check_floating(name: str, t: torch.Tensor) -> None:
+    if not t.dtype.is_floating_point:
+        raise bad_argument(name, "a floating-point dtype", t.dtype, f"Cast: {name}.float().")
