@@ -79,7 +79,7 @@ class Down(torch.autograd.Function):
     ):  # fmt: skip
         grouped = row_token is None
         out = ops.down(
-            a, w2, b2, scores if grouped else None, expert_start, tiles, tile_height, backend
+            a, w2, b2, scores if grouped else None, expert_start, tiles, tile_height, grouped, backend
         )
         if not grouped:
             out = ops.aggregate(out, scores, slot_row, token_start, tokens, backend)

@@ -67,17 +67,15 @@ def _product_flops(a, w, *args, out_shape=None, **kwargs) -> int:
 
 @operator(
     "down(Tensor a, Tensor w2, Tensor? b2, Tensor? row_scores, Tensor expert_start, Tensor tiles,"
-    " int tile_height, str backend) -> Tensor",
-    fake=lambda a, w2, b2, row_scores, expert_start, tiles, tile_height, backend: a.new_empty(
-        a.shape[0], w2.shape[1]
-    ),
+    " int tile_height, bool zero_tail, str backend) -> Tensor",
+    fake=lambda a, w2, *_: a.new_empty(a.shape[0], w2.shape[1]),
     flops=_product_flops,
 )
-def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, backend):
-    """Y = A W2ᵀ + b2, times the row's score where scores are given."""
+def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail, backend):
+    """Y = A W2ᵀ + b2, times the row's score where given; rows past the last expert zero if asked."""
     if backend == "torch":
         return reference.down(a, w2, b2, row_scores, expert_start)
-    return _triton().down(a, w2, b2, row_scores, expert_start, tiles, tile_height)
+    return _triton().down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail)
 
 
 # --- aggregation ----------------------------------------------------------------------------------

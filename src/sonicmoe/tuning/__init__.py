@@ -1,5 +1,14 @@
 """Which kernel configuration runs: a pure function of shape class and device."""
 
-from .select import tile_height
+from .config import RowConfig, Target, WeightConfig, is_valid
+from .select import row_config, tile_height, weight_config
 
-__all__ = ["tile_height"]
+__all__ = [
+    "RowConfig",
+    "Target",
+    "WeightConfig",
+    "is_valid",
+    "row_config",
+    "tile_height",
+    "weight_config",
+]

@@ -1,0 +1,38 @@
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+INPUTS := pyproject.toml constraints.txt
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+
+.PHONY: test train format clean
+
+test: .venv/test  ## lint, type-check and test, in an environment of its own
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+train: .venv/train  ## train a small language model: make train ARGS="--help"
+	$(BIN)/sonicmoe train $(ARGS)
+
+format: .venv/test
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps .venv/test and .venv/train are newer than what they were installed from.
+.venv/test: $(INPUTS) | $(BIN)/python
+	@echo "Installing sonicmoe[test,train] into .venv"
+	$(INSTALL) '.[test,train]'
+	@touch .venv/train $@
+
+.venv/train: $(INPUTS) | $(BIN)/python
+	@echo "Installing sonicmoe[train] into .venv"
+	$(INSTALL) '.[train]'
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv

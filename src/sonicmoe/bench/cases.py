@@ -1,0 +1,88 @@
+"""The problems with names: a grid of shapes from fine to coarse, and layers of published models."""
+
+from dataclasses import dataclass, replace
+
+from ..enums import ActivationType
+from ..errors import bad_argument
+from ..shapes import Problem
+
+ROUTERS = ("softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normalized")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One layer to measure: its sizes and everything that changes its arithmetic."""
+
+    name: str
+    problem: Problem
+    activation: ActivationType = ActivationType.SWIGLU
+    bias: bool = False
+    router: str = "softmax_over_topk"
+    note: str = ""
+
+    @classmethod
+    def of_shape(
+        cls,
+        text: str,
+        activation: ActivationType = ActivationType.SWIGLU,
+        bias: bool = False,
+        router: str = "softmax_over_topk",
+    ) -> "Case":
+        """The case of a shape T,H,I,E,K, named after it."""
+        problem = Problem.parse(text, gated=activation.is_gated)
+        return cls(str(problem), problem, activation, bias, router)
+
+    def with_tokens(self, tokens: int) -> "Case":
+        return replace(self, problem=replace(self.problem, T=tokens))
+
+
+def _case(name: str, shape: str, note: str = "", **options) -> Case:
+    return Case(name, Problem.parse(shape), note=note, **options)
+
+
+GRID = (
+    _case("7b-fine", "24576,1536,256,128,8"),
+    _case("7b-medium", "24576,1536,512,64,4"),
+    _case("7b-coarse", "24576,1536,1024,32,2"),
+    _case("1.4b-fine", "40960,768,256,128,8"),
+    _case("olmoe", "32768,2048,1024,64,8"),
+    _case("30b-fine", "32768,4096,256,256,16"),
+    _case("120b", "32768,4096,1024,128,8"),
+    _case("qwen3-next", "32768,2048,512,512,10"),
+    _case("sparse", "16384,4096,1024,256,4"),
+)
+
+_SIGMOID = "its sigmoid router is timed as softmax over the choice; shared expert left out"
+MODELS = (
+    _case("olmoe-1b-7b", "32768,2048,1024,64,8", router="topk_over_softmax"),
+    _case("qwen3-30b-a3b", "32768,2048,768,128,8", router="topk_over_softmax_normalized"),
+    _case(
+        "qwen3-next-80b-a3b",
+        "32768,2048,512,512,10",
+        "shared expert left out",
+        router="topk_over_softmax_normalized",
+    ),
+    _case(
+        "gpt-oss-20b",
+        "32768,2880,2880,32,4",
+        "the router's bias left out",
+        activation=ActivationType.SWIGLU_CLAMPED,
+        bias=True,
+    ),
+    _case("mixtral-8x7b", "16384,4096,14336,8,2", router="topk_over_softmax_normalized"),
+    _case("deepseek-v3", "16384,7168,2048,256,8", _SIGMOID),
+    _case("kimi-linear-48b-a3b", "32768,2304,1024,256,8", _SIGMOID),
+)
+
+HOST = _case("host", "64,128,64,8,2", "so small that only the host's time is left")
+
+SUITES = {"grid": GRID, "models": MODELS, "all": GRID + MODELS}
+CASES = {case.name: case for case in SUITES["all"]}
+
+
+def find_case(name: str) -> Case:
+    if name not in CASES:
+        raise bad_argument(
+            "case", f"one of {', '.join(CASES)}", repr(name), "For any other: --shape T,H,I,E,K."
+        )
+    return CASES[name]

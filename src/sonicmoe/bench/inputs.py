@@ -1,0 +1,135 @@
+"""Tensors of one case: O(1) values, and a routing as even or as skewed as asked.
+
+Skew enters through the router itself, so that nothing is added to the layer that is timed: column 0
+of x is the constant 1, and column 0 of the router's weight is then an offset for each expert. The
+offsets are fitted until the experts' shares of the rows are those asked for. A token chooses an
+expert once, so through a router no expert gets more than 1/K of the rows.
+
+With the router out, the choice is the router's where it is uniform; where it is skewed, each slot is
+drawn by itself, so that the shares hold even where they exceed 1/K (a token then names an expert
+twice).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import bad_argument
+from ..reference.routing import topk
+from .cases import Case
+
+ROUTINGS = ("uniform", "zipf", "hot")
+HOT_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What every subject of a comparison receives."""
+
+    case: Case
+    routing: str
+    x: torch.Tensor  # (T, H)
+    router_w: torch.Tensor  # (E, H)
+    w1: torch.Tensor  # (E, N, H)
+    w2: torch.Tensor  # (E, H, I)
+    b1: torch.Tensor | None  # (E, N)
+    b2: torch.Tensor | None  # (E, H)
+    dout: torch.Tensor  # (T, H)
+    router_ids: torch.Tensor  # (T, K): what the router chooses
+    ids: torch.Tensor  # (T, K): the choice with the router out
+    scores: torch.Tensor  # (T, K) fp32, with the router out
+
+    def counts(self, router: bool) -> list[int]:
+        """Rows of each expert."""
+        ids = self.router_ids if router else self.ids
+        return ids.flatten().bincount(minlength=self.case.problem.E).tolist()
+
+
+def make_inputs(
+    case: Case,
+    routing: str = "uniform",
+    device: str | torch.device = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Inputs:
+    p = case.problem
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
+        t = torch.empty(shape, device=device, dtype=dtype)
+        return t.normal_(0, std, generator=generator)
+
+    x = normal(p.T, p.H)
+    router_w = normal(p.E, p.H, std=p.H**-0.5)
+    target = shares(routing, p.E)
+    if routing != "uniform":
+        x[:, 0] = 1
+        router_w[:, 0] = 0
+        router_w[:, 0] = _offsets(x, router_w, p.K, _capped(target, 1 / p.K)).to(dtype)
+
+    softmax_over_topk = case.router != "topk_over_softmax"
+    logits = torch.nn.functional.linear(x, router_w)
+    router_scores, router_ids = topk(logits, p.K, softmax_over_topk)
+    if routing == "uniform":
+        ids, scores = router_ids, router_scores
+    else:
+        weights = torch.tensor(target, device=device)
+        drawn = torch.multinomial(weights, p.R, replacement=True, generator=generator)
+        ids = drawn.view(p.T, p.K).to(torch.int32)
+        scores = normal(p.T, p.K).float().softmax(-1)
+
+    return Inputs(
+        case=case,
+        routing=routing,
+        x=x.requires_grad_(),
+        router_w=router_w.requires_grad_(),
+        w1=normal(p.E, p.N, p.H, std=p.H**-0.5).requires_grad_(),
+        w2=normal(p.E, p.H, p.I, std=p.I**-0.5).requires_grad_(),
+        b1=normal(p.E, p.N).requires_grad_() if case.bias else None,
+        b2=normal(p.E, p.H).requires_grad_() if case.bias else None,
+        dout=normal(p.T, p.H),
+        router_ids=router_ids,
+        ids=ids,
+        scores=scores.requires_grad_(),
+    )
+
+
+def shares(routing: str, experts: int) -> list[float]:
+    """Each expert's share of the rows: even, ∝ 1/rank, or a quarter for the first one."""
+    if routing == "uniform" or experts == 1:
+        weights = [1.0] * experts
+    elif routing == "zipf":
+        weights = [1 / (rank + 1) for rank in range(experts)]
+    elif routing == "hot":
+        weights = [HOT_SHARE] + [(1 - HOT_SHARE) / (experts - 1)] * (experts - 1)
+    else:
+        raise bad_argument("routing", f"one of {', '.join(ROUTINGS)}", repr(routing), "Choose one.")
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def _capped(shares: list[float], cap: float) -> list[float]:
+    """The same shares with none above `cap`; what is cut off goes to the others in proportion."""
+    full = [False] * len(shares)
+    while True:
+        free = sum(share for share, at_cap in zip(shares, full, strict=True) if not at_cap)
+        scale = (1 - cap * sum(full)) / free if free else 0.0
+        scaled = [cap if f else s * scale for s, f in zip(shares, full, strict=True)]
+        over = [f or s > cap for s, f in zip(scaled, full, strict=True)]
+        if over == full:
+            return scaled
+        full = over
+
+
+def _offsets(
+    x: torch.Tensor, router_w: torch.Tensor, k: int, target: list[float], steps: int = 40
+) -> torch.Tensor:
+    logits = torch.nn.functional.linear(x[:8192], router_w).float()
+    wanted = torch.tensor(target, device=x.device)
+    offsets = wanted.log()
+    for _ in range(steps):
+        chosen = (logits + offsets).topk(k, dim=-1).indices.flatten()
+        actual = chosen.bincount(minlength=len(target)) / chosen.numel()
+        offsets += 0.5 * (wanted / actual.clamp_min(0.1 * wanted)).log()
+        offsets -= offsets.mean()
+    return offsets

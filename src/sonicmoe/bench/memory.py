@@ -1,0 +1,54 @@
+"""Memory of one call: bytes kept for the backward pass, and the peak."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from .subjects import Subject
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes beside what was allocated before the call; None where no allocator can tell."""
+
+    kept: int
+    peak_forward: int | None
+    peak: int | None
+
+
+def saved_bytes(
+    forward: Callable[[], torch.Tensor], beside: Iterable[torch.Tensor]
+) -> tuple[int, torch.Tensor]:
+    """Bytes of the distinct storages that autograd holds, without those of `beside`; the output."""
+    owned = {t.untyped_storage().data_ptr() for t in beside}
+    held: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in owned:
+            held[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = forward()
+    return sum(held.values()), out
+
+
+def measure_memory(subject: Subject) -> Memory:
+    """Call once before, so that nothing that is allocated only once is counted."""
+    if not subject.dout.is_cuda:
+        beside = (*subject.leaves.values(), subject.dout)
+        return Memory(saved_bytes(subject.forward, beside)[0], None, None)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = subject.forward()
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before - out.untyped_storage().nbytes()
+    peak_forward = torch.cuda.max_memory_allocated() - before
+    subject.gradients(out)
+    torch.cuda.synchronize()
+    return Memory(kept, peak_forward, torch.cuda.max_memory_allocated() - before)

@@ -1,0 +1,98 @@
+"""Records of measurements: where they were made, written as JSON lines, read back."""
+
+import datetime
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+Record = dict
+
+RESULTS = Path("benchmarks/results")
+
+
+def provenance(device: str | torch.device, command: str) -> Record:
+    """Everything a reader needs to judge a figure or to measure it again."""
+    from .. import __version__
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "sonicmoe": __version__,
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "command": command,
+    }
+
+
+def device_name(device: str | torch.device) -> str:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.machine()}"
+
+
+def write(records: Iterable[Record], folder: Path, label: str) -> Path | None:
+    """Append to `<folder>/<device>/<date>-<label>.jsonl`; nothing is written for no records."""
+    records = list(records)
+    if not records:
+        return None
+    first = records[0]
+    path = folder / slug(first["device"]) / f"{first['date'][:10]}-{slug(label)}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(_rounded(record)) + "\n" for record in records)
+    return path
+
+
+def read(folder: Path) -> list[Record]:
+    """Every kept record, oldest first."""
+    lines = (
+        line for path in sorted(folder.glob("**/*.jsonl")) for line in path.read_text().splitlines()
+    )
+    return sorted((json.loads(line) for line in lines if line), key=lambda record: record["date"])
+
+
+def slug(text: str) -> str:
+    """Lower-case letters, digits, points and dashes: the name of a file or folder."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def _rounded(value):
+    """Five significant digits: more than any clock gives."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def _commit() -> str | None:
+    """The commit of the source, with a + where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "-s", "src") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,178 @@
+"""One case from inputs to records: verify, then time; a failing subject gets no figure."""
+
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .. import cost
+from . import peers, report
+from .cases import Case
+from .inputs import Inputs, make_inputs
+from .kernels import kernels
+from .measure import measure, times
+from .published import NAME as PUBLISHED
+from .published import measure_published
+from .results import Record
+from .subjects import OURS, Subject, ours
+from .timing import is_cuda, median_ms
+from .verify import Check, passed, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a run is asked to do, the same for every case."""
+
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    concatenated: bool = False
+    check: bool = True
+    kernels: bool = False
+    peers: Sequence[str] = ()
+    sonicmoe_path: str | None = None
+    without_router: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    records: list[Record]
+    failures: list[str]
+
+
+def verify_case(case: Case, routing: str, options: Options) -> Outcome:
+    """Check our layer with the router in and out; print what was found."""
+    inputs = make_inputs(case, routing, options.device, options.dtype)
+    failures = []
+    for subject in _ours(inputs, options):
+        checks = verify(subject, inputs)
+        print(f"\n{_title(case, routing, options)}, router {_in_or_out(subject)}")
+        print(report.check_table(checks))
+        if not passed(checks):
+            failures.append(_failure(case, routing, subject, checks))
+    return Outcome([], failures)
+
+
+def bench_case(case: Case, routing: str, options: Options) -> Outcome:
+    """Measure our layer and the peers asked for; print a table; give back a record for each row."""
+    inputs = make_inputs(case, routing, options.device, options.dtype)
+    shared = {
+        "case": case.name,
+        "shape": str(case.problem),
+        "activation": case.activation.value,
+        "bias": case.bias,
+        "router_kind": case.router,
+        "routing": routing,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "gate_up": "concatenated" if options.concatenated else "interleaved",
+    }
+    records, failures, profiles = [], [], []
+
+    for subject in [*_ours(inputs, options), *_peers(inputs, options)]:
+        mine = subject.name == OURS
+        checks: list[Check] = []
+        if options.check:
+            _progress(case, f"verifying {subject.name}, router {_in_or_out(subject)}")
+            checks = verify(subject, inputs, peer=not mine)
+            if not passed(checks):
+                failures.append(_failure(case, routing, subject, checks))
+                continue
+        _progress(case, f"timing {subject.name}, router {_in_or_out(subject)}")
+        record = shared | _balance(inputs, subject.router) | measure(subject, case.problem)
+        record |= {"subject": subject.name, "router": _in_or_out(subject)}
+        record["checks"] = [asdict(check) for check in checks]
+        records.append(record)
+        if mine and options.kernels:
+            profiles.append((subject, kernels(subject.forward_backward, options.device)))
+        _release()
+
+    del inputs
+    _release()
+    records += _outsiders(case, routing, options, shared)
+    _add_dense_share(records)
+    if records:
+        print(f"\n{_title(case, routing, options)}{'' if options.check else ', NOT VERIFIED'}")
+        print(report.layer_table(records))
+    for subject, found in profiles:
+        print(f"\nkernels of forward and backward, router {_in_or_out(subject)}")
+        print(report.kernel_table(found))
+    return Outcome(records, failures)
+
+
+def _ours(inputs: Inputs, options: Options) -> list[Subject]:
+    routers = (True, False) if options.without_router else (True,)
+    return [ours(inputs, router=router, concatenated=options.concatenated) for router in routers]
+
+
+def _peers(inputs: Inputs, options: Options) -> list[Subject]:
+    if not peers.comparable(inputs):
+        return []
+    return [make(inputs) for name, make in peers.PEERS.items() if name in options.peers]
+
+
+def _outsiders(case: Case, routing: str, options: Options, shared: Record) -> list[Record]:
+    """The dense limit, and the published package in its own process."""
+    records = []
+    if peers.DENSE in options.peers:
+        _progress(case, "timing the dense products")
+        forward, backward = peers.dense(case.problem, options.device, options.dtype)
+        found = times(
+            case.problem,
+            median_ms(forward, options.device),
+            median_ms(backward, options.device, rep_ms=300),
+        )
+        records.append(shared | found | {"subject": peers.DENSE, "router": "in"})
+        del forward, backward
+        _release()
+    if options.sonicmoe_path and not case.bias:
+        _progress(case, "measuring the published package; its first call takes minutes")
+        found = measure_published(options.sonicmoe_path, case, routing, shared["dtype"])
+        if "error" in found:
+            print(f"{case.name}: published package: {found['error']}", file=sys.stderr)
+        else:
+            records.append(shared | found | {"subject": PUBLISHED, "router": "in"})
+    return records
+
+
+def _add_dense_share(records: list[Record]) -> None:
+    limit = next((r["fwd_bwd_ms"] for r in records if r["subject"] == peers.DENSE), None)
+    for record in records:
+        if limit is not None:
+            record["dense_share"] = limit / record["fwd_bwd_ms"]
+
+
+def _balance(inputs: Inputs, router: bool) -> Record:
+    counts = inputs.counts(router)
+    return {
+        "largest_share": max(counts) / sum(counts),
+        "empty_experts": counts.count(0),
+        "padding_share_128": cost.padding_share(counts, 128),
+    }
+
+
+def _in_or_out(subject: Subject) -> str:
+    return "in" if subject.router else "out"
+
+
+def _title(case: Case, routing: str, options: Options) -> str:
+    shape = str(case.problem)
+    name = shape if case.name == shape else f"{case.name} ({shape})"
+    bias = " with bias" if case.bias else ""
+    return f"{name}, {case.activation.value}{bias}, {case.router}, {routing} routing, {options.dtype}"
+
+
+def _failure(case: Case, routing: str, subject: Subject, checks: list[Check]) -> str:
+    bad = ", ".join(check.tensor for check in checks if not check.passed)
+    head = f"{case.name}, {routing} routing: {subject.name}, router {_in_or_out(subject)}: wrong {bad}"
+    return f"{head}\n{report.check_table(checks)}"
+
+
+def _progress(case: Case, what: str) -> None:
+    print(f"{case.name}: {what}", file=sys.stderr, flush=True)
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_available() and is_cuda("cuda"):
+        torch.cuda.empty_cache()

@@ -1,0 +1,68 @@
+"""What is measured: a forward function and the tensors it is differentiated by."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from .inputs import Inputs
+
+OURS = "sonicmoe"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One implementation of the layer on given inputs.
+
+    `leaves` names what it has gradients for: x, w1, w2, b1, b2 where there are biases, and router_w
+    or scores with the router in or out.
+    """
+
+    name: str
+    router: bool
+    forward: Callable[[], torch.Tensor]
+    leaves: dict[str, torch.Tensor] = field(repr=False)
+    dout: torch.Tensor = field(repr=False)
+    concatenated: bool = False
+
+    def gradients(
+        self, out: torch.Tensor, dout: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        upstream = self.dout if dout is None else dout
+        found = torch.autograd.grad(out, tuple(self.leaves.values()), upstream)
+        return dict(zip(self.leaves, found, strict=True))
+
+    def forward_backward(self) -> None:
+        self.gradients(self.forward())
+
+
+def leaves_of(inputs: Inputs, router: bool) -> dict[str, torch.Tensor]:
+    choice = {"router_w": inputs.router_w} if router else {"scores": inputs.scores}
+    named = {"x": inputs.x, "w1": inputs.w1, "w2": inputs.w2, "b1": inputs.b1, "b2": inputs.b2}
+    return {name: t for name, t in (named | choice).items() if t is not None}
+
+
+def ours(inputs: Inputs, *, router: bool, concatenated: bool = False) -> Subject:
+    """The layer of this package, through its public functions."""
+    from ..functional import experts, moe_TC_softmax_topk_layer
+
+    case, i = inputs.case, inputs
+
+    def with_router() -> torch.Tensor:
+        return moe_TC_softmax_topk_layer(
+            i.x, i.router_w, i.w1.permute(1, 2, 0), i.b1, i.w2.permute(1, 2, 0), i.b2,
+            case.problem.K, None, case.activation, False,
+            case.router == "softmax_over_topk",
+            case.router == "topk_over_softmax_normalized",
+            concatenated,
+        )[0]  # fmt: skip
+
+    def without_router() -> torch.Tensor:
+        return experts(
+            i.x, i.ids, i.scores, i.w1, i.w2, i.b1, i.b2,
+            activation=case.activation,
+            gate_up="concatenated" if concatenated else "interleaved",
+        )  # fmt: skip
+
+    forward = with_router if router else without_router
+    return Subject(OURS, router, forward, leaves_of(inputs, router), inputs.dout, concatenated)

@@ -1,0 +1,58 @@
+"""Time: the median of a call, and what the host alone needs to enqueue it."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def is_cuda(device: str | torch.device) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def synchronize(device: str | torch.device) -> None:
+    if is_cuda(device):
+        torch.cuda.synchronize()
+
+
+def median_ms(call: Callable[[], object], device: str | torch.device, rep_ms: int = 200) -> float:
+    """On a GPU between events with the L2 cache flushed before each call; elsewhere by the clock."""
+    if is_cuda(device):
+        from triton.testing import do_bench
+
+        return do_bench(call, warmup=50, rep=rep_ms, return_mode="median")
+    call()
+    return statistics.median(_clocked(call, device, budget_s=rep_ms / 1e3, least=3))
+
+
+def host_ms(call: Callable[[], object], device: str | torch.device, calls: int = 50) -> float:
+    """Median time until a call returns, with nothing waiting on the GPU before it."""
+    for _ in range(5):
+        call()
+    times = []
+    for _ in range(calls):
+        synchronize(device)
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    synchronize(device)
+    return 1e3 * statistics.median(times)
+
+
+def wall_ms(call: Callable[[], object], device: str | torch.device) -> float:
+    """One call by the clock, until the device is done."""
+    synchronize(device)
+    begin = time.perf_counter()
+    call()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _clocked(
+    call: Callable[[], object], device: str | torch.device, budget_s: float, least: int
+) -> list[float]:
+    times: list[float] = []
+    while len(times) < least or sum(times) < 1e3 * budget_s:
+        times.append(wall_ms(call, device))
+    return times

@@ -1,0 +1,153 @@
+"""Right before fast: the output and every gradient against fp64, under random upstream gradients.
+
+A subject may err at most `MARGIN` times what plain PyTorch errs in the same dtype. Both passes walk
+the layer one expert at a time, so that the largest cases fit beside their inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..reference.activation import activate
+from .inputs import Inputs
+from .subjects import Subject
+
+# At two bytes rounding decides; at four the order of a sum does, which nobody fixes.
+MARGIN = {2: 1.1, 4: 2.0, 8: 2.0}
+PEER_MARGIN = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Relative error (Frobenius) of one tensor, ours and plain PyTorch's, against fp64."""
+
+    tensor: str
+    error: float
+    plain: float
+    margin: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.margin * self.plain  # False for NaN
+
+
+def passed(checks: list[Check]) -> bool:
+    return all(check.passed for check in checks)
+
+
+def verify(subject: Subject, inputs: Inputs, *, peer: bool = False) -> list[Check]:
+    """One check for the output (`out`) and one for each leaf's gradient.
+
+    A peer may break ties of the router as it likes, and may round more often: tokens whose choice
+    hangs on a tie are left out, and its margin is wider.
+    """
+    margin = PEER_MARGIN if peer else MARGIN[inputs.x.element_size()]
+    dout, judged = inputs.dout, slice(None)
+    if peer and subject.router:
+        judged = _untied(inputs)
+        dout = dout * judged.unsqueeze(-1)
+    out = subject.forward()
+    got = subject.gradients(out, dout)
+    out, got["x"] = out.detach()[judged], got["x"][judged]
+
+    exact = _Pass(subject, inputs, dout, torch.float64)
+    plain = _Pass(subject, inputs, dout, inputs.x.dtype)
+    errors: dict[str, _Error] = {}
+    for e in range(inputs.case.problem.E):
+        true, rounded = exact.expert(e), plain.expert(e)
+        for name in true:
+            errors.setdefault(name, _Error()).add(got[name][e], rounded[name], true[name])
+    true, rounded = exact.finish(), plain.finish()
+    for name in true:
+        pick = judged if name in ("out", "x") else slice(None)
+        mine = out if name == "out" else got[name]
+        errors.setdefault(name, _Error()).add(mine, rounded[name][pick], true[name][pick])
+    order = ("out", *subject.leaves)
+    return [Check(name, *errors[name].relative(), margin) for name in order]
+
+
+def _untied(inputs: Inputs) -> torch.Tensor:
+    """(T,) bool: the K-th and the next logit of the token differ."""
+    k = inputs.case.problem.K
+    if k == inputs.case.problem.E:
+        return torch.ones(inputs.x.shape[0], dtype=torch.bool, device=inputs.x.device)
+    with torch.no_grad():
+        best = F.linear(inputs.x, inputs.router_w).topk(k + 1, dim=-1).values
+    return best[:, k - 1] != best[:, k]
+
+
+class _Error:
+    def __init__(self) -> None:
+        self.squares: torch.Tensor | None = None
+
+    def add(self, got: torch.Tensor, plain: torch.Tensor, true: torch.Tensor) -> None:
+        deviations = (got.double() - true, plain.double() - true, true)
+        squares = torch.stack([d.square().sum() for d in deviations])
+        self.squares = squares if self.squares is None else self.squares + squares
+
+    def relative(self) -> tuple[float, float]:
+        got, plain, true = self.squares.sqrt().tolist()
+        scale = true or 1.0
+        return got / scale, plain / scale
+
+
+class _Pass:
+    """The layer in one dtype, forward and backward, an expert at a time. Scores are fp32 or wider."""
+
+    def __init__(
+        self, subject: Subject, inputs: Inputs, dout: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        self.subject, self.inputs, self.dtype = subject, inputs, dtype
+        self.x = inputs.x.detach().to(dtype)
+        self.dout = dout.to(dtype)
+        self.out, self.dx = torch.zeros_like(self.x), torch.zeros_like(self.x)
+        ids = inputs.router_ids if subject.router else inputs.ids
+        self.slots = ids.flatten().argsort(stable=True)
+        self.ends = ids.flatten().bincount(minlength=inputs.case.problem.E).cumsum(0).tolist()
+        if subject.router:
+            self.route_leaves = [
+                t.detach().to(dtype).requires_grad_() for t in (inputs.x, inputs.router_w)
+            ]
+            self.scores = self._routed(ids.long())
+        else:
+            self.scores = inputs.scores.to(torch.promote_types(dtype, torch.float32))
+        self.dscores = torch.zeros_like(self.scores)
+
+    def _routed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The scores of the given choice, so that a near-tie does not change who is asked."""
+        logits = F.linear(*self.route_leaves).to(torch.promote_types(self.dtype, torch.float32))
+        if self.inputs.case.router == "topk_over_softmax":
+            return logits.softmax(-1).gather(1, ids)
+        return logits.gather(1, ids).softmax(-1)
+
+    def expert(self, e: int) -> dict[str, torch.Tensor]:
+        """Add expert e to the output and to dX; its own gradients."""
+        slots = self.slots[self.ends[e - 1] if e else 0 : self.ends[e]]
+        token = slots // self.inputs.case.problem.K
+        named = {"w1": self.inputs.w1, "w2": self.inputs.w2, "b1": self.inputs.b1, "b2": self.inputs.b2}
+        weights = {
+            name: t[e].detach().to(self.dtype).requires_grad_()
+            for name, t in named.items()
+            if t is not None
+        }
+        x = self.x[token].requires_grad_()
+        score = self.scores.detach().flatten()[slots].requires_grad_()
+        z = F.linear(x, weights["w1"], weights.get("b1"))
+        a = activate(z, self.inputs.case.activation, self.subject.concatenated)
+        y = F.linear(a, weights["w2"], weights.get("b2"))
+        weighted = (score.unsqueeze(-1) * y).to(self.dtype)
+        dx, dscore, *found = torch.autograd.grad(
+            weighted, (x, score, *weights.values()), self.dout[token]
+        )
+        self.out.index_add_(0, token, weighted.detach())
+        self.dx.index_add_(0, token, dx)
+        self.dscores.view(-1)[slots] = dscore
+        return dict(zip(weights, found, strict=True))
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """The output and the gradients of whole tensors, once every expert has added its part."""
+        if not self.subject.router:
+            return {"out": self.out, "x": self.dx, "scores": self.dscores}
+        dx, drouter = torch.autograd.grad(self.scores, self.route_leaves, self.dscores)
+        return {"out": self.out, "x": self.dx + dx, "router_w": drouter}

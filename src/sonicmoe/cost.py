@@ -1,0 +1,197 @@
+"""What one layer call costs: FLOPs, bytes kept, peak, traffic, padding, and the least time on a GPU.
+
+Pure Python, and the only place where these formulas stand. Sizes come as a `Problem`; `itemsize` is
+the bytes of one activation or weight element (2 for bf16). Indices are int32, scores fp32 or wider.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import bad_argument
+from .shapes import Problem, ceil_div, max_tiles
+
+INDEX = 4  # bytes of an index
+ROUTERS_THAT_KEEP_LOGITS = ("topk_over_softmax",)
+
+
+# --- FLOPs ----------------------------------------------------------------------------------------
+def forward_flops(p: Problem) -> int:
+    """6·R·H·I gated, 4·R·H·I plain: the up and the down product."""
+    return 2 * p.R * p.H * (p.N + p.I)
+
+
+def backward_flops(p: Problem) -> int:
+    """Two products of the same size for each one of the forward pass."""
+    return 2 * forward_flops(p)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+def caller_bytes(p: Problem, itemsize: int = 2) -> int:
+    """X, which the backward pass reads and the caller holds anyway."""
+    return p.T * p.H * itemsize
+
+
+def kept_bytes(
+    p: Problem,
+    itemsize: int = 2,
+    tile_height: int = 128,
+    router: str | None = "softmax_over_topk",
+) -> dict[str, int]:
+    """Bytes kept from forward to backward beside X, tensor by tensor.
+
+    `router` None: the choice came from the caller, who holds the ids. Nothing here grows with H, so
+    at fixed K·I the sum does not depend on how fine the experts are.
+    """
+    score = max(4, itemsize)
+    kept = {
+        "z": p.R * p.N * itemsize,
+        "scores": p.R * score,
+        "ids": p.R * INDEX,
+        "row_token": p.R * INDEX,
+        "row_slot": p.R * INDEX,
+        "slot_row": p.R * INDEX,
+        "expert_start": (p.E + 1) * INDEX,
+        "tiles": 2 * (1 + max_tiles(p.R, p.E, tile_height)) * INDEX,
+    }
+    if router is None:
+        del kept["ids"]
+    if router in ROUTERS_THAT_KEEP_LOGITS:
+        kept["logits"] = p.T * p.E * itemsize
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Most bytes alive at once beside X, the weights and dO, which exist before the call."""
+
+    forward: int
+    backward: int
+
+
+def peak_bytes(
+    p: Problem,
+    itemsize: int = 2,
+    tile_height: int = 128,
+    router: str | None = "softmax_over_topk",
+) -> Peak:
+    """What the lifetimes demand when every gather is fused into its product.
+
+    Forward: what is kept, A, Y and the output. Backward, in two steps, the output still held: dZ, A'
+    and dW2 while Z is alive; then, without Z and A', dX with the larger of dX̃ and dW1.
+    """
+    kept = kept_bytes(p, itemsize, tile_height, router)
+    total = sum(kept.values())
+    logits = 0 if router is None or "logits" in kept else p.T * p.E * itemsize
+    rows_h, rows_i, tokens_h = p.R * p.H * itemsize, p.R * p.I * itemsize, p.T * p.H * itemsize
+    dz, dw1, dw2 = kept["z"], p.E * p.N * p.H * itemsize, p.E * p.H * p.I * itemsize
+    gradients = dz + kept["scores"] + dw2
+    return Peak(
+        forward=total + logits + rows_i + rows_h + tokens_h,
+        backward=tokens_h
+        + gradients
+        + max(total + rows_i, total - kept["z"] + tokens_h + max(rows_h, dw1)),
+    )
+
+
+def padding_share(counts: Sequence[int], tile_height: int) -> float:
+    """Share of the rows in tiles that belong to no token, for the rows of each expert."""
+    padded = sum(ceil_div(count, tile_height) * tile_height for count in counts)
+    return 1 - sum(counts) / padded if padded else 0.0
+
+
+# --- stages ---------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step of the layer: its FLOPs, and its traffic with every operand read or written once."""
+
+    name: str
+    flops: int
+    traffic: int
+
+
+def forward_stages(p: Problem, itemsize: int = 2, router: bool = True) -> list[Stage]:
+    s = _sizes(p, itemsize)
+    routing = [
+        Stage("router", 2 * p.T * p.H * p.E, s["x"] + s["router_w"] + s["logits"]),
+        Stage("top-k", 0, s["logits"] + s["scores"] + s["index"]),
+    ]
+    stages = [
+        Stage("permutation", 0, 4 * s["index"]),
+        Stage("up", 2 * p.R * p.H * p.N, s["x"] + s["w1"] + s["z"] + s["a"]),
+        Stage("down", 2 * p.R * p.H * p.I, s["a"] + s["w2"] + s["y"]),
+        Stage("aggregation", 0, s["y"] + s["scores"] + s["index"] + s["x"]),
+    ]
+    return routing + stages if router else stages
+
+
+def backward_stages(p: Problem, itemsize: int = 2, router: bool = True) -> list[Stage]:
+    s = _sizes(p, itemsize)
+    small, large = 2 * p.R * p.H * p.I, 2 * p.R * p.H * p.N
+    stages = [
+        Stage("dZ", small, s["x"] + s["w2"] + 2 * s["z"] + s["a"] + 2 * s["scores"]),
+        Stage("dW2", small, s["x"] + s["a"] + s["w2"]),
+        Stage("dX rows", large, s["z"] + s["w1"] + s["y"]),
+        Stage("dW1", large, s["z"] + s["x"] + s["w1"]),
+        Stage("dX aggregation", 0, s["y"] + s["index"] + s["x"]),
+    ]
+    product = 2 * p.T * p.H * p.E
+    routing = [
+        Stage("top-k backward", 0, 2 * s["scores"] + s["index"] + s["logits"]),
+        Stage("router dX", product, s["logits"] + s["router_w"] + 2 * s["x"]),
+        Stage("router dW", product, s["logits"] + s["x"] + s["router_w"]),
+    ]
+    return stages + routing if router else stages
+
+
+def _sizes(p: Problem, itemsize: int) -> dict[str, int]:
+    elements = {
+        "x": p.T * p.H,
+        "router_w": p.E * p.H,
+        "logits": p.T * p.E,
+        "w1": p.E * p.N * p.H,
+        "w2": p.E * p.H * p.I,
+        "z": p.R * p.N,
+        "a": p.R * p.I,
+        "y": p.R * p.H,
+    }
+    sizes = {name: count * itemsize for name, count in elements.items()}
+    return sizes | {"scores": p.R * max(4, itemsize), "index": p.R * INDEX}
+
+
+# --- roofline -------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Dense products (FLOP/s) at two and at four bytes an element, memory bandwidth (bytes/s)."""
+
+    name: str
+    half: float
+    single: float
+    bandwidth: float
+    source: str
+
+    def seconds(self, stage: Stage, itemsize: int = 2) -> float:
+        """The least time of a stage: its products or its traffic, whichever takes longer."""
+        return max(stage.flops / self._peak(itemsize), stage.traffic / self.bandwidth)
+
+    def bound(self, stage: Stage, itemsize: int = 2) -> str:
+        compute = stage.flops / self._peak(itemsize)
+        return "compute" if compute > stage.traffic / self.bandwidth else "memory"
+
+    def _peak(self, itemsize: int) -> float:
+        return self.half if itemsize <= 2 else self.single
+
+
+GPUS = {
+    "a100": Gpu("A100 SXM 80 GB", 312e12, 19.5e12, 2.04e12, "data sheet"),
+    "h100": Gpu("H100 SXM", 989e12, 67e12, 3.35e12, "data sheet"),
+    "h200": Gpu("H200", 790e12, 67e12, 4.3e12, "measured: bf16 products, device copy"),
+    "b200": Gpu("B200", 2250e12, 75e12, 8.0e12, "data sheet"),
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The row of the table behind a short name, or behind the name that the driver reports."""
+    for key, gpu in GPUS.items():
+        if key in name.lower():
+            return gpu
+    raise bad_argument("gpu", f"one of {', '.join(GPUS)}", repr(name), "Add a row to cost.GPUS.")

@@ -1,0 +1,178 @@
+"""Activations as device functions, handed to kernels as compile-time arguments.
+
+A gated activation is a pair: `f(gate, up) -> a` and `df(gate, up, da) -> a, dgate, dup`; a plain one
+`f(z) -> a` and `df(z, da) -> a, dz`. All in fp32. The derivative returns the value too, because the
+backward pass computes A again from Z.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_CLAMP_LIMIT = tl.constexpr(7.0)
+_CLAMP_ALPHA = tl.constexpr(1.702)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(-_LOG2E * x))
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (tl.exp2(2.0 * _LOG2E * x) + 1.0)
+
+
+# --- functions of one variable: value, and value with slope -----------------------------------------
+@triton.jit
+def _silu(x):
+    s = _sigmoid(x)
+    value = x * s
+    return value, s + value * (1.0 - s)
+
+
+@triton.jit
+def _gelu(x):
+    cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    return x * cdf, cdf + x * 0.3989422804014327 * tl.exp2(-0.5 * _LOG2E * x * x)
+
+
+@triton.jit
+def _gelu_tanh(x):
+    t = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+    slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+    return 0.5 * x * (1.0 + t), slope
+
+
+@triton.jit
+def _relu(x):
+    # x != x keeps NaN, which a plain maximum would hide.
+    positive = (x > 0) | (x != x)
+    return tl.where(positive, x, 0.0), tl.where(positive, 1.0, 0.0)
+
+
+@triton.jit
+def _relu_sq(x):
+    r, _ = _relu(x)
+    return r * r, 2.0 * r
+
+
+# --- plain --------------------------------------------------------------------------------------------
+@triton.jit
+def silu(z):
+    return _silu(z)[0]
+
+
+@triton.jit
+def silu_backward(z, da):
+    a, slope = _silu(z)
+    return a, slope * da
+
+
+@triton.jit
+def gelu(z):
+    return _gelu(z)[0]
+
+
+@triton.jit
+def gelu_backward(z, da):
+    a, slope = _gelu(z)
+    return a, slope * da
+
+
+@triton.jit
+def gelu_tanh(z):
+    return _gelu_tanh(z)[0]
+
+
+@triton.jit
+def gelu_tanh_backward(z, da):
+    a, slope = _gelu_tanh(z)
+    return a, slope * da
+
+
+@triton.jit
+def relu(z):
+    return _relu(z)[0]
+
+
+@triton.jit
+def relu_backward(z, da):
+    a, slope = _relu(z)
+    return a, slope * da
+
+
+@triton.jit
+def relu_sq(z):
+    return _relu_sq(z)[0]
+
+
+@triton.jit
+def relu_sq_backward(z, da):
+    a, slope = _relu_sq(z)
+    return a, slope * da
+
+
+# --- gated --------------------------------------------------------------------------------------------
+@triton.jit
+def swiglu(g, u):
+    return _silu(g)[0] * u
+
+
+@triton.jit
+def swiglu_backward(g, u, da):
+    value, slope = _silu(g)
+    return value * u, da * u * slope, da * value
+
+
+@triton.jit
+def geglu(g, u):
+    return _gelu(g)[0] * u
+
+
+@triton.jit
+def geglu_backward(g, u, da):
+    value, slope = _gelu(g)
+    return value * u, da * u * slope, da * value
+
+
+@triton.jit
+def geglu_tanh(g, u):
+    return _gelu_tanh(g)[0] * u
+
+
+@triton.jit
+def geglu_tanh_backward(g, u, da):
+    value, slope = _gelu_tanh(g)
+    return value * u, da * u * slope, da * value
+
+
+@triton.jit
+def reglu(g, u):
+    return _relu(g)[0] * u
+
+
+@triton.jit
+def reglu_backward(g, u, da):
+    value, slope = _relu(g)
+    return value * u, da * u * slope, da * value
+
+
+@triton.jit
+def swiglu_clamped(g, u):
+    # Comparisons written so that NaN stays NaN.
+    g = tl.where(g > _CLAMP_LIMIT, _CLAMP_LIMIT, g)
+    u = tl.where(u > _CLAMP_LIMIT, _CLAMP_LIMIT, tl.where(u < -_CLAMP_LIMIT, -_CLAMP_LIMIT, u))
+    return (u + 1.0) * g * _sigmoid(_CLAMP_ALPHA * g)
+
+
+@triton.jit
+def swiglu_clamped_backward(gate, up, da):
+    g = tl.where(gate > _CLAMP_LIMIT, _CLAMP_LIMIT, gate)
+    u = tl.where(up > _CLAMP_LIMIT, _CLAMP_LIMIT, tl.where(up < -_CLAMP_LIMIT, -_CLAMP_LIMIT, up))
+    s = _sigmoid(_CLAMP_ALPHA * g)
+    value = g * s
+    slope = s * (1.0 + _CLAMP_ALPHA * g * (1.0 - s))
+    dg = tl.where(gate > _CLAMP_LIMIT, 0.0, da * (u + 1.0) * slope)
+    du = tl.where(tl.abs(up) > _CLAMP_LIMIT, 0.0, da * value)
+    return (u + 1.0) * value, dg, du

@@ -1,0 +1,94 @@
+"""Sums over the rows of a token, and over the partial sums of a score gradient."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def aggregate_kernel(
+    y, scores, slot_row, token_start, out,
+    K, H: tl.constexpr, UNROLL: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """out[t] = Σ_k score · y[row], in fp32, in the order of the slots. Grid: (T, H/BH).
+
+    `UNROLL` slots are loaded before the first is used: that many reads are in flight at once.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    if token_start is None:
+        first = token * K
+        last = first + K
+    else:
+        first = tl.load(token_start + token).to(tl.int64)
+        last = tl.load(token_start + token + 1).to(tl.int64)
+    acc = tl.zeros((BH,), tl.float32)
+    for slot in tl.range(first, last, UNROLL):
+        for j in tl.static_range(UNROLL):
+            live = slot + j < last
+            row = tl.load(slot_row + slot + j, mask=live, other=-1)
+            here = row >= 0
+            value = tl.load(y + row.to(tl.int64) * H + h, mask=here & (h < H), other=0.0).to(tl.float32)
+            if scores is not None:
+                score = tl.load(scores + slot + j, mask=here, other=0.0)
+                value *= score
+            acc += value
+    tl.store(out + token * H + h, acc.to(out.dtype.element_ty), mask=h < H)
+
+
+@triton.jit
+def sum_partials_kernel(
+    partial, slot_row, expert_start, out, slots, num_experts,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dscores[slot] = Σ over the parts; zero for slots whose expert is not here. Grid: S/BLOCK."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < slots
+    if slot_row is None:
+        alive = inside & (slot < tl.load(expert_start + num_experts))
+    else:
+        alive = inside & (tl.load(slot_row + slot, mask=inside, other=-1) >= 0)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        acc += tl.load(partial + part * slots.to(tl.int64) + slot, mask=alive, other=0.0)
+    tl.store(out + slot, acc, mask=inside)
+
+
+@triton.jit
+def bias_score_kernel(
+    dout, row_token, row_slot, bias, partial, tiles, expert_start, dout_stride,
+    H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """partial[slot] = ⟨dO, b2⟩: what a bias adds to the score gradient. Grid: one program a tile."""
+    index = tl.program_id(0)
+    if index < tl.load(tiles):
+        expert = tl.load(tiles + 2 + 2 * index)
+        row = tl.load(tiles + 3 + 2 * index)
+        rows = row + tl.arange(0, BM)
+        ok = rows < tl.load(expert_start + expert + 1)
+        if row_token is None:
+            src = rows
+            slot = rows
+        else:
+            src = tl.load(row_token + rows, mask=ok, other=0)
+            slot = tl.load(row_slot + rows, mask=ok, other=0)
+        acc = tl.zeros((BM, BH), tl.float32)
+        for h0 in tl.range(0, H, BH):
+            h = h0 + tl.arange(0, BH)
+            ptr = dout + src.to(tl.int64)[:, None] * dout_stride + h[None, :]
+            do = tl.load(ptr, mask=ok[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
+            acc += do * tl.load(bias + expert.to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+        tl.store(partial + slot, tl.sum(acc, 1), mask=ok)
+
+
+@triton.jit
+def zero_tail_kernel(y, expert_start, count, num_experts, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+    """y[r] = 0 for rows past the last expert. Grid: R/BR; a program owns BR rows."""
+    end = tl.load(expert_start + num_experts)
+    first = tl.program_id(0) * BR
+    if first + BR > end:
+        rows = first + tl.arange(0, BR)
+        ok = (rows >= end) & (rows < count)
+        for n0 in tl.range(0, N, BN):
+            n = n0 + tl.arange(0, BN)
+            ptr = y + rows.to(tl.int64)[:, None] * N + n[None, :]
+            tl.store(ptr, tl.zeros((BR, BN), y.dtype.element_ty), mask=ok[:, None] & (n < N)[None, :])

@@ -1,0 +1,100 @@
+"""Row products: one output row for each routed row. Up, down, and the product with the transpose.
+
+Every kernel is persistent: programs walk over (M-tile, N-tile) pairs, N fastest, so that neighbours
+in time share the rows of A and the weights of one expert. A program owns the tile it writes.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import accumulate, halves, pairs, source_rows, tile_of
+
+
+@triton.jit
+def up_kernel(
+    x, row_token, w1, b1, z, a, tiles, expert_start,
+    x_stride, w_stride_e, w_stride_n, w_stride_k,
+    H: tl.constexpr, N: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, KEEP_Z: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Z = X W1ᵀ + b1, A = act(Z). Grid: any number of programs."""
+    TWO_HALVES: tl.constexpr = GATED and CONCATENATED
+    I: tl.constexpr = N // 2 if GATED else N  # noqa: E741
+    HALF: tl.constexpr = BN // 2
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    dtype = a.dtype.element_ty
+    total = tl.load(tiles) * n_tiles
+    for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+        expert, row, end = tile_of(tiles, expert_start, t // n_tiles)
+        column = (t % n_tiles) * BN
+        rows = row + tl.arange(0, BM)
+        ok = rows < end
+        first_column = column // 2 if TWO_HALVES else column
+        acc = accumulate(
+            x, source_rows(row_token, rows, ok, row), row, x_stride,
+            w1, expert, first_column, I, w_stride_e, w_stride_n, w_stride_k,
+            H, N, BM, BN, BK, A_TMA, B_TMA, B_KN, TWO_HALVES, PRECISION,
+        )  # fmt: skip
+        z_rows = z + rows.to(tl.int64)[:, None] * N
+        a_rows = a + rows.to(tl.int64)[:, None] * I
+        if GATED:
+            i = column // 2 + tl.arange(0, HALF)
+            i_ok = ok[:, None] & (i < I)[None, :]
+            if CONCATENATED:
+                gate, up = halves(acc, BM, BN)
+                if b1 is not None:
+                    gate += tl.load(b1 + expert * N + i, mask=i < I, other=0.0).to(tl.float32)[None, :]
+                    up += tl.load(b1 + expert * N + I + i, mask=i < I, other=0.0).to(tl.float32)[None, :]
+                if KEEP_Z:
+                    tl.store(z_rows + i[None, :], gate.to(dtype), mask=i_ok)
+                    tl.store(z_rows + I + i[None, :], up.to(dtype), mask=i_ok)
+            else:
+                n = column + tl.arange(0, BN)
+                if b1 is not None:
+                    acc += tl.load(b1 + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+                if KEEP_Z:
+                    tl.store(z_rows + n[None, :], acc.to(dtype), mask=ok[:, None] & (n < N)[None, :])
+                gate, up = pairs(acc, BM, BN)
+            tl.store(a_rows + i[None, :], ACTIVATION(gate, up).to(dtype), mask=i_ok)
+        else:
+            n = column + tl.arange(0, BN)
+            n_ok = ok[:, None] & (n < N)[None, :]
+            if b1 is not None:
+                acc += tl.load(b1 + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            if KEEP_Z:
+                tl.store(z_rows + n[None, :], acc.to(dtype), mask=n_ok)
+            tl.store(a_rows + n[None, :], ACTIVATION(acc).to(dtype), mask=n_ok)
+
+
+@triton.jit
+def product_kernel(
+    a, w, bias, row_scores, y, tiles, expert_start,
+    a_stride, w_stride_e, w_stride_n, w_stride_k,
+    K: tl.constexpr, N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Y = (A Wᵀ + bias)·score, rows already sorted by expert. Grid: any number of programs."""
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    total = tl.load(tiles) * n_tiles
+    for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+        expert, row, end = tile_of(tiles, expert_start, t // n_tiles)
+        column = (t % n_tiles) * BN
+        rows = row + tl.arange(0, BM)
+        ok = rows < end
+        acc = accumulate(
+            a, source_rows(None, rows, ok, row), row, a_stride,
+            w, expert, column, 0, w_stride_e, w_stride_n, w_stride_k,
+            K, N, BM, BN, BK, A_TMA, B_TMA, B_KN, False, PRECISION,
+        )  # fmt: skip
+        n = column + tl.arange(0, BN)
+        if bias is not None:
+            acc += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if row_scores is not None:
+            acc *= tl.load(row_scores + rows, mask=ok, other=0.0)[:, None]
+        out = y + rows.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(out, acc.to(y.dtype.element_ty), mask=ok[:, None] & (n < N)[None, :])

@@ -1,0 +1,90 @@
+"""One tile of a grouped product: where it lies, and the loop that accumulates it.
+
+A source of an operand is a tensor descriptor (the copy engine fetches whole boxes and fills with
+zeros past the end) or a pointer. Weights are (E, N, K) in memory, or (E, K, N) when `B_KN`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(tiles, expert_start, index):
+    """Expert, first row and end row of the expert for M-tile `index`."""
+    expert = tl.load(tiles + 2 + 2 * index)
+    row = tl.load(tiles + 3 + 2 * index)
+    return expert, row, tl.load(expert_start + expert + 1)
+
+
+@triton.jit
+def source_rows(row_token, rows, ok, first_row):
+    """Row of the operand that each row of the tile reads; rows past the end read one that exists."""
+    if row_token is None:
+        return tl.where(ok, rows, first_row)
+    else:
+        return tl.load(row_token + rows, mask=ok, other=0)
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Left and right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def pairs(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Even and odd columns."""
+    return tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
+
+
+@triton.jit
+def accumulate(
+    a, a_rows, a_first_row, a_stride,
+    b, expert, column, column_stride, b_stride_e, b_stride_n, b_stride_k,
+    K: tl.constexpr, N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, TWO_HALVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc[m, j] = Σ_k A[a_rows[m], k] · B[expert, n(j), k] in fp32.
+
+    n(j) = column + j; with `TWO_HALVES` the tile is columns [column, column + BN/2) and, beside it,
+    the same columns `column_stride` further on: the gate and the up half of concatenated weights.
+    """
+    offs_k = tl.arange(0, BK)
+    EVEN_K: tl.constexpr = K % BK == 0
+    if not A_TMA:
+        a_ptr = a + a_rows.to(tl.int64)[:, None] * a_stride + offs_k[None, :]
+    if not B_TMA:
+        j = tl.arange(0, BN)
+        if TWO_HALVES:
+            n = column + j % (BN // 2)
+            n_ok = n < N // 2
+            n += (j // (BN // 2)) * column_stride
+        else:
+            n = column + j
+            n_ok = n < N
+        b_ptr = b + expert.to(tl.int64) * b_stride_e + n.to(tl.int64)[None, :] * b_stride_n
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in tl.range(0, K, BK):
+        if A_TMA:
+            a_tile = a.load([a_first_row, k])
+        elif EVEN_K:
+            a_tile = tl.load(a_ptr + k)
+        else:
+            a_tile = tl.load(a_ptr + k, mask=(k + offs_k < K)[None, :], other=0.0)
+        if B_TMA:
+            if B_KN and TWO_HALVES:
+                b_tile = tl.reshape(b.load([expert, k, 0, column]), (BK, BN))
+            elif B_KN:
+                b_tile = tl.reshape(b.load([expert, k, column]), (BK, BN))
+            elif TWO_HALVES:
+                b_tile = tl.reshape(b.load([expert, 0, column, k]), (BN, BK)).T
+            else:
+                b_tile = tl.reshape(b.load([expert, column, k]), (BN, BK)).T
+        else:
+            b_k = (k + offs_k)[:, None]
+            b_tile = tl.load(b_ptr + b_k.to(tl.int64) * b_stride_k, mask=n_ok[None, :] & (b_k < K), other=0.0)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+    return acc

@@ -1,0 +1,105 @@
+"""Weight gradients: dW_e = L_eᵀ R_e, a sum over the rows of one expert."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _row_block(
+    source, row_token, k, end, column, stride,
+    COLUMNS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """(BK, BC) of rows k.., gathered where a token map is given; zero past the columns.
+
+    All rows are the expert's, except in its `LAST` block: there rows past the end are zeroed, since
+    what they hold, NaN perhaps, is another expert's.
+    """
+    rows = k + tl.arange(0, BK)
+    ok = rows < end
+    if TMA:
+        block = source.load([k, column])
+        if LAST:
+            block = tl.where(ok[:, None], block, 0.0)
+    else:
+        c = column + tl.arange(0, BC)
+        if row_token is not None:
+            if LAST:
+                rows = tl.load(row_token + rows, mask=ok, other=0)
+            else:
+                rows = tl.load(row_token + rows)
+        ptr = source + rows.to(tl.int64)[:, None] * stride + c[None, :]
+        if LAST:
+            block = tl.load(ptr, mask=ok[:, None] & (c < COLUMNS)[None, :], other=0.0)
+        elif COLUMNS % BC == 0:
+            block = tl.load(ptr)
+        else:
+            block = tl.load(ptr, mask=(c < COLUMNS)[None, :], other=0.0)
+    return block
+
+
+@triton.jit
+def weight_gradient_kernel(
+    left, left_token, right, right_token, out, expert_start, num_experts,
+    left_stride, right_stride,
+    M: tl.constexpr, N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    L_TMA: tl.constexpr, R_TMA: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :] over the rows of e; zeros where e has none.
+
+    Rows of `left` and `right` are gathered where a token map is given. Grid: any number of
+    programs; each walks over (expert, M-tile, N-tile) and owns what it writes.
+    """
+    m_tiles: tl.constexpr = (M + BM - 1) // BM
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    total = num_experts * m_tiles * n_tiles
+    for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+        expert = t // (m_tiles * n_tiles)
+        m0 = (t % (m_tiles * n_tiles)) // n_tiles * BM
+        n0 = t % n_tiles * BN
+        start = tl.load(expert_start + expert)
+        end = tl.load(expert_start + expert + 1)
+        acc = tl.zeros((BM, BN), tl.float32)
+        whole = start + (end - start) // BK * BK
+        for k in tl.range(start, whole, BK):
+            l_tile = _row_block(left, left_token, k, end, m0, left_stride, M, BK, BM, L_TMA, False)
+            r_tile = _row_block(right, right_token, k, end, n0, right_stride, N, BK, BN, R_TMA, False)
+            acc = tl.dot(l_tile.T, r_tile, acc, input_precision=PRECISION)
+        if whole < end:
+            l_tile = _row_block(left, left_token, whole, end, m0, left_stride, M, BK, BM, L_TMA, True)
+            r_tile = _row_block(right, right_token, whole, end, n0, right_stride, N, BK, BN, R_TMA, True)
+            acc = tl.dot(l_tile.T, r_tile, acc, input_precision=PRECISION)
+        m = m0 + tl.arange(0, BM)
+        n = n0 + tl.arange(0, BN)
+        ptr = out + (expert.to(tl.int64) * M + m[:, None]) * N + n[None, :]
+        tl.store(ptr, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def bias_gradient_kernel(
+    source, row_token, scores, row_slot, out, expert_start, stride,
+    N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out[e, :] = Σ_r score_r · source[row of r, :]. Grid: (E, N/BN); a program owns its columns."""
+    expert = tl.program_id(0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    start = tl.load(expert_start + expert)
+    end = tl.load(expert_start + expert + 1)
+    acc = tl.zeros((BR, BN), tl.float32)
+    for k in tl.range(start, end, BR):
+        rows = k + tl.arange(0, BR)
+        ok = rows < end
+        if row_token is None:
+            src = rows
+        else:
+            src = tl.load(row_token + rows, mask=ok, other=0)
+        ptr = source + src.to(tl.int64)[:, None] * stride + n[None, :]
+        block = tl.load(ptr, mask=ok[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+        if scores is not None:
+            if row_slot is None:
+                slot = rows
+            else:
+                slot = tl.load(row_slot + rows, mask=ok, other=0)
+            block *= tl.load(scores + slot, mask=ok, other=0.0)[:, None]
+        acc += block
+    tl.store(out + expert.to(tl.int64) * N + n, tl.sum(acc, 0).to(out.dtype.element_ty), mask=n < N)

@@ -1,0 +1,236 @@
+"""Launches of the grouped products: pick a configuration, allocate, launch."""
+
+import torch
+
+from ..enums import ActivationType
+from ..kernels import activation as device_activation
+from ..kernels import aggregation, rows, score_gradient, weight_gradient
+from ..shapes import ceil_div
+from ..tuning import RowConfig, WeightConfig, row_config, weight_config
+from . import memory
+from .launch import aligned, descriptor, dot_precision, power_of_two, target_of
+
+
+def _value(activation: ActivationType):
+    return getattr(device_activation, activation.value)
+
+
+def _derivative(activation: ActivationType):
+    return getattr(device_activation, f"{activation.value}_backward")
+
+
+def _stored_transposed(w: torch.Tensor) -> bool:
+    """Whether (E, N, K) weights lie in memory as (E, K, N)."""
+    return w.stride(2) != 1
+
+
+def _weight_source(w: torch.Tensor, config: RowConfig, two_halves: bool = False):
+    """(E, N, K) weights as a kernel reads them: a descriptor of boxes, or the tensor itself."""
+    if not config.tma:
+        return w
+    stored = w.mT if _stored_transposed(w) else w
+    n, k = config.block_n, config.block_k
+    if not two_halves:
+        return descriptor(stored, [1, k, n] if _stored_transposed(w) else [1, n, k])
+    # The gate half and the up half of a tile in one box.
+    experts, columns = w.shape[0], w.shape[1] // 2
+    if _stored_transposed(w):
+        return descriptor(stored.view(experts, w.shape[2], 2, columns), [1, k, 2, n // 2])
+    return descriptor(stored.view(experts, 2, columns, w.shape[2]), [1, 2, n // 2, k])
+
+
+def _row_source(t: torch.Tensor, config: RowConfig, row_token):
+    """Rows as a kernel reads them, and whether through a descriptor: gathered rows cannot be."""
+    if not config.tma or row_token is not None:
+        return t, False
+    return descriptor(t, [config.block_m, config.block_k]), True
+
+
+def _options(config: RowConfig | WeightConfig) -> dict:
+    return dict(
+        BM=config.block_m, BN=config.block_n, BK=config.block_k,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+def _grid(config: RowConfig | WeightConfig, work: int, target) -> tuple[int]:
+    return (max(1, min(work, config.programs * target.processors)),)
+
+
+def up(
+    x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z, config=None
+):
+    """Z (empty unless `keep_z`) and A."""
+    x, w1 = aligned(x), aligned(w1)
+    n, hidden = w1.shape[1:]
+    count = (x if row_token is None else row_token).shape[0]
+    z = memory.empty((count, n), x.dtype, x.device) if keep_z else memory.absent(x)
+    a = memory.empty((count, n // 2 if activation.is_gated else n), x.dtype, x.device)
+    if count == 0:
+        return z, a
+    target = target_of(x)
+    config = config or row_config("up", x.element_size(), hidden, n, target)
+    source, a_tma = _row_source(x, config, row_token)
+    two_halves = activation.is_gated and concatenated
+    work = (tiles.shape[0] - 1) * ceil_div(n, config.block_n)
+    rows.up_kernel[_grid(config, work, target)](
+        source, row_token, _weight_source(w1, config, two_halves), b1, z, a, tiles, expert_start,
+        x.stride(0), *w1.stride(),
+        H=hidden, N=n, GATED=activation.is_gated, CONCATENATED=concatenated,
+        ACTIVATION=_value(activation), KEEP_Z=keep_z,
+        A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w1), PRECISION=dot_precision(x),
+        FLATTEN=config.flatten, **_options(config),
+    )  # fmt: skip
+    return z, a
+
+
+def _product(kernel, a, w, bias, row_scores, expert_start, tiles, config=None):
+    """(R, N) = A Wᵀ for (E, N, K) weights."""
+    a, w = aligned(a), aligned(w)
+    n, k = w.shape[1:]
+    y = memory.empty((a.shape[0], n), a.dtype, a.device)
+    if a.shape[0] == 0:
+        return y
+    target = target_of(a)
+    config = config or row_config(kernel, a.element_size(), k, n, target)
+    source, a_tma = _row_source(a, config, None)
+    work = (tiles.shape[0] - 1) * ceil_div(n, config.block_n)
+    rows.product_kernel[_grid(config, work, target)](
+        source, _weight_source(w, config), bias, row_scores, y, tiles, expert_start,
+        a.stride(0), *w.stride(),
+        K=k, N=n, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
+        PRECISION=dot_precision(a), FLATTEN=config.flatten, **_options(config),
+    )  # fmt: skip
+    return y
+
+
+def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail, config=None):
+    """Y, its rows past the last expert zero where asked."""
+    y = _product("down", a, w2, b2, row_scores, expert_start, tiles, config)
+    return _zero_tail(y, expert_start) if zero_tail else y
+
+
+def aggregate(y, scores, slot_row, token_start, tokens):
+    hidden = y.shape[1]
+    out = memory.empty((tokens, hidden), y.dtype, y.device)
+    slots = slot_row.shape[0]
+    if tokens == 0:
+        return out
+    per_token = slots // tokens if token_start is None else 0
+    block = min(power_of_two(hidden), 1024)
+    aggregation.aggregate_kernel[(tokens, ceil_div(hidden, block))](
+        y, scores, slot_row, token_start, out, per_token,
+        H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BH=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def down_backward(
+    dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
+    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, config=None, weights=None,
+):  # fmt: skip
+    """dZ, dW2, db2, dscores."""
+    dout, w2 = aligned(dout), aligned(w2)
+    count, device = z.shape[0], z.device
+    experts, hidden, intermediate = w2.shape
+    none = memory.absent(z)
+    dz = memory.empty(z.shape, z.dtype, device) if need_dz else none
+    a = memory.empty((count, intermediate), z.dtype, device) if need_dw2 else none
+    dscores = memory.empty(scores.shape, torch.float32, device) if need_dscores else none
+    if count and (need_dz or need_dw2 or need_dscores):
+        target = target_of(z)
+        config = config or row_config("score_gradient", z.element_size(), hidden, intermediate, target)
+        parts = ceil_div(intermediate, config.block_n)
+        slots = scores.numel() if scores is not None else count
+        planes = parts + (b2 is not None)
+        partial = memory.empty((planes, slots), torch.float32, device) if need_dscores else none
+        source, a_tma = _row_source(dout, config, row_token)
+        w2t = w2.mT  # the product contracts over H: (E, I, H) weights
+        score_gradient.score_gradient_kernel[_grid(config, (tiles.shape[0] - 1) * parts, target)](
+            source, row_token, _weight_source(w2t, config), scores, row_slot, z, dz, a, partial,
+            tiles, expert_start, slots,
+            dout.stride(0), *w2t.stride(),
+            H=hidden, I=intermediate, GATED=activation.is_gated, CONCATENATED=concatenated,
+            BACKWARD=_derivative(activation), STORE_DZ=need_dz, STORE_A=need_dw2,
+            STORE_PARTIAL=need_dscores, SLICES=config.slices,
+            A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w2t),
+            PRECISION=dot_precision(z), **_options(config),
+        )  # fmt: skip
+        if need_dscores:
+            if b2 is not None:
+                aggregation.bias_score_kernel[(tiles.shape[0] - 1,)](
+                    dout, row_token, row_slot, b2, partial[parts], tiles, expert_start,
+                    dout.stride(0), H=hidden, BM=tile_height, BH=64, num_warps=8,
+                )  # fmt: skip
+            aggregation.sum_partials_kernel[(ceil_div(slots, 1024),)](
+                partial, slot_row, expert_start, dscores, slots, experts, PARTS=planes, BLOCK=1024
+            )
+    dw2 = none
+    if need_dw2:
+        dw2 = _weight_gradient(dout, row_token, a, None, w2, expert_start, weights)
+    db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start) if need_db2 else none
+    return dz, dw2, db2, dscores
+
+
+def up_backward(
+    dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
+    need_dx, need_dw1, need_db1, config=None, weights=None,
+):  # fmt: skip
+    """dX, dW1, db1."""
+    x, dz, w1 = aligned(x), aligned(dz), aligned(w1)
+    none = memory.absent(dz)
+    dx = dw1 = db1 = none
+    if need_dx:
+        dx = _product("dx", dz, w1.mT, None, None, expert_start, tiles, config)
+        if row_token is not None:
+            dx = aggregate(dx, None, slot_row, token_start, x.shape[0])
+        else:
+            dx = _zero_tail(dx, expert_start)
+    if need_dw1:
+        dw1 = _weight_gradient(dz, None, x, row_token, w1, expert_start, weights)
+    if need_db1:
+        like = memory.empty(w1.shape[:2], w1.dtype, w1.device)
+        db1 = _bias_gradient(dz, None, None, None, like, expert_start)
+    return dx, dw1, db1
+
+
+def _zero_tail(y: torch.Tensor, expert_start: torch.Tensor) -> torch.Tensor:
+    """Rows that belong to no expert, in place."""
+    count, n = y.shape
+    if count:
+        aggregation.zero_tail_kernel[(ceil_div(count, 32),)](
+            y, expert_start, count, expert_start.shape[0] - 1, N=n, BR=32, BN=128, num_warps=4
+        )
+    return y
+
+
+def _weight_gradient(left, left_token, right, right_token, w, expert_start, config=None):
+    """(E, M, N) = Σ over an expert's rows of leftᵀ right, with the strides of `w`."""
+    dw = memory.empty_like(w)
+    out = dw
+    if _stored_transposed(dw):  # write the other way round, so that rows of the store are contiguous
+        left, left_token, right, right_token, out = right, right_token, left, left_token, dw.mT
+    experts, m, n = out.shape
+    target = target_of(left)
+    config = config or weight_config(left.element_size(), m, n, target)
+    l_tma = config.tma and left_token is None and left.shape[0] > 0
+    r_tma = config.tma and right_token is None and right.shape[0] > 0
+    work = experts * ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
+    weight_gradient.weight_gradient_kernel[_grid(config, work, target)](
+        descriptor(left, [config.block_k, config.block_m]) if l_tma else left, left_token,
+        descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
+        out, expert_start, experts, left.stride(0), right.stride(0),
+        M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
+        FLATTEN=config.flatten, **_options(config),
+    )  # fmt: skip
+    return dw
+
+
+def _bias_gradient(source, row_token, scores, row_slot, bias, expert_start):
+    experts, n = bias.shape
+    out = memory.empty(bias.shape, bias.dtype, bias.device)
+    weight_gradient.bias_gradient_kernel[(experts, ceil_div(n, 64))](
+        source, row_token, scores, row_slot, out, expert_start, source.stride(0),
+        N=n, BR=64, BN=64, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,88 @@
+"""Launches of the routing kernels."""
+
+import torch
+
+from ..kernels import permute as permute_kernels
+from ..kernels import topk as topk_kernels
+from ..shapes import ceil_div, max_tiles
+from . import memory
+from .launch import power_of_two
+
+_SPANS = 128  # programs of the counting sort: each reads the counts of all, so not many more
+_CHUNK = 128  # slots ranked at once by comparing all pairs
+
+
+def _tokens_at_once(experts: int) -> int:
+    """Tokens of one top-K program: 4096 keys of 64 bits fit the registers of four warps."""
+    return max(1, 4096 // power_of_two(experts))
+
+
+def topk(logits, k, softmax_over_topk):
+    tokens, experts = logits.shape
+    scores = memory.empty((tokens, k), torch.float32, logits.device)
+    ids = memory.empty((tokens, k), torch.int32, logits.device)
+    if tokens:
+        block = min(_tokens_at_once(experts), 32)
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        topk_kernels.topk_kernel[(ceil_div(tokens, block),)](
+            logits, scores, ids, tokens, logits.stride(0),
+            E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
+            BT=block, BE=power_of_two(experts), BK=power_of_two(k),
+            num_warps=4,
+        )  # fmt: skip
+    return scores, ids
+
+
+def topk_backward(dscores, scores, ids, logits, softmax_over_topk):
+    tokens, experts = logits.shape
+    k = ids.shape[1]
+    dlogits = memory.empty((tokens, experts), logits.dtype, logits.device)
+    if tokens:
+        block = min(_tokens_at_once(experts), 32)
+        if not softmax_over_topk and logits.stride(1) != 1:
+            logits = logits.contiguous()
+        topk_kernels.topk_backward_kernel[(ceil_div(tokens, block),)](
+            dscores.contiguous(), scores, ids, None if softmax_over_topk else logits, dlogits,
+            tokens, logits.stride(0),
+            E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
+            BT=block, BE=power_of_two(experts), BK=power_of_two(k),
+            num_warps=4,
+        )  # fmt: skip
+    return dlogits
+
+
+def permute(ids, num_experts, slot_token, tile_height):
+    slots, device = ids.numel(), ids.device
+
+    def new(*shape):
+        return memory.empty(shape, torch.int32, device)
+
+    row_token, row_slot, slot_row = new(slots), new(slots), new(slots)
+    expert_start = new(num_experts + 1)
+    table = new(1 + max_tiles(slots, num_experts, tile_height), 2)
+    if slots == 0:
+        return row_token, row_slot, slot_row, expert_start.zero_(), table.zero_()
+    span = max(_CHUNK, ceil_div(ceil_div(slots, _SPANS), _CHUNK) * _CHUNK)
+    spans = ceil_div(slots, span)
+    counts, next_row = new(spans, num_experts), new(spans, num_experts)
+    block = power_of_two(num_experts)
+    ids = ids.contiguous()
+    permute_kernels.count_kernel[(spans,)](
+        ids, counts, slots, span, num_experts, BE=block, CHUNK=_CHUNK, num_warps=4
+    )
+    permute_kernels.place_kernel[(spans,)](
+        ids, slot_token, counts, next_row, row_token, row_slot, slot_row, expert_start, table,
+        slots, span, spans, num_experts, ids.shape[-1],
+        HEIGHT=tile_height, BE=block, BP=min(power_of_two(spans), max(1, 8192 // block)), CHUNK=_CHUNK,
+        num_warps=4,
+    )  # fmt: skip
+    return row_token, row_slot, slot_row, expert_start, table
+
+
+def tiles(expert_start, rows, tile_height):
+    num_experts = expert_start.shape[0] - 1
+    table = memory.empty((1 + max_tiles(rows, num_experts, tile_height), 2), torch.int32, expert_start.device)
+    permute_kernels.tiles_kernel[(min(num_experts, 128),)](
+        expert_start, table, num_experts, HEIGHT=tile_height, BE=power_of_two(num_experts), num_warps=4
+    )
+    return table

@@ -1,0 +1,5 @@
+"""A small trainer for Mixture-of-Experts language models: `sonicmoe train` and its relatives.
+
+Nothing is imported here: the command line starts fast, and each optional package is loaded by the
+one file that needs it.
+"""

@@ -1,0 +1,226 @@
+"""What a run is made of: the model's sizes and the training around it, frozen."""
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import bad_argument
+
+PRECISIONS = {
+    "fp32": "everything in float32",
+    "autocast": "float32 weights, bfloat16 arithmetic",
+    "bf16": "bfloat16 weights and optimizer state",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The sizes of a decoder with a Mixture-of-Experts layer in every block."""
+
+    vocab_size: int = 2048
+    context: int = 128
+    num_layers: int = 4
+    hidden_size: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 32
+    num_experts: int = 8
+    experts_per_token: int = 2
+    intermediate_size: int = 128
+    router: str = "softmax_over_topk"
+    aux_loss_coef: float = 0.01
+    z_loss_coef: float = 0.0
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in _INTEGERS_OF_MODEL:
+            _positive(name, getattr(self, name))
+        for name in ("hidden_size", "intermediate_size"):
+            _multiple(name, getattr(self, name), 8)
+        _multiple("head_dim", self.head_dim, 2)
+        _multiple("num_heads", self.num_heads, self.num_kv_heads, "num_kv_heads")
+        if self.experts_per_token > self.num_experts:
+            raise bad_argument(
+                "experts_per_token", f"at most num_experts ({self.num_experts})",
+                self.experts_per_token, "Choose fewer experts per token or more experts.",
+            )  # fmt: skip
+
+
+_INTEGERS_OF_MODEL = (
+    "vocab_size", "context", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
+    "num_experts", "experts_per_token", "intermediate_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """One training run. `batch` sequences a step, cut into micro-batches of `micro_batch`.
+
+    `data` is "local" (text that this installation carries), files and folders, or a Hugging Face
+    dataset. `target_loss` is checked against the validation loss at the end.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    preset: str = "demo"
+    seed: int = 0
+
+    data: tuple[str, ...] = ("local",)
+    include_code: bool = False
+    data_megabytes: float = 8.0
+    validation_fraction: float = 0.05
+
+    steps: int = 200
+    batch: int = 16
+    micro_batch: int = 16
+    learning_rate: float = 3e-3
+    final_learning_rate_ratio: float = 0.1
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    gradient_clip: float = 1.0
+
+    device: str = "auto"
+    precision: str = "fp32"
+    backend: str = "auto"
+    compile: bool = False
+    deterministic: bool = True
+    recompute: bool = False
+    loss_chunk: int = 0
+    expert_parallel: int = 1
+
+    log_every: int = 5
+    validate_every: int = 50
+    validation_sequences: int = 64
+    checkpoint_every: int = 100
+    keep: int = 2
+    tensorboard: bool = True
+    target_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "batch", "micro_batch", "log_every", "validate_every",
+                    "validation_sequences", "checkpoint_every", "keep", "expert_parallel")  # fmt: skip
+        for name in positive:
+            _positive(name, getattr(self, name))
+        _multiple("batch", self.batch, self.micro_batch, "micro_batch")
+        if self.precision not in PRECISIONS:
+            raise bad_argument(
+                "precision", " or ".join(PRECISIONS), repr(self.precision),
+                "; ".join(f"{k}: {v}" for k, v in PRECISIONS.items()) + ".",
+            )  # fmt: skip
+        if self.warmup_steps < 0 or self.warmup_steps >= self.steps:
+            raise bad_argument(
+                "warmup_steps", f"0 to steps − 1 ({self.steps - 1})", self.warmup_steps,
+                "Warm up for a few percent of the steps.",
+            )  # fmt: skip
+        if not 0 < self.validation_fraction < 0.5:
+            raise bad_argument(
+                "validation_fraction", "between 0 and 0.5", self.validation_fraction,
+                "0.05 holds out every twentieth document.",
+            )  # fmt: skip
+        if self.learning_rate <= 0:
+            raise bad_argument("learning_rate", "> 0", self.learning_rate, "Try 1e-3.")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.model.context
+
+    def override(self, values: Mapping[str, Any]) -> "TrainConfig":
+        """A copy with some keys replaced; text is read as the type of the key."""
+        ours: dict[str, Any] = {}
+        models: dict[str, Any] = {}
+        for key, value in values.items():
+            owner = ours if key in _TRAIN_FIELDS else models if key in _MODEL_FIELDS else None
+            if owner is None:
+                raise bad_argument(
+                    key, "a name of the configuration", repr(key), f"Names: {', '.join(KEYS)}."
+                )
+            owner[key] = _read(key, value)
+        # `batch` alone should not trip over the preset's micro_batch: it then is one micro-batch.
+        if "batch" in ours and "micro_batch" not in ours and ours["batch"] % self.micro_batch:
+            ours["micro_batch"] = ours["batch"]
+        if "steps" in ours and "warmup_steps" not in ours and ours["steps"] > 0:
+            ours["warmup_steps"] = min(self.warmup_steps, ours["steps"] // 10)
+        model = dataclasses.replace(self.model, **models)
+        return dataclasses.replace(self, model=model, **ours)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrainConfig":
+        """The inverse of `to_dict`, also after a passage through JSON."""
+        rest = {**values, "model": ModelConfig(**values["model"]), "data": tuple(values["data"])}
+        return cls(**rest)
+
+
+_MODEL_FIELDS = {f.name: f.type for f in dataclasses.fields(ModelConfig)}
+_TRAIN_FIELDS = {
+    f.name: f.type for f in dataclasses.fields(TrainConfig) if f.name not in ("model", "preset")
+}
+KEYS = tuple(sorted({*_MODEL_FIELDS, *_TRAIN_FIELDS}))
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def _read(key: str, value: Any) -> Any:
+    """The value of `key` from text, or from TOML or Python as it is, in the type of the key."""
+    kind = {**_MODEL_FIELDS, **_TRAIN_FIELDS}[key]
+    try:
+        if kind is bool:
+            return value if isinstance(value, bool) else _WORDS[str(value).lower()]
+        if kind is int:
+            if isinstance(value, bool) or int(value) != float(value):
+                raise ValueError
+            return int(value)
+        if kind is float:
+            return float(value)
+        if kind is str:
+            return str(value)
+        if key == "data":
+            return tuple(value.split(",")) if isinstance(value, str) else tuple(map(str, value))
+        return None if value is None or str(value).lower() == "none" else float(value)
+    except (KeyError, TypeError, ValueError):
+        name = kind.__name__ if isinstance(kind, type) else str(kind)
+        raise bad_argument(key, f"a value of type {name}", repr(value), f"Write {key}=….") from None
+
+
+def parse_assignments(items: Iterable[str]) -> dict[str, str]:
+    """`["steps=10", "seed=1"]` → `{"steps": "10", "seed": "1"}`."""
+    pairs = {}
+    for item in items:
+        key, sign, value = item.partition("=")
+        if not sign or not key:
+            raise bad_argument("--set", "key=value", repr(item), "Write for example --set steps=500.")
+        pairs[key.strip().replace("-", "_")] = value.strip()
+    return pairs
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Keys of a TOML file; tables only group them: [model] and [train] are as good as none."""
+    path = Path(path)
+    if not path.is_file():
+        raise bad_argument("--config", "a TOML file", repr(str(path)), "Check the path.")
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise bad_argument("--config", "valid TOML", f"{path}: {error}", "Mend the file.") from None
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        flat.update(value if isinstance(value, dict) else {key: value})
+    return flat
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise bad_argument(name, "at least 1", value, f"Set {name} to a positive integer.")
+
+
+def _multiple(name: str, value: int, of: int, of_name: str = "") -> None:
+    if value % of:
+        unit = f"{of_name} = {of}" if of_name else str(of)
+        raise bad_argument(name, f"a multiple of {unit}", value, f"Round {name} to one.")

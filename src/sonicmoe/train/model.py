@@ -1,0 +1,156 @@
+"""A compact decoder: attention, RMSNorm, rotary positions, a Mixture-of-Experts layer in every block.
+
+It is the architecture of Qwen3-MoE to the letter (heads normalised before the rotation, gate and up
+concatenated, tied head), so that a trained model exports without a change of its numbers.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..enums import ActivationType
+from ..moe import MoE
+from .backends import run_layer
+from .config import ModelConfig
+
+Cache = list[tuple[torch.Tensor, torch.Tensor] | None]  # keys and values of each layer
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Normalised in float32 and rounded to the weight's dtype at the end, under autocast too.
+        normal = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normal.to(x.dtype)
+
+
+def rotary(start: int, length: int, head_dim: int, theta: float, device: torch.device):
+    """cos and sin (length, head_dim) of the positions from `start`, in fp32."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    angle = torch.arange(start, start + length, device=device).float()[:, None] * frequency
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the pairs (x_i, x_{i+D/2}) by their position's angle."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.grouped = c.num_heads != c.num_kv_heads
+        self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
+
+    def forward(self, x, cos, sin, past=None):
+        """(B, S, H) → (B, S, H) and the keys and values, those of `past` included."""
+
+        def heads(t):
+            return t.unflatten(-1, (-1, self.head_dim))
+
+        q = rotate(self.q_norm(heads(self.q_proj(x))).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(heads(self.k_proj(x))).transpose(1, 2), cos, sin)
+        v = heads(self.v_proj(x)).transpose(1, 2)
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=past is None, enable_gqa=self.grouped
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig, backend: str) -> None:
+        super().__init__()
+        self.backend = backend
+        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.attention = Attention(c)
+        self.moe_norm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.moe = MoE(
+            c.num_experts, c.experts_per_token, c.hidden_size, c.intermediate_size,
+            ActivationType.SWIGLU, False, c.init_std,
+            router=c.router, gate_up="concatenated",
+            aux_loss_coef=c.aux_loss_coef, z_loss_coef=c.z_loss_coef,
+        )  # fmt: skip
+
+    def forward(self, x, cos, sin, past=None):
+        attended, cache = self.attention(self.attention_norm(x), cos, sin, past)
+        x = x + attended
+        mixed, aux_loss = run_layer(self.moe, self.moe_norm(x), self.backend)
+        return x + mixed, aux_loss, cache
+
+
+class Decoder(nn.Module):
+    """Token ids (B, S) → hidden states; `loss` and `logits` apply the head, tied to the embedding."""
+
+    def __init__(self, config: ModelConfig, backend: str = "auto", recompute: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = recompute
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, backend) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal weights; what writes into the residual stream is scaled down by its depth."""
+        c = self.config
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=c.init_std)
+        shrink = (2 * c.num_layers) ** -0.5
+        for block in self.blocks:
+            block.attention.o_proj.weight.mul_(shrink)
+            block.moe.c_proj.weight.mul_(shrink)
+
+    def forward(self, ids, targets=None, *, cache: Cache | None = None, loss_chunk: int = 0):
+        """With targets: their mean cross-entropy and the auxiliary loss, summed over the layers.
+
+        Without: the logits (B, S, V). A `cache` (one entry a layer, filled here) continues a text:
+        the first call passes the prompt, each further call one token.
+        """
+        x = self.embed(ids)
+        start = cache[0][0].shape[2] if cache and cache[0] else 0
+        c = self.config
+        cos, sin = rotary(start, ids.shape[1], c.head_dim, c.rope_theta, ids.device)
+        aux_losses = []
+        for i, block in enumerate(self.blocks):
+            if self.recompute and self.training:
+                x, aux_loss, _ = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x, aux_loss, kept = block(x, cos, sin, cache[i] if cache else None)
+                if cache is not None:
+                    cache[i] = kept
+            aux_losses.append(aux_loss)
+        x = self.norm(x)
+        if targets is None:
+            return F.linear(x, self.embed.weight)
+        return self._cross_entropy(x.flatten(0, 1), targets.flatten(), loss_chunk), sum(aux_losses)
+
+    def _cross_entropy(self, x, targets, chunk: int):
+        """The mean over all tokens. In chunks, the logits of one chunk at a time are alive."""
+        if not chunk or x.shape[0] <= chunk:
+            return _summed_loss(x, self.embed.weight, targets) / x.shape[0]
+        losses = [
+            checkpoint(_summed_loss, part, self.embed.weight, goal, use_reentrant=False)
+            for part, goal in zip(x.split(chunk), targets.split(chunk), strict=True)
+        ]
+        return sum(losses) / x.shape[0]
+
+
+def _summed_loss(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")

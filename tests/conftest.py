@@ -1,0 +1,27 @@
+"""One marker, one place where it is decided what can run here."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Kernels under Triton's interpreter need a process of their own: test_interpreter_kernels.py.
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore = [] if INTERPRETING else ["interpreted"]
+
+settings.register_profile("sonicmoe", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("sonicmoe")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

@@ -1,0 +1,227 @@
+"""Repeatability, no synchronisation, CUDA graphs, compilation, NaN that stays where it is."""
+
+import pytest
+import torch
+from helpers import Case, check_zeros, make_inputs, ours, run, same_bits
+
+import sonicmoe
+from sonicmoe import KernelBackendMoE, MoE
+
+pytestmark = pytest.mark.gpu
+CASE = Case("3000,512,256,16,4", bias=True, routing="dropped")
+
+
+@pytest.fixture
+def no_synchronisation():
+    """Anything that makes the host wait for the device is an error inside the block."""
+
+    class Block:
+        def __enter__(self):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+
+        def __exit__(self, *_):
+            torch.cuda.set_sync_debug_mode("default")
+
+    return Block()
+
+
+def _layer(**options) -> MoE:
+    return MoE(16, 4, 512, 256, add_bias=True, **options).to("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_bitwise_the_same_every_time(dtype):
+    case = Case("8000,512,256,16,4", dtype, bias=True, routing="zipf")
+    given = make_inputs(case, "cuda")
+    first = run(ours(case, "triton"), given)
+    for _ in range(5):
+        same_bits(first, run(ours(case, "triton"), given))
+
+
+def test_topk_and_permutation_are_bitwise_the_same_every_time():
+    moe, x = _layer(), torch.randn(8000, 512, device="cuda", dtype=torch.bfloat16)
+    x.requires_grad_()
+
+    def once():
+        out, _ = moe(x)
+        grads = torch.autograd.grad(out, [x, *moe.parameters()], torch.ones_like(out))
+        return dict(enumerate([out.detach(), *grads]))
+
+    first = once()
+    for _ in range(3):
+        same_bits(first, once())
+
+
+def test_experts_never_wait_for_the_device(no_synchronisation):
+    given = make_inputs(CASE, "cuda")
+    want = run(ours(CASE, "triton"), given)
+    with no_synchronisation:
+        got = run(ours(CASE, "triton"), given)
+    same_bits(want, got)
+
+
+@pytest.mark.parametrize(
+    "router", ["softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normalized"]
+)
+def test_the_module_never_waits_for_the_device(router, no_synchronisation):
+    moe = _layer(router=router, z_loss_coef=0.1)
+    x = torch.randn(2, 700, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        out, aux = moe(x, kernel_backend_moe=KernelBackendMoE.sonicmoe)
+        (out.sum() + aux).backward()
+
+    step()
+    with no_synchronisation:
+        step()
+
+
+def test_the_other_entries_never_wait_for_the_device(no_synchronisation):
+    given = make_inputs(CASE, "cuda")
+    weights = [given.w1, given.w2, given.b1, given.b2]
+    for t in (given.x, *weights):
+        t.requires_grad_()
+    counts = torch.full((16,), 100, device="cuda")
+    token = torch.randint(3000, (5000,), device="cuda", dtype=torch.int32)
+    expert = torch.randint(16, (5000,), device="cuda", dtype=torch.int32)
+    scores = torch.rand(5000, device="cuda", requires_grad=True)
+    router = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16)
+    w1, w2 = given.w1.permute(1, 2, 0), given.w2.permute(1, 2, 0)
+
+    def step():
+        sonicmoe.grouped_experts(given.x, counts, *weights).sum().backward()
+        sonicmoe.moe_general_routing_inputs(
+            given.x, scores, token, expert, w1, given.b1, w2, given.b2, 16, None
+        )[0].sum().backward()
+        sonicmoe.moe_TC_softmax_topk_layer(
+            given.x, router, w1, given.b1, w2, given.b2, 4, None
+        )[0].sum().backward()  # fmt: skip
+
+    step()
+    with no_synchronisation:
+        step()
+
+
+def test_cuda_graph_of_forward_and_backward_follows_new_inputs():
+    moe = _layer(router="topk_over_softmax")
+    x = torch.randn(1000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dout = torch.randn_like(x)
+    wrt = [x, *moe.parameters()]
+
+    def step():
+        out, aux = moe(x)
+        return [out, aux, *torch.autograd.grad([out, aux], wrt, [dout, torch.ones_like(aux)])]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
+
+    for seed in (1, 2):  # another choice of experts each time, the same graph
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+            dout.copy_(torch.randn_like(dout))
+        graph.replay()
+        got = dict(enumerate(t.detach().clone() for t in held))
+        want = dict(enumerate(t.detach() for t in step()))
+        same_bits(got, want)
+
+
+def test_nan_in_the_rows_of_one_expert_reaches_no_other():
+    case = Case("2000,264,136,7,1", bias=True, routing="uniform")
+    clean = make_inputs(case, "cuda")
+    hit = clean.ids[:, 0] == 3
+    dirty = make_inputs(case, "cuda")
+    dirty.x[hit] = float("nan")
+    dirty.dout[hit] = float("nan")
+    want, got = run(ours(case, "triton"), clean), run(ours(case, "triton"), dirty)
+    _same_but(want, got, tokens=~hit, experts=torch.arange(7, device="cuda") != 3)
+    assert got["out"][hit].isnan().all() and got["dw1"][3].isnan().all()
+
+
+def test_nan_in_the_weights_of_one_expert_reaches_no_other():
+    case = Case("2000,264,136,7,3", bias=True, routing="uniform")
+    clean, dirty = make_inputs(case, "cuda"), make_inputs(case, "cuda")
+    dirty.w1[3] = float("nan")
+    dirty.w2[3] = float("nan")
+    hit = (clean.ids == 3).any(-1)
+    want, got = run(ours(case, "triton"), clean), run(ours(case, "triton"), dirty)
+    _same_but(want, got, tokens=~hit, experts=torch.arange(7, device="cuda") != 3)
+    others = clean.ids != 3
+    assert torch.equal(want["dscores"][others], got["dscores"][others])
+
+
+def _same_but(want, got, tokens, experts):
+    """Bitwise equal on these tokens and experts."""
+    for name in ("out", "dx"):
+        assert torch.equal(want[name][tokens], got[name][tokens]), name
+    for name in ("dw1", "dw2", "db1", "db2"):
+        assert torch.equal(want[name][experts], got[name][experts]), name
+
+
+def test_dropped_slots_are_not_read():
+    given = make_inputs(CASE, "cuda")
+    want = run(ours(CASE, "triton"), given)
+    absent = (given.ids < 0) | (given.ids >= 16)
+    given.scores[absent] = float("nan")
+    given.x[absent.all(-1)] = float("nan")
+    given.dout[absent.all(-1)] = float("nan")
+    got = run(ours(CASE, "triton"), given)
+    same_bits(want, got)
+    check_zeros(got, given)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_strides_of_every_kind(retain):
+    """Rows of a wider tensor, a gradient of stride 0, and a graph that is walked twice."""
+    given = make_inputs(CASE, "cuda")
+    wide = torch.zeros(3000, 1024, device="cuda", dtype=torch.bfloat16)
+    wide[:, ::2] = given.x
+    strided = given.arguments() | {"x": wide[:, ::2].requires_grad_()}
+    dense = given.arguments() | {"x": given.x.requires_grad_()}
+    out, same = (sonicmoe.experts(**a, activation=CASE.activation) for a in (strided, dense))
+    assert torch.equal(out, same)
+    out.sum().backward(retain_graph=True)
+    (want,) = torch.autograd.grad(same, dense["x"], torch.ones_like(same))
+    assert torch.equal(strided["x"].grad, want)
+    if retain:
+        (again,) = torch.autograd.grad(out, strided["x"], torch.ones_like(out))
+        assert torch.equal(again, want)
+
+
+def test_compiled_without_a_graph_break_for_changing_tokens():
+    torch._dynamo.reset()
+    moe = _layer()
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True)
+    for tokens in (300, 500, 7):
+        x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        results = []
+        for f in (moe, compiled):
+            out, aux = f(x)
+            results.append([out, *torch.autograd.grad(out.float().square().sum() + aux, [x])])
+        for want, got in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_the_next_stream_is_honoured():
+    """On a side stream that a long kernel holds up, results wait for their inputs."""
+    given = make_inputs(CASE, "cuda")
+    want = run(ours(CASE, "triton"), given)
+    late = make_inputs(CASE, "cuda")
+    x = late.x.clone()
+    late.x.fill_(float("nan"))
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late.x.copy_(x)
+        got = run(ours(CASE, "triton"), late)
+    side.synchronize()
+    same_bits(want, got)

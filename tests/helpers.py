@@ -1,0 +1,314 @@
+"""What the tests share: problems, inputs, routings, the error budget, poisoned memory."""
+
+import contextlib
+import importlib
+import math
+import sys
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+
+import torch
+
+import sonicmoe
+from sonicmoe import ActivationType
+from sonicmoe.ops import memory
+from sonicmoe.reference import layer as reference
+from sonicmoe.shapes import Problem
+
+ACTIVATIONS = tuple(ActivationType)
+GATED = tuple(a for a in ACTIVATIONS if a.is_gated)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SLACK = 1.1
+
+
+# --- the error budget -----------------------------------------------------------------------------
+def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """‖got − exact‖ / ‖exact‖ in fp64; an exact zero must be met exactly."""
+    assert got.shape == exact.shape, f"{tuple(got.shape)} for {tuple(exact.shape)}"
+    size = exact.norm().item()
+    error = (got.double() - exact).norm().item()
+    return error / size if size else (0.0 if error == 0 else math.inf)
+
+
+def floor(dtype: torch.dtype, values: int) -> float:
+    """What two right answers may differ by, beside the factor.
+
+    An error measured on n values scatters by 1/√n of a rounding step: that is all for 16 bits,
+    where rounding the operands dominates. In fp32 the order of summation dominates and a sum of
+    some hundred terms in another order errs by a few steps more; tf32 would err by thousands.
+    """
+    eps = torch.finfo(dtype).eps
+    return eps * max(1 / math.sqrt(max(values, 1)), 4 if dtype == torch.float32 else 0)
+
+
+def budget(
+    ours: torch.Tensor,
+    plain: torch.Tensor,
+    exact: torch.Tensor,
+    *,
+    name: str = "result",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Ours errs against fp64 at most 1.1 times as much as plain PyTorch does. NaN never passes.
+
+    `dtype` is the dtype of the data where the result is held wider, as score gradients are.
+    """
+    allowed = SLACK * relative_error(plain, exact) + floor(dtype or ours.dtype, exact.numel())
+    error = relative_error(ours, exact)
+    assert error <= allowed, f"{name}: relative error {error:.3e}, allowed {allowed:.3e}"
+
+
+# --- routings -------------------------------------------------------------------------------------
+def _distinct(weight: torch.Tensor, tokens: int, k: int, seed: torch.Generator) -> torch.Tensor:
+    return weight.expand(tokens, -1).multinomial(k, generator=seed) if tokens else _no_ids(k)
+
+
+def _no_ids(k: int) -> torch.Tensor:
+    return torch.empty(0, k, dtype=torch.int64)
+
+
+def _uniform(p: Problem, seed):
+    return _distinct(torch.ones(p.E), p.T, p.K, seed)
+
+
+def _zipf(p: Problem, seed):
+    return _distinct(1.0 / torch.arange(1, p.E + 1), p.T, p.K, seed)
+
+
+def _one_expert(p: Problem, seed):
+    return torch.full((p.T, p.K), p.E // 2)
+
+
+def _empty_experts(p: Problem, seed):
+    """Nothing for the first expert, the last, and every one with an odd number."""
+    busy = torch.tensor(list(range(2, p.E - 1, 2)) or [p.E // 2])
+    return busy[torch.randint(len(busy), (p.T, p.K), generator=seed)]
+
+
+def _all_experts(p: Problem, seed):
+    return torch.rand(p.T, p.E, generator=seed).argsort(-1)[:, : p.K]
+
+
+def _dropped(p: Problem, seed):
+    """A third of the slots name an expert that is not here; the second token loses all of its."""
+    ids = _uniform(p, seed)
+    absent = torch.tensor([-1, p.E, p.E + 7, -(2**31), 2**31 - 1])
+    absent = absent[torch.randint(5, ids.shape, generator=seed)]
+    gone = torch.rand(ids.shape, generator=seed) < 1 / 3
+    gone[1:2] = True
+    return torch.where(gone, absent, ids)
+
+
+def _duplicates(p: Problem, seed):
+    return torch.randint(p.E, (p.T, p.K), generator=seed)
+
+
+def _all_dropped(p: Problem, seed):
+    return torch.full((p.T, p.K), -1)
+
+
+ROUTINGS = {
+    "uniform": _uniform,
+    "zipf": _zipf,
+    "one_expert": _one_expert,
+    "empty_experts": _empty_experts,
+    "all_experts": _all_experts,
+    "dropped": _dropped,
+    "duplicates": _duplicates,
+    "all_dropped": _all_dropped,
+}
+
+
+# --- cases and inputs -----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Case:
+    """One call of the layer: `shape` is T,H,I,E,K; `transposed` stores the weights as (E, K, N)."""
+
+    shape: str
+    dtype: torch.dtype = torch.bfloat16
+    activation: ActivationType = ActivationType.SWIGLU
+    bias: bool = False
+    gate_up: str = "interleaved"
+    transposed: bool = False
+    routing: str = "zipf"
+    seed: int = 0
+
+    @property
+    def problem(self) -> Problem:
+        return Problem.parse(self.shape, self.activation.is_gated)
+
+    @property
+    def options(self) -> dict:
+        return {"activation": self.activation, "gate_up": self.gate_up}
+
+    def __str__(self) -> str:
+        words = [self.shape, self.activation.value, str(self.dtype).removeprefix("torch.")]
+        words += ["bias"] if self.bias else []
+        words += [self.gate_up] if self.activation.is_gated else []
+        words += ["ekn" if self.transposed else "enk", self.routing]
+        return "-".join(words)
+
+
+def matrix(shape: str, dtypes=DTYPES, **options) -> list[Case]:
+    """Every activation × dtype × bias × gate/up layout × weight storage."""
+    return [
+        Case(shape, dtype, activation, bias, gate_up, transposed, **options)
+        for activation in ACTIVATIONS
+        for dtype in dtypes
+        for bias in (False, True)
+        for gate_up in (
+            ("interleaved", "concatenated") if activation.is_gated else ("interleaved",)
+        )
+        for transposed in (False, True)
+    ]
+
+
+@dataclass
+class Inputs:
+    """What `experts` takes, in its order, and the gradient that comes from above."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    scores: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    b1: torch.Tensor | None
+    b2: torch.Tensor | None
+    dout: torch.Tensor
+    differentiable: tuple[str, ...] = field(default=("x", "scores", "w1", "w2", "b1", "b2"))
+
+    def arguments(self) -> dict:
+        return {f.name: getattr(self, f.name) for f in fields(self)[:7]}
+
+    def double(self) -> "Inputs":
+        """The same values in fp64."""
+        wide = {
+            name: t.double()
+            for name, t in {**self.arguments(), "dout": self.dout}.items()
+            if t is not None and t.is_floating_point()
+        }
+        return replace(self, **wide)
+
+
+def make_inputs(case: Case, device: str = "cpu") -> Inputs:
+    """Random inputs for which Z, A and O are of the order of one."""
+    p, seed = case.problem, torch.Generator().manual_seed(case.seed)
+    gain = 6.0 if case.activation is ActivationType.SWIGLU_CLAMPED else 1.0  # reach the clamp at 7
+
+    def normal(*shape, scale=1.0, dtype=case.dtype):
+        return (torch.randn(*shape, generator=seed) * scale).to(device=device, dtype=dtype)
+
+    def weight(n, k, scale):
+        return (
+            normal(p.E, k, n, scale=scale).mT if case.transposed else normal(p.E, n, k, scale=scale)
+        )
+
+    return Inputs(
+        x=normal(p.T, p.H),
+        ids=ROUTINGS[case.routing](p, seed).to(device=device, dtype=torch.int32),
+        scores=(p.K * torch.randn(p.T, p.K, generator=seed).softmax(-1)).to(device),
+        w1=weight(p.N, p.H, gain / math.sqrt(p.H)),
+        w2=weight(p.H, p.I, 1 / math.sqrt(p.I)),
+        b1=normal(p.E, p.N, scale=0.5) if case.bias else None,
+        b2=normal(p.E, p.H, scale=0.5) if case.bias else None,
+        dout=normal(p.T, p.H),
+    )
+
+
+# --- running and comparing ------------------------------------------------------------------------
+def run(layer, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """The output as "out" and every gradient as "d" + the argument's name."""
+    given = inputs.arguments()
+    for name in inputs.differentiable:
+        if given[name] is not None:
+            given[name] = given[name].detach().requires_grad_()
+    out = layer(**given)
+    leaves = {n: given[n] for n in inputs.differentiable if given[n] is not None}
+    grads = torch.autograd.grad(out, list(leaves.values()), inputs.dout)
+    return {"out": out.detach(), **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)}}
+
+
+def ours(case: Case, backend: str | None):
+    return partial(sonicmoe.experts, backend=backend, **case.options)
+
+
+def plain(case: Case):
+    """The layer in plain PyTorch, differentiated by autograd."""
+    return partial(
+        reference.experts,
+        activation=case.activation,
+        concatenated=case.gate_up == "concatenated",
+    )
+
+
+def compare(got: dict, rough: dict, exact: dict, dtype: torch.dtype) -> None:
+    """Every result of `got` within the budget that `rough` sets against `exact`."""
+    assert got.keys() == rough.keys() == exact.keys()
+    for name in got:
+        budget(got[name], rough[name], exact[name], name=name, dtype=dtype)
+
+
+def check_experts(case: Case, device: str = "cpu", backend: str | None = None) -> None:
+    """`experts` and all of its gradients within the budget, in memory full of NaN."""
+    inputs = make_inputs(case, device)
+    with poisoned():
+        got = run(ours(case, backend), inputs)
+    compare(got, run(plain(case), inputs), run(plain(case), inputs.double()), case.dtype)
+    for name in ("w1", "w2"):
+        assert got[f"d{name}"].stride() == getattr(inputs, name).stride(), f"layout of d{name}"
+    check_zeros(got, inputs)
+
+
+def check_zeros(got: dict, inputs: Inputs) -> None:
+    """Experts without rows and slots without an expert have gradients that are exactly zero."""
+    experts = inputs.w1.shape[0]
+    here = (inputs.ids >= 0) & (inputs.ids < experts)
+    counts = torch.bincount(inputs.ids[here].flatten().long(), minlength=experts)
+    for name in ("dw1", "dw2", "db1", "db2"):
+        if name in got:
+            assert (got[name][counts == 0] == 0).all(), f"{name} of an empty expert"
+    assert (got["dscores"][~here] == 0).all()
+    for name in ("out", "dx"):
+        assert (got[name][~here.any(-1)] == 0).all(), f"{name} of a token without experts"
+
+
+def same_bits(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(bits(a[name]), bits(b[name])), f"{name} differs between two runs"
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, so that NaN equals itself and −0 does not equal 0."""
+    return t.contiguous().view(torch.uint8) if t.dtype.is_floating_point else t
+
+
+# --- poisoned memory ------------------------------------------------------------------------------
+def _poison(t: torch.Tensor) -> torch.Tensor:
+    if t.dtype.is_floating_point:
+        return t.fill_(math.nan)
+    return t.fill_(True if t.dtype == torch.bool else torch.iinfo(t.dtype).max // 2)
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Every buffer that the operators allocate starts as NaN, or as an index far out of range."""
+    with contextlib.suppress(ImportError):  # lazy ones first: they would keep the poisoned names
+        importlib.import_module("sonicmoe.ops.launch_routing")
+        importlib.import_module("sonicmoe.ops.launch_products")
+    replaced = []
+    for name in ("empty", "empty_like"):
+        original = getattr(memory, name)
+
+        def allocate(*args, _original=original, **kwargs):
+            return _poison(_original(*args, **kwargs))
+
+        for module in [m for n, m in sys.modules.items() if n.startswith("sonicmoe.")]:
+            if getattr(module, name, None) is original:
+                replaced.append((module, name, original))
+                setattr(module, name, allocate)
+    try:
+        yield
+    finally:
+        for module, name, original in replaced:
+            setattr(module, name, original)

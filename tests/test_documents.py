@@ -1,0 +1,130 @@
+"""What the documents say is run, and what they point to is there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Without a GPU, examples run with these: plain PyTorch, and sizes that a CPU likes.
+ON_CPU = {
+    '"cuda"': '"cpu"',
+    "KernelBackendMoE.sonicmoe": "KernelBackendMoE.torch",
+    "num_experts=128": "num_experts=8",
+    "num_experts_per_tok=8": "num_experts_per_tok=2",
+    "hidden_size=4096": "hidden_size=64",
+    "intermediate_size=1536": "intermediate_size=32",
+    "32768, 4096": "16, 64",
+}
+
+# The quick start of the published package, letter by letter.
+PUBLISHED_QUICK_START = """
+import torch
+from sonicmoe import MoE, KernelBackendMoE
+from sonicmoe.enums import ActivationType
+
+# Create MoE layer
+moe = MoE(
+    num_experts=128,                           # Number of experts
+    num_experts_per_tok=8,                     # Top-k experts per token
+    hidden_size=4096,                          # Hidden dimension
+    intermediate_size=1536,                    # Expert intermediate size
+    activation_function=ActivationType.SWIGLU, # SwiGLU activation
+    add_bias=False,                            # Add bias to linear layers
+    std=0.02,                                  # Weight initialization std
+).to(device="cuda", dtype=torch.bfloat16)
+
+# Forward pass
+x = torch.randn(32768, 4096, device="cuda", dtype=torch.bfloat16)
+output, aux_loss = moe(x, kernel_backend_moe=KernelBackendMoE.sonicmoe)
+"""
+
+
+def run(source: str, names: dict, file: str = "example") -> dict:
+    if not torch.cuda.is_available():
+        for here, there in ON_CPU.items():
+            source = source.replace(here, there)
+    exec(compile(source, file, "exec"), names)
+    return names
+
+
+def test_published_quick_start():
+    names = run(PUBLISHED_QUICK_START, {})
+    assert names["output"].shape == names["x"].shape
+    assert names["output"].dtype == torch.bfloat16
+    assert names["output"].isfinite().all() and names["aux_loss"].isfinite()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_blocks_run(document):
+    """Block after block in one namespace, as a reader would type them; lines as in the document."""
+    text, names = document.read_text(), {}
+    for block in BLOCK.finditer(text):
+        line = text[: block.start(1)].count("\n")
+        run("\n" * line + block[1], names, str(document))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_is_named_exists(document):
+    """Links with their anchors, paths, make targets and subcommands."""
+    text = document.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, anchor = target.partition("#")
+        file = document.parent / path if path else document
+        assert file.exists(), f"link to {target}"
+        assert not anchor or anchor in anchors(file), f"link to {target}"
+    for path in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]*)`", text):
+        assert (ROOT / path).exists(), f"path {path}"
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:`|^)make (\w+)", text, re.MULTILINE):
+        assert f"\n{target}:" in makefile, f"make {target}"
+    for command in set(re.findall(r"(?:`|^)sonicmoe (\w+)", text, re.MULTILINE)):
+        assert re.search(rf"\b{command}\b", sonicmoe_help()), f"sonicmoe {command}"
+
+
+def anchors(document: Path) -> list[str]:
+    titles = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def sonicmoe_help() -> str:
+    program = "import sys; sys.argv[1:] = ['--help']; from sonicmoe.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT / "src"
+    ).stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_path_of_one_machine(document):
+    assert not re.search(r"(?<![\w.])/(?:work|home|root|opt|tmp|usr)/", document.read_text())
+
+
+def test_readme_shows_code_early():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    start = lines.index("```python")
+    assert lines.index("```", start) < 30
+    assert "make train" in "\n".join(lines[:start]) and "make test" in "\n".join(lines[:start])
+
+
+def test_readme_has_a_place_for_the_benchmarks():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("<!-- bench:begin -->") == text.count("<!-- bench:end -->") == 1
+    assert text.index("<!-- bench:begin -->") < text.index("<!-- bench:end -->")
+
+
+def test_map_of_the_source_is_whole():
+    """docs/design.md names every file and folder of the package, and no other."""
+    package = ROOT / "src" / "sonicmoe"
+    there = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    there |= {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    section = (ROOT / "docs" / "design.md").read_text().split("## The map")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `([\w./]+)` \|", section, re.MULTILINE)) == there

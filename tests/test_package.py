@@ -1,0 +1,246 @@
+"""The package as a user meets it: what it exports, what importing it does, what the wheel holds."""
+
+import email
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import sonicmoe
+from sonicmoe import doctor
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+LONGEST = 450
+
+
+def test_public_names_are_frozen():
+    """A name in this list is a promise: removing one needs a new major version."""
+    assert sorted(sonicmoe.__all__) == [
+        "ActivationType",
+        "Experts",
+        "KernelBackendMoE",
+        "MoE",
+        "experts",
+        "grouped_experts",
+        "moe_TC_softmax_topk_layer",
+        "moe_general_routing_inputs",
+        "topk_scores",
+    ]
+    assert all(hasattr(sonicmoe, name) for name in sonicmoe.__all__)
+
+
+# --- importing ------------------------------------------------------------------------------------
+def in_fresh_python(program: str) -> str:
+    """The output of a program in a process that has only torch imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch\n" + textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=120, cwd=ROOT / "src",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_touches_no_gpu():
+    assert in_fresh_python("""
+        def touched(*args, **kwargs):
+            raise AssertionError("importing sonicmoe asked for a GPU")
+        for name in ("_lazy_init", "is_available", "device_count", "current_device",
+                     "get_device_capability", "get_device_properties"):
+            setattr(torch.cuda, name, touched)
+        import sonicmoe
+        print(torch.cuda.is_initialized())
+    """) == "False"  # fmt: skip
+
+
+def test_import_reads_no_environment_variable():
+    """Torch reads some; sonicmoe none. A read counts for the module that asks `os` for it."""
+    assert in_fresh_python("""
+        import os, sys
+        asked = []
+        class Watched(type(os.environ)):
+            def __getitem__(self, key):
+                frame = sys._getframe(1)
+                while frame.f_globals.get("__name__") in ("os", "collections.abc"):
+                    frame = frame.f_back
+                asked.append((frame.f_globals.get("__name__", ""), key))
+                return super().__getitem__(key)
+        os.environ.__class__ = Watched
+        os.environ.get("HOME")
+        assert asked == [("__main__", "HOME")], asked
+        import sonicmoe
+        print([pair for pair in asked if pair[0].startswith("sonicmoe")])
+    """) == "[]"  # fmt: skip
+
+
+def test_import_asks_for_no_triton():
+    """Torch's own FLOP counter may bring Triton in; no module of ours does, until a kernel runs."""
+    assert in_fresh_python("""
+        import builtins, sys
+        asked, original = [], builtins.__import__
+        def watched(name, globals=None, *args, **kwargs):
+            importer = (globals or {}).get("__name__", "")
+            if name.split(".")[0] == "triton" and importer.startswith("sonicmoe"):
+                asked.append(importer)
+            return original(name, globals, *args, **kwargs)
+        builtins.__import__ = watched
+        import sonicmoe
+        print(asked, any(name.startswith("sonicmoe.kernels") for name in sys.modules))
+    """) == "[] False"  # fmt: skip
+
+
+def test_import_and_cpu_need_no_triton_at_all():
+    assert in_fresh_python("""
+        import sys
+        sys.modules["triton"] = None
+        import sonicmoe
+        out, _ = sonicmoe.MoE(4, 2, hidden_size=16, intermediate_size=8)(torch.randn(3, 16))
+        print(tuple(out.shape))
+    """) == "(3, 16)"  # fmt: skip
+
+
+def test_import_patches_nothing():
+    """No attribute of torch, of the interpreter or of the warning filters changes its value."""
+    assert in_fresh_python("""
+        import builtins, os, sys, torch.utils.flop_counter, types, warnings
+        owners = [torch, torch.Tensor, torch.nn, torch.nn.Module, torch.nn.functional,
+                  torch.autograd, torch.autograd.Function, torch.cuda, torch.library,
+                  torch.backends, builtins, os]
+        before = [dict(vars(owner)) for owner in owners]
+        state = lambda: (list(warnings.filters), list(sys.meta_path), sys.excepthook)
+        state_before = state()
+        import sonicmoe
+        changed = [
+            f"{owner.__name__}.{name}"
+            for owner, old in zip(owners, before)
+            for name, value in vars(owner).items()
+            if old.get(name, None) is not value and not isinstance(value, types.ModuleType)
+        ]
+        print(changed, state() == state_before)
+    """) == "[] True"  # fmt: skip
+
+
+def test_import_is_quick():
+    """At most half a second beside torch; the best of three, since the machine is shared."""
+    program = """
+        from time import perf_counter
+        start = perf_counter()
+        import sonicmoe
+        print(perf_counter() - start)
+    """
+    assert min(float(in_fresh_python(program)) for _ in range(3)) <= 0.5
+
+
+# --- the wheel ------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    build = pytest.importorskip("flit_core.buildapi", reason="comes with the extra 'test'")
+    folder = tmp_path_factory.mktemp("wheel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        name = build.build_wheel(str(folder))
+    assert name == f"sonicmoe-{sonicmoe.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(folder / name) as archive:
+        yield archive
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    names = wheel.namelist()
+    assert "sonicmoe/py.typed" in names
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"sonicmoe"}
+    shipped = {name for name in names if name.endswith(".py")}
+    assert shipped == {str(path.relative_to(ROOT / "src")) for path in SOURCES}
+
+
+def test_wheel_pins_nothing(wheel):
+    metadata = email.message_from_bytes(
+        wheel.read(next(n for n in wheel.namelist() if n.endswith("/METADATA")))
+    )
+    needs = metadata.get_all("Requires-Dist")
+    assert [need for need in needs if "extra ==" not in need] == [
+        "torch>=2.11",
+        "triton>=3.6; platform_system == 'Linux'",
+    ]
+    for need in needs:
+        requirement = need.split(";")[0]
+        assert not re.search(r"<|==|~=|@", requirement), f"{requirement}: no caps, no pins"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+
+
+# --- the repository -------------------------------------------------------------------------------
+def test_changelog_knows_this_version():
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest and newest[1] == sonicmoe.__version__
+
+
+def test_test_tools_are_pinned():
+    """Whatever `make test` installs by name has its version in constraints.txt."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    names = {re.split(r"[<>=;\[ ]", need)[0] for need in extras["test"] + extras["train"]}
+    constraints = (ROOT / "constraints.txt").read_text()
+    pinned = set(re.findall(r"^([\w-]+)[=<]", constraints, re.MULTILINE))
+    assert names - {"flit_core"} <= pinned
+    assert {"torch", "triton"} <= pinned
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))
+def test_source_file_is_short(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= LONGEST, f"{lines} lines: split it by concept"
+
+
+# --- the doctor -----------------------------------------------------------------------------------
+H200 = doctor.Gpu("NVIDIA H200", (9, 0), 139.8)
+HEALTHY = doctor.Machine(
+    triton="3.6.0", interpreting=False, gpus=(H200,), torch_for_gpu=True, gpu_complaint=None,
+    driver_tool="nvidia-smi", compiler="gcc", python_header="Python.h",
+)  # fmt: skip
+
+
+def test_doctor_reports_on_this_machine():
+    text = doctor.report()
+    for word in ("python", "torch", "triton", "gpu", "compiler", "backend", sonicmoe.__version__):
+        assert word in text
+
+
+def test_doctor_without_triton():
+    assert "triton    not found" in in_fresh_python("""
+        import sys
+        sys.modules["triton"] = None
+        from sonicmoe.doctor import main
+        main()
+    """)
+
+
+def test_doctor_finds_a_healthy_machine_healthy():
+    assert doctor.hints(HEALTHY) == []
+    assert doctor.backend(HEALTHY).startswith("triton")
+    assert doctor.backend(replace(HEALTHY, gpus=())).startswith("torch")
+
+
+@pytest.mark.parametrize(
+    ("illness", "word"),
+    [
+        ({"gpus": (), "torch_for_gpu": False}, "GPU build"),
+        ({"gpus": (), "gpu_complaint": "the driver is too old"}, "too old"),
+        ({"gpus": (doctor.Gpu("Tesla V100", (7, 0), 16.0),)}, "older than sm_80"),
+        ({"triton": None}, "pip install triton"),
+        ({"interpreting": True}, "TRITON_INTERPRET"),
+        ({"compiler": None}, "gcc"),
+        ({"python_header": None}, "python3-dev"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_doctor_names_what_is_wrong(illness, word):
+    (hint,) = doctor.hints(replace(HEALTHY, **illness))
+    assert word in hint
