@@ -16,7 +16,7 @@ train: .venv/train  ## train a small language model: make train ARGS="--help"
 	$(BIN)/sonicmoe train $(ARGS)
 
 format: .venv/test
-	$(BIN)/ruff check --fix
+	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
 clean:

@@ -1,4 +1,4 @@
-"""What one layer call costs: FLOPs, bytes kept, peak, traffic, padding, and the least time on a GPU.
+"""What one layer call costs: FLOPs, bytes kept, peak, traffic, padding, the least time on a GPU.
 
 Pure Python, and the only place where these formulas stand. Sizes come as a `Problem`; `itemsize` is
 the bytes of one activation or weight element (2 for bf16). Indices are int32, scores fp32 or wider.
@@ -76,8 +76,8 @@ def peak_bytes(
 ) -> Peak:
     """What the lifetimes demand when every gather is fused into its product.
 
-    Forward: what is kept, A, Y and the output. Backward, in two steps, the output still held: dZ, A'
-    and dW2 while Z is alive; then, without Z and A', dX with the larger of dX̃ and dW1.
+    Forward: what is kept, A, Y and the output. Backward, in two steps, the output still held: dZ,
+    A' and dW2 while Z is alive; then, without Z and A', dX with the larger of dX̃ and dW1.
     """
     kept = kept_bytes(p, itemsize, tile_height, router)
     total = sum(kept.values())

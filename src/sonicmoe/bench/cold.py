@@ -1,7 +1,4 @@
-"""The first call of a process with empty caches, and the first call with a new number of tokens.
-
-    python -m sonicmoe.bench.cold 24576,1536,256,128,8 cuda
-"""
+"""The first call of a process with empty caches, and the first call with a new number of tokens."""
 
 import json
 import os
@@ -11,38 +8,58 @@ import sys
 import tempfile
 from pathlib import Path
 
+from .cases import Case
+
 SOURCE = Path(__file__).resolve().parents[2]
 
 
-def measure_cold(shape: str, device: str) -> dict[str, float]:
+def measure_cold(case: Case, device: str, dtype: str) -> dict[str, float]:
     """Figures of a new process whose kernel caches are empty."""
+    request = {
+        "shape": str(case.problem),
+        "activation": case.activation.value,
+        "bias": case.bias,
+        "router": case.router,
+        "device": device,
+        "dtype": dtype,
+    }
     with tempfile.TemporaryDirectory() as empty:
         path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        caches = {"TRITON_CACHE_DIR": f"{empty}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
+        caches = {
+            "TRITON_CACHE_DIR": f"{empty}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": f"{empty}/torch",
+        }
         done = subprocess.run(
-            [sys.executable, "-m", "sonicmoe.bench.cold", shape, device],
+            [sys.executable, "-m", "sonicmoe.bench.cold", json.dumps(request)],
             env=os.environ | caches | {"PYTHONPATH": path},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if done.returncode:
         raise RuntimeError(f"the cold process failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def _in_this_process(shape: str, device: str) -> dict[str, float]:
-    from .cases import Case
+def _in_this_process(request: dict) -> dict[str, float]:
+    import torch
+
+    from ..enums import ActivationType
     from .inputs import make_inputs
     from .subjects import ours
     from .timing import wall_ms
 
-    case = Case.of_shape(shape)
-    known = ours(make_inputs(case, device=device), router=True)
-    first = wall_ms(known.forward_backward, device)
-    steady = statistics.median(wall_ms(known.forward_backward, device) for _ in range(10))
-    tokens = case.problem.T * 3 // 4 + 1
-    new = ours(make_inputs(case.with_tokens(tokens), device=device), router=True)
-    new_first = wall_ms(new.forward_backward, device)
-    new_steady = statistics.median(wall_ms(new.forward_backward, device) for _ in range(10))
+    device, dtype = request["device"], getattr(torch, request["dtype"])
+    activation = ActivationType(request["activation"])
+    case = Case.of_shape(request["shape"], activation, request["bias"], request["router"])
+
+    def first_and_steady(case: Case) -> tuple[float, float]:
+        layer = ours(make_inputs(case, device=device, dtype=dtype), router=True)
+        first = wall_ms(layer.forward_backward, device)
+        return first, statistics.median(wall_ms(layer.forward_backward, device) for _ in range(10))
+
+    first, steady = first_and_steady(case)
+    new_first, new_steady = first_and_steady(case.with_tokens(case.problem.T * 3 // 4 + 1))
     return {
         "cold_first_call_s": first / 1e3,
         "steady_ms": steady,
@@ -52,4 +69,4 @@ def _in_this_process(shape: str, device: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_in_this_process(*sys.argv[1:3])))
+    print(json.dumps(_in_this_process(json.loads(sys.argv[1]))))

@@ -5,8 +5,8 @@ of x is the constant 1, and column 0 of the router's weight is then an offset fo
 offsets are fitted until the experts' shares of the rows are those asked for. A token chooses an
 expert once, so through a router no expert gets more than 1/K of the rows.
 
-With the router out, the choice is the router's where it is uniform; where it is skewed, each slot is
-drawn by itself, so that the shares hold even where they exceed 1/K (a token then names an expert
+With the router out, the choice is the router's where it is uniform; where it is skewed, each slot
+is drawn by itself, so that the shares hold even where they exceed 1/K (a token then names an expert
 twice).
 """
 

@@ -1,7 +1,7 @@
 """The published SonicMoE, in a process of its own: its import name is ours.
 
-`measure_published` starts this file as a script. There `sonicmoe` is the published package, found in
-the folder the user names, and our own modules go by the name `instruments`.
+`measure_published` starts this file as a script. There `sonicmoe` is the published package, found
+in the folder the user names, and our own modules go by the name `instruments`.
 """
 
 import json
@@ -15,12 +15,13 @@ NAME = "published"
 TIMEOUT_S = 580  # its first call compiles and benchmarks for four to five minutes
 
 
-def measure_published(folder: str, case, routing: str, dtype: str) -> dict:
+def measure_published(folder: str, case, routing: str, dtype: str, device: str = "cuda") -> dict:
     """Figures of the published package on the inputs of a case, or {"error": …}."""
     request = {
         "folder": str(Path(folder).resolve()),
         "routing": routing,
         "dtype": dtype,
+        "device": device,
         "problem": asdict(case.problem),
         "activation": case.activation.value,
         "router": case.router,
@@ -46,7 +47,6 @@ def _instruments() -> None:
 
 def _answer(request: dict) -> dict:
     import site
-    import time
 
     sys.path = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
     site.addsitedir(request["folder"])
@@ -57,6 +57,7 @@ def _answer(request: dict) -> dict:
     from instruments.bench.inputs import make_inputs
     from instruments.bench.measure import measure
     from instruments.bench.subjects import Subject, leaves_of
+    from instruments.bench.timing import is_cuda, wall_ms
     from instruments.bench.verify import passed, verify
     from instruments.enums import ActivationType
     from instruments.shapes import Problem
@@ -67,8 +68,9 @@ def _answer(request: dict) -> dict:
     activation = ActivationType(request["activation"])
     problem = Problem(**request["problem"])
     case = Case(NAME, problem, activation, router=request["router"])
-    i = make_inputs(case, request["routing"], "cuda", getattr(torch, request["dtype"]))
-    stream = torch.cuda.current_stream().cuda_stream
+    i = make_inputs(case, request["routing"], request["device"], getattr(torch, request["dtype"]))
+    on_gpu = is_cuda(request["device"])
+    stream = torch.cuda.current_stream().cuda_stream if on_gpu else None
     options = {}
     if case.router != "softmax_over_topk":
         options["is_softmax_over_topk"] = False
@@ -81,14 +83,13 @@ def _answer(request: dict) -> dict:
         )[0]  # fmt: skip
 
     subject = Subject(NAME, True, forward, leaves_of(i, router=True), i.dout)
-    begin = time.perf_counter()
-    subject.forward_backward()
-    torch.cuda.synchronize()
-    first = time.perf_counter() - begin
+    first = wall_ms(subject.forward_backward, request["device"]) / 1e3
     checks = verify(subject, i, peer=True)
     if not passed(checks):
         return {"error": "differs from fp64", "checks": [asdict(check) for check in checks]}
-    return {"first_call_s": first, "checks": [asdict(c) for c in checks]} | measure(subject, problem)
+    return {"first_call_s": first, "checks": [asdict(c) for c in checks]} | measure(
+        subject, problem
+    )
 
 
 if __name__ == "__main__":

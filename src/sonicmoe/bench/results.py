@@ -15,7 +15,7 @@ Record = dict
 RESULTS = Path("benchmarks/results")
 
 
-def provenance(device: str | torch.device, command: str) -> Record:
+def provenance(device: str | torch.device, command: str, commit: str | None = None) -> Record:
     """Everything a reader needs to judge a figure or to measure it again."""
     from .. import __version__
 
@@ -27,7 +27,7 @@ def provenance(device: str | torch.device, command: str) -> Record:
         "triton": _triton_version(),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "command": command,
     }
 
@@ -87,12 +87,12 @@ def _commit() -> str | None:
     """The commit of the source, with a + where files differ from it."""
 
     def git(*arguments: str) -> str:
-        here = Path(__file__).parent
+        source = Path(__file__).parents[1]
         return subprocess.run(
-            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+            ["git", "-C", str(source), *arguments], capture_output=True, text=True, check=True
         ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "-s", "src") else "")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "-s", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return None

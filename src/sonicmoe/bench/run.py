@@ -16,8 +16,9 @@ from .measure import measure, times
 from .published import NAME as PUBLISHED
 from .published import measure_published
 from .results import Record
+from .stages import copy_terabytes_per_s, stage_times
 from .subjects import OURS, Subject, ours
-from .timing import is_cuda, median_ms
+from .timing import median_ms
 from .verify import Check, passed, verify
 
 
@@ -37,8 +38,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """Records of what was right, a text for each thing that was wrong, tables to print."""
+
     records: list[Record]
     failures: list[str]
+    details: list[str]
 
 
 def verify_case(case: Case, routing: str, options: Options) -> Outcome:
@@ -51,12 +55,11 @@ def verify_case(case: Case, routing: str, options: Options) -> Outcome:
         print(report.check_table(checks))
         if not passed(checks):
             failures.append(_failure(case, routing, subject, checks))
-    return Outcome([], failures)
+    return Outcome([], failures, [])
 
 
 def bench_case(case: Case, routing: str, options: Options) -> Outcome:
     """Measure our layer and the peers asked for; print a table; give back a record for each row."""
-    inputs = make_inputs(case, routing, options.device, options.dtype)
     shared = {
         "case": case.name,
         "shape": str(case.problem),
@@ -67,37 +70,57 @@ def bench_case(case: Case, routing: str, options: Options) -> Outcome:
         "dtype": str(options.dtype).removeprefix("torch."),
         "gate_up": "concatenated" if options.concatenated else "interleaved",
     }
-    records, failures, profiles = [], [], []
+    inside = _bench_subjects(case, routing, options)
+    _release()
+    records = [shared | record for record in inside.records + _outsiders(case, routing, options)]
+    _add_dense_share(records)
+    if records:
+        print(f"\n{_title(case, routing, options)}{'' if options.check else ', NOT VERIFIED'}")
+        print(report.layer_table([record for record in records if "fwd_ms" in record]))
+    for details in inside.details:
+        print(f"\n{details}")
+    return Outcome(records, inside.failures, [])
 
-    for subject in [*_ours(inputs, options), *_peers(inputs, options)]:
+
+def _bench_subjects(case: Case, routing: str, options: Options) -> Outcome:
+    inputs = make_inputs(case, routing, options.device, options.dtype)
+    outcome = Outcome([], [], [])
+    for subject in (*_ours(inputs, options), *_peers(inputs, options)):
         mine = subject.name == OURS
         checks: list[Check] = []
         if options.check:
             _progress(case, f"verifying {subject.name}, router {_in_or_out(subject)}")
             checks = verify(subject, inputs, peer=not mine)
             if not passed(checks):
-                failures.append(_failure(case, routing, subject, checks))
+                outcome.failures.append(_failure(case, routing, subject, checks))
                 continue
         _progress(case, f"timing {subject.name}, router {_in_or_out(subject)}")
-        record = shared | _balance(inputs, subject.router) | measure(subject, case.problem)
-        record |= {"subject": subject.name, "router": _in_or_out(subject)}
+        record: Record = {"subject": subject.name, "router": _in_or_out(subject)}
+        record |= _balance(inputs, subject.router) | measure(subject, case.problem)
         record["checks"] = [asdict(check) for check in checks]
-        records.append(record)
-        if mine and options.kernels:
-            profiles.append((subject, kernels(subject.forward_backward, options.device)))
+        outcome.records.append(record)
+        if options.kernels and mine and subject.router:
+            _detail(subject, options, outcome)
         _release()
+    return outcome
 
-    del inputs
-    _release()
-    records += _outsiders(case, routing, options, shared)
-    _add_dense_share(records)
-    if records:
-        print(f"\n{_title(case, routing, options)}{'' if options.check else ', NOT VERIFIED'}")
-        print(report.layer_table(records))
-    for subject, found in profiles:
-        print(f"\nkernels of forward and backward, router {_in_or_out(subject)}")
-        print(report.kernel_table(found))
-    return Outcome(records, failures)
+
+def _detail(subject: Subject, options: Options, outcome: Outcome) -> None:
+    """The layer taken apart: operators timed one by one, kernels as the profiler sees them."""
+    bandwidth = copy_terabytes_per_s(options.device)
+    stages = stage_times(subject.forward_backward, options.device)
+    found = kernels(subject.forward_backward, options.device)
+    outcome.records.append(
+        {
+            "subject": "operators",
+            "router": "in",
+            "copy_tb_s": bandwidth,
+            "operators": [asdict(stage) for stage in stages],
+            "kernels": [asdict(kernel) for kernel in found],
+        }
+    )
+    outcome.details.append(report.stage_table(stages, bandwidth))
+    outcome.details.append(report.kernel_table(found))
 
 
 def _ours(inputs: Inputs, options: Options) -> list[Subject]:
@@ -111,7 +134,7 @@ def _peers(inputs: Inputs, options: Options) -> list[Subject]:
     return [make(inputs) for name, make in peers.PEERS.items() if name in options.peers]
 
 
-def _outsiders(case: Case, routing: str, options: Options, shared: Record) -> list[Record]:
+def _outsiders(case: Case, routing: str, options: Options) -> list[Record]:
     """The dense limit, and the published package in its own process."""
     records = []
     if peers.DENSE in options.peers:
@@ -122,23 +145,24 @@ def _outsiders(case: Case, routing: str, options: Options, shared: Record) -> li
             median_ms(forward, options.device),
             median_ms(backward, options.device, rep_ms=300),
         )
-        records.append(shared | found | {"subject": peers.DENSE, "router": "in"})
+        records.append(found | {"subject": peers.DENSE, "router": "in"})
         del forward, backward
         _release()
     if options.sonicmoe_path and not case.bias:
         _progress(case, "measuring the published package; its first call takes minutes")
-        found = measure_published(options.sonicmoe_path, case, routing, shared["dtype"])
+        dtype = str(options.dtype).removeprefix("torch.")
+        found = measure_published(options.sonicmoe_path, case, routing, dtype, options.device)
         if "error" in found:
             print(f"{case.name}: published package: {found['error']}", file=sys.stderr)
         else:
-            records.append(shared | found | {"subject": PUBLISHED, "router": "in"})
+            records.append(found | {"subject": PUBLISHED, "router": "in"})
     return records
 
 
 def _add_dense_share(records: list[Record]) -> None:
     limit = next((r["fwd_bwd_ms"] for r in records if r["subject"] == peers.DENSE), None)
     for record in records:
-        if limit is not None:
+        if limit is not None and "fwd_bwd_ms" in record:
             record["dense_share"] = limit / record["fwd_bwd_ms"]
 
 
@@ -159,12 +183,16 @@ def _title(case: Case, routing: str, options: Options) -> str:
     shape = str(case.problem)
     name = shape if case.name == shape else f"{case.name} ({shape})"
     bias = " with bias" if case.bias else ""
-    return f"{name}, {case.activation.value}{bias}, {case.router}, {routing} routing, {options.dtype}"
+    return (
+        f"{name}, {case.activation.value}{bias}, {case.router}, {routing} routing, {options.dtype}"
+    )
 
 
 def _failure(case: Case, routing: str, subject: Subject, checks: list[Check]) -> str:
     bad = ", ".join(check.tensor for check in checks if not check.passed)
-    head = f"{case.name}, {routing} routing: {subject.name}, router {_in_or_out(subject)}: wrong {bad}"
+    head = (
+        f"{case.name}, {routing} routing: {subject.name}, router {_in_or_out(subject)}: wrong {bad}"
+    )
     return f"{head}\n{report.check_table(checks)}"
 
 
@@ -174,5 +202,5 @@ def _progress(case: Case, what: str) -> None:
 
 def _release() -> None:
     gc.collect()
-    if torch.cuda.is_available() and is_cuda("cuda"):
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

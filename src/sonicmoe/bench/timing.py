@@ -17,7 +17,7 @@ def synchronize(device: str | torch.device) -> None:
 
 
 def median_ms(call: Callable[[], object], device: str | torch.device, rep_ms: int = 200) -> float:
-    """On a GPU between events with the L2 cache flushed before each call; elsewhere by the clock."""
+    """On a GPU between events, the L2 cache flushed before each call; elsewhere by the clock."""
     if is_cuda(device):
         from triton.testing import do_bench
 

@@ -24,9 +24,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Normalised in float32 and rounded to the weight's dtype at the end, under autocast too.
-        normal = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return normal.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
 def rotary(start: int, length: int, head_dim: int, theta: float, device: torch.device):
@@ -124,6 +122,8 @@ class Decoder(nn.Module):
         the first call passes the prompt, each further call one token.
         """
         x = self.embed(ids)
+        if torch.is_autocast_enabled(x.device.type):  # the residual stream is bfloat16 there too
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         start = cache[0][0].shape[2] if cache and cache[0] else 0
         c = self.config
         cos, sin = rotary(start, ids.shape[1], c.head_dim, c.rope_theta, ids.device)

@@ -8,7 +8,16 @@ from ..errors import bad_argument
 from .config import ModelConfig, TrainConfig
 
 # A minute on two CPU cores, on the text that any Python installation carries.
-_DEMO = TrainConfig(preset="demo")
+_DEMO = TrainConfig(
+    preset="demo",
+    model=ModelConfig(
+        vocab_size=1024, context=128, num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=4,
+        head_dim=32, num_experts=8, experts_per_token=2, intermediate_size=128,
+    ),
+    data_megabytes=4, validation_fraction=0.05,
+    steps=300, batch=8, micro_batch=8, learning_rate=5e-3, warmup_steps=20,
+    log_every=10, validate_every=50, validation_sequences=64, checkpoint_every=100,
+)  # fmt: skip
 
 # About 100M parameters: minutes on one GPU.
 _SMALL = TrainConfig(

@@ -24,6 +24,7 @@ _DOCSTRING = re.compile(
     r"""(?:\A(?:\s*\#[^\n]*\n|\s)*|:[ \t]*\n\s*)[rR]?(?P<quote>\"{3}|'{3})(?P<text>.*?)(?P=quote)""", re.S
 )
 _LARGEST_FILE = 64 * 2**20
+_SECTION = 16384  # characters
 _SHORTEST = 200  # characters; shorter documents teach nothing
 
 
@@ -58,21 +59,24 @@ def installation(include_code: bool) -> Iterator[Document]:
         [
             _prose_files("system documentation", [Path("/usr/share/doc")], packed=True),
             _prose_files("dictionaries", [Path("/usr/share/dictd")], packed=True),
-            _prose_files("readmes and licences of packages", _site_packages()),
+            _prose_files("readmes and licences of packages", site_packages()),
             python(f"{what} of the standard library", [_path("stdlib")]),
-            python(f"{what} of installed packages", _site_packages()),
+            python(f"{what} of installed packages", site_packages()),
         ]
     )
 
 
 def files(path: Path) -> Iterator[Document]:
-    """A file as it is; of a folder, everything below it that looks like text or source."""
+    """Of a folder, everything below it that looks like text or source. A single file is cut into
+    sections at paragraph ends, so that there is something to hold out."""
     if path.is_file():
         text = read_text(path)
         if text is None:
             raise bad_argument("data", "a text file", f"{path}, which is not text", "Convert it.")
-        return (yield from _document("files", path, text))
-    for file in _walk(path):
+        for i, section in enumerate(_sections(text)):
+            yield from _document("files", f"{path}#{i}", section)
+        return
+    for file in walk(path):
         if _stem_suffix(file) in _PROSE | _CODE or _is_prose_name(file):
             yield from _document("files", file, read_text(file))
 
@@ -114,13 +118,23 @@ def docstrings(source: str) -> str:
     return "\n\n".join(inspect.cleandoc(m["text"]) for m in _DOCSTRING.finditer(source))
 
 
-def _document(kind: str, path: Path, text: str | None) -> Iterator[Document]:
+def _document(kind: str, path: Path | str, text: str | None) -> Iterator[Document]:
     if text is not None and len(text) >= _SHORTEST:
         yield Document(kind, str(path), text)
 
 
+def _sections(text: str) -> Iterator[str]:
+    section: list[str] = []
+    for paragraph in text.split("\n\n"):
+        section.append(paragraph)
+        if sum(map(len, section)) >= _SECTION:
+            yield "\n\n".join(section)
+            section = []
+    yield "\n\n".join(section)
+
+
 def _prose_files(kind: str, folders: list[Path], packed: bool = False) -> Iterator[Document]:
-    for path in itertools.chain.from_iterable(map(_walk, folders)):
+    for path in itertools.chain.from_iterable(map(walk, folders)):
         suffix = _stem_suffix(path)
         if "changelog" in path.name.lower() or path.name.endswith("requirements.txt"):
             continue
@@ -142,12 +156,12 @@ def _python_files(folders: list[Path]) -> Iterator[Path]:
     """Modules that people read; tests and generated tables are left out."""
     dull = {"test", "tests", "testing", "site-packages", "dist-packages", "encodings", "pydoc_data"}
     for folder in folders:
-        for path in _walk(folder):
+        for path in walk(folder):
             if path.suffix == ".py" and not dull & set(path.relative_to(folder).parts[:-1]):
                 yield path
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def walk(folder: Path) -> Iterator[Path]:
     """Files below `folder`, folders and names in order; links and hidden folders are not followed."""
     try:
         entries = sorted(folder.iterdir())
@@ -157,7 +171,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         if entry.is_symlink() or entry.name.startswith((".", "__pycache__")):
             continue
         if entry.is_dir():
-            yield from _walk(entry)
+            yield from walk(entry)
         elif entry.is_file():
             yield entry
 
@@ -178,7 +192,7 @@ def _path(name: str) -> Path:
     return Path(sysconfig.get_paths()[name])
 
 
-def _site_packages() -> list[Path]:
+def site_packages() -> list[Path]:
     return sorted({_path("purelib"), _path("platlib")})
 
 

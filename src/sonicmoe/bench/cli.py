@@ -1,0 +1,209 @@
+"""`sonicmoe bench`, `sonicmoe verify` and `sonicmoe cost`."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from .. import cost
+from ..enums import ActivationType
+from ..errors import bad_argument
+from .cases import CASES, ROUTERS, SUITES, Case, find_case
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def register(subparsers) -> None:
+    bench = subparsers.add_parser(
+        "bench", help="time the layer and its peers; every figure is verified first"
+    )
+    _add_selection(bench)
+    _add_device(bench)
+    bench.add_argument(
+        "--peers", nargs="*", metavar="NAME",
+        help="dense, grouped_mm, scattermoe; all that can be imported unless named",
+    )  # fmt: skip
+    bench.add_argument(
+        "--sonicmoe-path", metavar="FOLDER",
+        help="folder with the published sonic-moe, measured in a process of its own",
+    )  # fmt: skip
+    bench.add_argument("--kernels", action="store_true", help="each operator and each kernel too")
+    bench.add_argument("--host", action="store_true", help="time of the host alone too")
+    bench.add_argument("--cold", action="store_true", help="first call with empty caches too")
+    bench.add_argument("--no-verify", action="store_true", help="times without checks; not kept")
+    bench.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="benchmarks/results if not named"
+    )
+    bench.add_argument("--commit", help="of the source, where it is no git repository")
+    bench.add_argument("--label", default="layer", help="end of the name of the results file")
+    bench.add_argument(
+        "--report", nargs="?", type=Path, const=Path("README.md"), metavar="README",
+        help="measure nothing; write the table of the kept results into README.md",
+    )  # fmt: skip
+    bench.add_argument("--list", action="store_true", help="print the named cases")
+    bench.set_defaults(run=run_bench)
+
+    verify = subparsers.add_parser(
+        "verify", help="check the output and every gradient against fp64"
+    )
+    _add_selection(verify)
+    _add_device(verify)
+    verify.set_defaults(run=run_verify)
+
+    price = subparsers.add_parser("cost", help="FLOPs, bytes, traffic and least time of a shape")
+    _add_selection(price, routings=False)
+    price.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    price.add_argument("--gpu", default="h200", help=", ".join(cost.GPUS))
+    price.add_argument("--tile-height", type=int, default=128, metavar="M")
+    price.set_defaults(run=run_cost)
+
+
+def _add_selection(parser: argparse.ArgumentParser, routings: bool = True) -> None:
+    parser.add_argument("--case", action="append", default=[], metavar="NAME", help="a named case")
+    parser.add_argument("--shape", action="append", default=[], metavar="T,H,I,E,K")
+    parser.add_argument("--suite", choices=SUITES, help="a set of named cases")
+    parser.add_argument(
+        "--activation", help="with --shape", choices=[a.value for a in ActivationType]
+    )
+    parser.add_argument("--bias", action="store_true", help="with --shape")
+    parser.add_argument("--router", choices=ROUTERS, help="with --shape")
+    if routings:
+        parser.add_argument("--routing", nargs="+", default=["uniform"], metavar="uniform|zipf|hot")
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on a GPU, float32 elsewhere")
+    parser.add_argument("--gate-up", choices=("interleaved", "concatenated"), default="interleaved")
+
+
+def selected_cases(args: argparse.Namespace) -> list[Case]:
+    """Suites, named cases, shapes, in this order; the grid where nothing was named."""
+    given = [name for name in ("activation", "bias", "router") if getattr(args, name)]
+    if given and not args.shape:
+        raise bad_argument(
+            f"--{given[0]}", "--shape beside it", "named cases alone",
+            "A named case brings its own; give its sizes with --shape to change them.",
+        )  # fmt: skip
+    cases = list(SUITES[args.suite]) if args.suite else []
+    cases += [find_case(name) for name in args.case]
+    activation = ActivationType(args.activation or "swiglu")
+    router = args.router or "softmax_over_topk"
+    cases += [Case.of_shape(text, activation, args.bias, router) for text in args.shape]
+    return cases or list(SUITES["grid"])
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from . import peers, report, results
+    from .run import bench_case
+
+    folder = args.results or results.RESULTS
+    if args.list:
+        rows = [
+            [c.name, str(c.problem), c.activation.value, c.router, c.note] for c in CASES.values()
+        ]
+        print(report.table(("case", "T,H,I,E,K", "activation", "router", "note"), rows))
+        return 0
+    if args.report:
+        report.update_readme(args.report, results.read(folder))
+        return 0
+
+    named = peers.available() if args.peers is None else args.peers
+    known = (peers.DENSE, *peers.PEERS)
+    for name in named:
+        if name not in known:
+            raise bad_argument("--peers", f"names of {', '.join(known)}", name, "Leave it out.")
+    options = _options(args, check=not args.no_verify, kernels=args.kernels, peers=tuple(named))
+    command = shlex.join(["sonicmoe", *args.argv])
+    origin = results.provenance(args.device, command, args.commit)
+    records, failures = [], []
+    for case in selected_cases(args):
+        for routing in args.routing:
+            outcome = bench_case(case, routing, options)
+            records += outcome.records
+            failures += outcome.failures
+            if options.check:
+                _keep([origin | record for record in outcome.records], folder, args.label)
+    skew = report.skew_table(records)
+    if skew:
+        print(f"\n{skew}")
+    extras = _extra_figures(args, options)
+    if options.check and not failures:
+        _keep([origin | record for record in extras], folder, args.label)
+    return _finish(failures)
+
+
+def _extra_figures(args: argparse.Namespace, options) -> list[dict]:
+    from . import report
+    from .cold import measure_cold
+    from .host import measure_host
+
+    records = []
+    if args.host:
+        figures = measure_host(args.device, options.dtype)
+        print(f"\nthe host alone\n{report.figure_table(figures)}")
+        records.append({"subject": "host"} | figures)
+    if args.cold:
+        for case in selected_cases(args):
+            dtype = str(options.dtype).removeprefix("torch.")
+            figures = measure_cold(case, args.device, dtype)
+            print(f"\ncold start, {case.name}\n{report.figure_table(figures)}")
+            records.append(
+                {"subject": "cold", "case": case.name, "shape": str(case.problem)} | figures
+            )
+    return records
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from .run import verify_case
+
+    options = _options(args)
+    failures = []
+    for case in selected_cases(args):
+        for routing in args.routing:
+            failures += verify_case(case, routing, options).failures
+    return _finish(failures)
+
+
+def run_cost(args: argparse.Namespace) -> int:
+    from .price import price
+
+    gpu = cost.find_gpu(args.gpu)
+    itemsize = 4 if args.dtype == "float32" else 2
+    for case in selected_cases(args):
+        print(price(case, gpu, itemsize, args.tile_height))
+    return 0
+
+
+def _options(args: argparse.Namespace, **more):
+    import torch
+
+    from .run import Options
+    from .timing import is_cuda
+
+    on_gpu = is_cuda(args.device)
+    if on_gpu and not torch.cuda.is_available():
+        raise bad_argument(
+            "--device", "a device that is here", args.device, "Without a GPU: --device cpu."
+        )
+    return Options(
+        device=args.device,
+        dtype=getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32")),
+        concatenated=args.gate_up == "concatenated",
+        sonicmoe_path=getattr(args, "sonicmoe_path", None),
+        **more,
+    )
+
+
+def _keep(records: list[dict], folder: Path, label: str) -> None:
+    from . import results
+
+    path = results.write(records, folder, label)
+    if path is not None:
+        print(f"kept {len(records)} records in {path}", file=sys.stderr)
+
+
+def _finish(failures: list[str]) -> int:
+    for failure in failures:
+        print(f"\nFAILED {failure}\nNo figure is given for it.", file=sys.stderr)
+    return 1 if failures else 0

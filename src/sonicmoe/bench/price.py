@@ -1,0 +1,60 @@
+"""The cost model of a case as text: work, memory, and the least time of each stage on a GPU."""
+
+from .. import cost
+from ..cost import Gpu, Stage
+from .cases import Case
+from .report import table
+
+MIB = 2**20
+
+
+def price(case: Case, gpu: Gpu, itemsize: int, tile_height: int) -> str:
+    p = case.problem
+    kept = cost.kept_bytes(p, itemsize, tile_height, case.router)
+    peak = cost.peak_bytes(p, itemsize, tile_height, case.router)
+    forward, backward = cost.forward_stages(p, itemsize), cost.backward_stages(p, itemsize)
+    even = [p.R // p.E + (e < p.R % p.E) for e in range(p.E)]
+    memory = kept | {
+        "kept for backward": sum(kept.values()),
+        "x (the caller's)": cost.caller_bytes(p, itemsize),
+        "peak forward": peak.forward,
+        "peak backward": peak.backward,
+    }
+    return "\n".join(
+        [
+            f"\n{case.name}: T={p.T} H={p.H} I={p.I} E={p.E} K={p.K}, {case.activation.value}",
+            f"products: {cost.forward_flops(p) / 1e12:.2f} TFLOP forward, "
+            f"{cost.backward_flops(p) / 1e12:.2f} backward",
+            f"padding: {cost.padding_share(even, tile_height):.1%} of the rows with even experts "
+            f"and tiles of {tile_height} rows",
+            "",
+            table(
+                ("memory", "bytes", "MiB"),
+                [[name, size, f"{size / MIB:.2f}"] for name, size in memory.items()],
+            ),
+            "",
+            table(
+                ("stage", "GFLOP", "MB moved", "least ms", "bound by"),
+                _rows("forward", forward, gpu, itemsize)
+                + _rows("backward", backward, gpu, itemsize),
+            ),
+            f"on one {gpu.name} ({gpu.source})",
+        ]
+    )
+
+
+def _rows(name: str, stages: list[Stage], gpu: Gpu, itemsize: int) -> list[list[str]]:
+    rows = [
+        [
+            stage.name,
+            f"{stage.flops / 1e9:.1f}",
+            f"{stage.traffic / 1e6:.1f}",
+            f"{1e3 * gpu.seconds(stage, itemsize):.4f}",
+            gpu.bound(stage, itemsize),
+        ]
+        for stage in stages
+    ]
+    total = Stage(name, sum(s.flops for s in stages), sum(s.traffic for s in stages))
+    least = sum(gpu.seconds(stage, itemsize) for stage in stages)
+    ms = f"{1e3 * least:.4f}"
+    return [*rows, [name, f"{total.flops / 1e9:.1f}", f"{total.traffic / 1e6:.1f}", ms, ""]]

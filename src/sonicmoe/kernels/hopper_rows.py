@@ -1,0 +1,266 @@
+"""Row products on Hopper: one warpgroup fetches, two compute.
+
+A tile is 128 rows by BN columns. The fetching warpgroup fills a ring of `STAGES` blocks of BK: weights
+by the copy engine, rows by the copy engine where they lie in order, else gathered row by row. Each
+computing warpgroup owns 64 rows of the tile. It may run ahead of the other by the depth of the
+ring, so that one's epilogue overlaps the other's products; results leave through shared memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .ragged import store_rows
+
+ROWS = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instruction
+
+
+@gluon.jit
+def _tile(tiles, expert_start, index, n_tiles):
+    """Expert, first row, the expert's end row and N-tile of work item `index`; N fastest."""
+    m = index // n_tiles
+    expert = gl.load(tiles + 2 + 2 * m)
+    row = gl.load(tiles + 3 + 2 * m)
+    return expert, row, gl.load(expert_start + expert + 1), index % n_tiles
+
+
+@gluon.jit
+def _load_weights(w, expert, column, k, barrier, smem, KN: gl.constexpr, TWO_HALVES: gl.constexpr):
+    """The box of weights for columns column.. and k..; `column` counts gates when in two halves."""
+    if KN and TWO_HALVES:
+        tma.async_copy_global_to_shared(w, [expert, k, 0, column], barrier, smem)
+    elif KN:
+        tma.async_copy_global_to_shared(w, [expert, k, column], barrier, smem)
+    elif TWO_HALVES:
+        tma.async_copy_global_to_shared(w, [expert, 0, column, k], barrier, smem)
+    else:
+        tma.async_copy_global_to_shared(w, [expert, column, k], barrier, smem)
+
+
+@gluon.jit
+def producer(
+    a, row_token, w, tiles, expert_start, total, n_tiles, a_stride, a_smem, w_smem, full, empty,
+    K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    KN: gl.constexpr, TWO_HALVES: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BK // 8), BK // 8], [4, 1], [1, 0])
+    BYTES: gl.constexpr = 2 * BK * (BN if GATHER else BN + 2 * ROWS)
+    offs_k = gl.arange(0, BK, gl.SliceLayout(0, L))
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, row, end, n = _tile(tiles, expert_start, index, n_tiles)
+        column = n * (BN // 2) if TWO_HALVES else n * BN
+        if GATHER:
+            # Rows past the end read token 0: their results are dropped.
+            upper = gl.load(row_token + row + r, mask=row + r < end, other=0).to(gl.int64) * a_stride
+            lower = gl.load(row_token + row + ROWS + r, mask=row + ROWS + r < end, other=0).to(gl.int64) * a_stride
+            upper_ptr = a + gl.expand_dims(upper, 1) + gl.expand_dims(offs_k, 0)
+            lower_ptr = a + gl.expand_dims(lower, 1) + gl.expand_dims(offs_k, 0)
+        for k in range(0, K, BK):
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(slot), BYTES)
+            _load_weights(w, expert, column, k, full.index(slot), w_smem.index(slot), KN, TWO_HALVES)
+            if GATHER:
+                if K % BK == 0:
+                    async_copy.async_copy_global_to_shared(a_smem.index(2 * slot), upper_ptr + k)
+                    async_copy.async_copy_global_to_shared(a_smem.index(2 * slot + 1), lower_ptr + k)
+                else:
+                    inside = gl.expand_dims(k + offs_k < K, 0)
+                    async_copy.async_copy_global_to_shared(a_smem.index(2 * slot), upper_ptr + k, mask=inside)
+                    async_copy.async_copy_global_to_shared(a_smem.index(2 * slot + 1), lower_ptr + k, mask=inside)
+                async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+            else:
+                tma.async_copy_global_to_shared(a, [row, k], full.index(slot), a_smem.index(2 * slot))
+                tma.async_copy_global_to_shared(a, [row + ROWS, k], full.index(slot), a_smem.index(2 * slot + 1))
+            step += 1
+    if GATHER:
+        async_copy.wait_group(0)
+
+
+@gluon.jit
+def accumulate(
+    step, a_smem, w_smem, full, empty, WHICH: gl.constexpr,
+    K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
+):  # fmt: skip
+    """The (64, BN) accumulator of this warpgroup's next tile, and the ring position after it."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    acc = gl.zeros((ROWS, BN), gl.float32, L)
+    for k in range(0, K, BK):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES & 1)
+        fence_async_shared()
+        if KN:
+            b = w_smem.index(slot).reshape([BK, BN])
+        else:
+            b = w_smem.index(slot).reshape([BN, BK]).permute((1, 0))
+        acc = warpgroup_mma(a_smem.index(2 * slot + WHICH), b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    return acc, step
+
+
+@gluon.jit
+def halves(x, COLUMNS: gl.constexpr):
+    """Left and right half of the columns of (64, COLUMNS)."""
+    return gl.split(gl.permute(gl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def pairs(x, COLUMNS: gl.constexpr):
+    """Even and odd columns."""
+    return gl.split(gl.reshape(x, (ROWS, COLUMNS // 2, 2)))
+
+
+@gluon.jit
+def mma_layout(COLUMNS: gl.constexpr):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+
+
+@gluon.jit
+def stage_and_store(value, out, end, row, column, smem, COLUMNS: gl.constexpr):
+    """(64, COLUMNS) through shared memory into rows row.. of an expert ending at `end`."""
+    smem.reshape([ROWS, COLUMNS]).store(value)
+    fence_async_shared()
+    store_rows(out, end, row, column, smem)
+
+
+@gluon.jit
+def _product_consumer(
+    y, bias, row_scores, tiles, expert_start, total, n_tiles, a_smem, w_smem, y_smem, full, empty,
+    WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, KN: gl.constexpr,
+):  # fmt: skip
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, row, end, n = _tile(tiles, expert_start, index, n_tiles)
+        row += WHICH * ROWS
+        acc, step = accumulate(step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN)
+        if bias is not None:
+            c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
+            acc += gl.expand_dims(gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32), 0)
+        if row_scores is not None:
+            r = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+            acc *= gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
+        tma.store_wait(0)
+        stage_and_store(acc.to(y.dtype), y, end, row, n * BN, y_smem.index(WHICH), BN)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hopper_product_kernel(
+    a, w, bias, row_scores, y, tiles, expert_start,
+    K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    KN: gl.constexpr,
+):  # fmt: skip
+    """Y = (A Wᵀ + bias)·score, rows sorted by expert. Grid: one program a multiprocessor."""
+    n_tiles: gl.constexpr = (N + BN - 1) // BN
+    a_smem = gl.allocate_shared_memory(y.dtype, [2 * STAGES, ROWS, BK], a.layout)
+    w_smem = gl.allocate_shared_memory(y.dtype, [STAGES] + w.block_shape, w.layout)
+    y_smem = gl.allocate_shared_memory(y.dtype, [2] + y.block_shape, y.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    total = gl.load(tiles) * n_tiles
+    gl.warp_specialize(
+        [
+            (_product_consumer, (y, bias, row_scores, tiles, expert_start, total, n_tiles, a_smem, w_smem, y_smem, full, empty, 0, K, N, BN, BK, STAGES, KN)),
+            (_product_consumer, (y, bias, row_scores, tiles, expert_start, total, n_tiles, a_smem, w_smem, y_smem, full, empty, 1, K, N, BN, BK, STAGES, KN)),
+            (producer, (a, None, w, tiles, expert_start, total, n_tiles, 0, a_smem, w_smem, full, empty, K, BN, BK, STAGES, KN, False, False)),
+        ],
+        [4, 4],
+        [232, 40],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _up_consumer(
+    z, a, b1, tiles, expert_start, total, n_tiles, x_smem, w_smem, out_smem, full, empty,
+    WHICH: gl.constexpr, H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, KN: gl.constexpr, TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr,
+    KEEP_Z: gl.constexpr,
+):  # fmt: skip
+    HALF: gl.constexpr = BN // 2
+    I: gl.constexpr = N // 2  # noqa: E741
+    HL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
+    first = out_smem.index(2 * WHICH)
+    second = out_smem.index(2 * WHICH + 1)
+    c = gl.arange(0, HALF, gl.SliceLayout(0, HL))
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, row, end, n = _tile(tiles, expert_start, index, n_tiles)
+        row += WHICH * ROWS
+        acc, step = accumulate(step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN)
+        left, right = halves(acc, BN)
+        left = gl.convert_layout(left, HL, assert_trivial=True)
+        right = gl.convert_layout(right, HL, assert_trivial=True)
+        if TWO_HALVES:
+            left_column = n * HALF
+            right_column = I + n * HALF
+        else:
+            left_column = n * BN
+            right_column = n * BN + HALF
+        if b1 is not None:
+            left += gl.expand_dims(gl.load(b1 + expert * N + left_column + c, mask=left_column + c < N, other=0.0).to(gl.float32), 0)
+            right += gl.expand_dims(gl.load(b1 + expert * N + right_column + c, mask=right_column + c < N, other=0.0).to(gl.float32), 0)
+        if KEEP_Z:
+            # Each half waits for the store that used its buffer before it, one store back.
+            tma.store_wait(0)
+            stage_and_store(left.to(z.dtype), z, end, row, left_column, first, HALF)
+            stage_and_store(right.to(z.dtype), z, end, row, right_column, second, HALF)
+        if TWO_HALVES:
+            value = ACTIVATION(left, right).to(a.dtype)
+        else:
+            g0, u0 = pairs(left, HALF)
+            g1, u1 = pairs(right, HALF)
+            v0 = ACTIVATION(g0, u0).to(a.dtype)
+            v1 = ACTIVATION(g1, u1).to(a.dtype)
+            value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (ROWS, HALF))
+            value = gl.convert_layout(value, HL)
+        tma.store_wait(1 if KEEP_Z else 0)
+        stage_and_store(value, a, end, row, n * HALF, first, HALF)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hopper_up_kernel(
+    x, row_token, w1, b1, z, a, tiles, expert_start, x_stride,
+    H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    KN: gl.constexpr, TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr,
+    GATHER: gl.constexpr,
+):  # fmt: skip
+    """Z = X W1ᵀ + b1 and A = act(Z) for gated activations. Grid: one program a multiprocessor."""
+    n_tiles: gl.constexpr = (N + BN - 1) // BN
+    x_smem = gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], a.dtype))
+    w_smem = gl.allocate_shared_memory(a.dtype, [STAGES] + w1.block_shape, w1.layout)
+    out_smem = gl.allocate_shared_memory(a.dtype, [4] + a.block_shape, a.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ARRIVALS: gl.constexpr = 129 if GATHER else 1
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=ARRIVALS)
+        mbarrier.init(empty.index(i), count=2)
+    total = gl.load(tiles) * n_tiles
+    gl.warp_specialize(
+        [
+            (_up_consumer, (z, a, b1, tiles, expert_start, total, n_tiles, x_smem, w_smem, out_smem, full, empty, 0, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z)),
+            (_up_consumer, (z, a, b1, tiles, expert_start, total, n_tiles, x_smem, w_smem, out_smem, full, empty, 1, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z)),
+            (producer, (x, row_token, w1, tiles, expert_start, total, n_tiles, x_stride, x_smem, w_smem, full, empty, H, BN, BK, STAGES, KN, TWO_HALVES, GATHER)),
+        ],
+        [4, 4],
+        [224, 56],
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""Weight gradients on Hopper: one warpgroup fetches, two compute.
+
+A tile is (BM, BN) of one expert's gradient. The fetching warpgroup fills a ring of `STAGES` blocks of
+BK rows: operands that lie in order by the copy engine, through a descriptor that gives zeros past
+the expert's last row, gathered ones row by row. Each computing warpgroup owns half of the tile's
+M and stores it through shared memory while the next tile's products run.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .ragged import load_rows
+
+
+@gluon.jit
+def _tile(index, expert_start, m_tiles, n_tiles, BM: gl.constexpr, BN: gl.constexpr):
+    """Expert, first row, end row, m0 and n0 of tile `index`; N fastest."""
+    per_expert = m_tiles * n_tiles
+    expert = index // per_expert
+    rest = index % per_expert
+    start = gl.load(expert_start + expert)
+    end = gl.load(expert_start + expert + 1)
+    return expert, start, end, rest // n_tiles * BM, rest % n_tiles * BN
+
+
+@gluon.jit
+def _gather(smem, source, token, ok, column, COLUMNS: gl.constexpr, stride, BK: gl.constexpr, BC: gl.constexpr, L: gl.constexpr):
+    c = column + gl.arange(0, BC, gl.SliceLayout(0, L))
+    ptr = source + gl.expand_dims(token.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
+    async_copy.async_copy_global_to_shared(smem, ptr, mask=gl.expand_dims(ok, 1) & gl.expand_dims(c < COLUMNS, 0))
+
+
+@gluon.jit
+def _producer(
+    left, right, row_token, expert_start, total, m_tiles, n_tiles, stride,
+    left_smem, right_smem, full, empty,
+    M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
+):  # fmt: skip
+    CM: gl.constexpr = BM // 2
+    GATHERED: gl.constexpr = CM if GATHER_LEFT else BN
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (min(GATHERED, 256) // 8), min(GATHERED, 256) // 8], [4, 1], [1, 0])
+    GATHER: gl.constexpr = GATHER_LEFT or GATHER_RIGHT
+    BYTES: gl.constexpr = 2 * BK * ((0 if GATHER_LEFT else BM) + (0 if GATHER_RIGHT else BN))
+    r = gl.arange(0, BK, gl.SliceLayout(1, L))
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, start, end, m0, n0 = _tile(index, expert_start, m_tiles, n_tiles, BM, BN)
+        if GATHER:
+            token = gl.load(row_token + start + r, mask=start + r < end, other=0)
+        for k in range(start, end, BK):
+            slot = step % STAGES
+            if GATHER:
+                # The next block's tokens are on their way while this block waits for its place.
+                token_next = gl.load(row_token + k + BK + r, mask=k + BK + r < end, other=0)
+            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(slot), BYTES)
+            ok = k + r < end
+            if GATHER_LEFT:
+                _gather(left_smem.index(2 * slot), left, token, ok, m0, M, stride, BK, CM, L)
+                _gather(left_smem.index(2 * slot + 1), left, token, ok, m0 + CM, M, stride, BK, CM, L)
+            else:
+                load_rows(left, end, k, m0, full.index(slot), left_smem.index(2 * slot))
+                load_rows(left, end, k, m0 + CM, full.index(slot), left_smem.index(2 * slot + 1))
+            if GATHER_RIGHT:
+                _gather(right_smem.index(slot), right, token, ok, n0, N, stride, BK, BN, L)
+            else:
+                load_rows(right, end, k, n0, full.index(slot), right_smem.index(slot))
+            if GATHER:
+                async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+                token = token_next
+            step += 1
+    if GATHER:
+        async_copy.wait_group(0)
+
+
+@gluon.jit
+def _consumer(
+    out, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, out_smem, full, empty,
+    WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    CM: gl.constexpr = BM // 2
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, start, end, m0, n0 = _tile(index, expert_start, m_tiles, n_tiles, BM, BN)
+        acc = gl.zeros((CM, BN), gl.float32, L)
+        for k in range(start, end, BK):
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), step // STAGES & 1)
+            fence_async_shared()
+            a = left_smem.index(2 * slot + WHICH).reshape([BK, CM]).permute((1, 0))
+            b = right_smem.index(slot).reshape([BK, BN])
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > start)
+            step += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=end > start)
+        tma.store_wait(0)
+        staged = out_smem.index(WHICH)
+        staged.reshape([CM, BN]).store(acc.to(out.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [expert, m0 + WHICH * CM, n0], staged)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hopper_weight_gradient_kernel(
+    left, right, row_token, out, expert_start, num_experts, stride,
+    M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :]; at most one of the operands gathered.
+
+    Grid: one program a multiprocessor; each walks over (expert, M-tile, N-tile).
+    """
+    CM: gl.constexpr = BM // 2
+    dtype: gl.constexpr = out.dtype
+    m_tiles: gl.constexpr = (M + BM - 1) // BM
+    n_tiles: gl.constexpr = (N + BN - 1) // BN
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    if GATHER_LEFT:
+        left_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BK, CM], PLAIN)
+    else:
+        left_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, BK, CM], left.layout)
+    if GATHER_RIGHT:
+        right_smem = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], PLAIN)
+    else:
+        right_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BK, BN], right.layout)
+    out_smem = gl.allocate_shared_memory(dtype, [2, 1, CM, BN], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ARRIVALS: gl.constexpr = 129 if GATHER_LEFT or GATHER_RIGHT else 1
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=ARRIVALS)
+        mbarrier.init(empty.index(i), count=2)
+    total = num_experts * m_tiles * n_tiles
+    gl.warp_specialize(
+        [
+            (_consumer, (out, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, out_smem, full, empty, 0, BM, BN, BK, STAGES)),
+            (_consumer, (out, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, out_smem, full, empty, 1, BM, BN, BK, STAGES)),
+            (_producer, (left, right, row_token, expert_start, total, m_tiles, n_tiles, stride, left_smem, right_smem, full, empty, M, N, BM, BN, BK, STAGES, GATHER_LEFT, GATHER_RIGHT)),
+        ],
+        [4, 4],
+        [224, 56],
+    )  # fmt: skip

@@ -1,0 +1,25 @@
+"""Boxes of rows that end where an expert ends, cut off by the copy engine itself.
+
+Two outer dimensions are put before (rows, columns), and rows are counted from 2³⁰: their strides
+cancel modulo 2⁶⁴ when the first coordinate is 2³⁰, and the bound on the row dimension falls on the
+expert's end. Loads give zeros past it, stores drop what lies past it. `ops.launch.ragged_shape`
+makes the matching descriptor.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+ORIGIN = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def load_rows(descriptor, end, row, column, barrier, smem):
+    """Rows row.. of an expert with end `end` into shared memory."""
+    tma.async_copy_global_to_shared(descriptor, [ORIGIN, end, ORIGIN - end + row, column], barrier, smem)
+
+
+@gluon.jit
+def store_rows(descriptor, end, row, column, smem):
+    """Shared memory into rows row.. of an expert that ends at `end`."""
+    tma.async_copy_shared_to_global(descriptor, [ORIGIN, end, ORIGIN - end + row, column], smem)

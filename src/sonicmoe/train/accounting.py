@@ -1,0 +1,90 @@
+"""Parameters, FLOPs and bytes of a model and a run, by formula."""
+
+from dataclasses import dataclass
+
+from .config import ModelConfig, TrainConfig
+
+# Bytes a parameter: weights, gradient, two moments; with autocast also the bf16 copy of the weights.
+STATE_BYTES = {"fp32": 16, "autocast": 18, "bf16": 8}
+ELEMENT_BYTES = {"fp32": 4, "autocast": 2, "bf16": 2}
+# Outside the MoE layer a block keeps its two inputs, the normalised ones, q, k, v (before and after
+# their norm and rotation) and the attention's output: about this many elements a token and unit of H.
+BLOCK_ELEMENTS = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    total: int
+    active: int  # those a token meets: K of E experts; the tied head once
+    experts: int  # all experts of all layers
+
+
+def parameters(m: ModelConfig) -> Parameters:
+    attention = m.hidden_size * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
+    norms = 2 * m.hidden_size + 2 * m.head_dim
+    expert = 3 * m.hidden_size * m.intermediate_size
+    router = m.num_experts * m.hidden_size
+    rest = m.num_layers * (attention + norms + router) + m.hidden_size
+    rest += m.vocab_size * m.hidden_size
+    experts = m.num_layers * m.num_experts * expert
+    active = rest + m.num_layers * m.experts_per_token * expert
+    return Parameters(rest + experts, active, experts)
+
+
+def flops_per_token(m: ModelConfig) -> float:
+    """Forward and backward: 6 for each parameter a token meets, and causal attention."""
+    return 6 * parameters(m).active + 6 * m.num_layers * m.num_heads * m.head_dim * m.context
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """What one layer keeps for the backward pass: ours, and where rows are gathered first."""
+
+    ours: int
+    gathered: int
+
+
+def layer_bytes(m: ModelConfig, tokens: int, element: int) -> LayerBytes:
+    """Ours: X, Z and 20 bytes of routing a row. Gathered: the rows of X, A and Y in addition."""
+    rows = tokens * m.experts_per_token
+    x, z = element * tokens * m.hidden_size, 2 * element * rows * m.intermediate_size
+    ours = x + z + 20 * rows
+    gathered_x = y = element * rows * m.hidden_size
+    a = element * rows * m.intermediate_size
+    return LayerBytes(ours, ours + gathered_x + a + y)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one GPU at the peak."""
+
+    state: float
+    kept: float
+    head: float
+    transient: float
+
+    @property
+    def total(self) -> float:
+        return self.state + self.kept + self.head + self.transient
+
+
+def memory(config: TrainConfig, shards: int = 1) -> Memory:
+    """Peak of one GPU when the state is cut into `shards` and a micro-batch is in flight."""
+    m = config.model
+    element = ELEMENT_BYTES[config.precision]
+    tokens = config.micro_batch * m.context
+    rows = tokens * m.experts_per_token
+    count = parameters(m)
+    state = STATE_BYTES[config.precision] * count.total / shards
+    gathered_weights = 0 if shards == 1 else 4 * element * count.total / m.num_layers
+    layer = layer_bytes(m, tokens, element).ours + BLOCK_ELEMENTS * element * tokens * m.hidden_size
+    if config.recompute:
+        kept = m.num_layers * element * tokens * m.hidden_size + layer
+    else:
+        kept = m.num_layers * layer
+    at_once = min(config.loss_chunk or tokens, tokens)
+    # Logits in the arithmetic's dtype, in fp32, and the gradient of both.
+    head = at_once * m.vocab_size * 2 * (element + 4)
+    # dZ, A' and the rows of dX of one layer.
+    transient = element * rows * (3 * m.intermediate_size + m.hidden_size) + gathered_weights
+    return Memory(state, kept, head, transient)

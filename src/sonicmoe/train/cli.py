@@ -1,0 +1,201 @@
+"""The subcommands train, compare, generate, export and plan."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .extras import MissingExtra
+
+# Flags for what is changed most; everything else is --set key=value.
+_FLAGS = (
+    ("steps", int, "optimizer steps"),
+    ("batch", int, "sequences a step"),
+    ("micro-batch", int, "sequences at a time on one device"),
+    ("learning-rate", float, "peak learning rate"),
+    ("seed", int, "of weights and batches"),
+    ("device", str, "auto, cpu or cuda"),
+    ("precision", str, "fp32, autocast or bf16"),
+    ("expert-parallel", int, "ranks that share the experts"),
+)
+
+
+def register(subparsers: Any) -> None:
+    """Add the subcommands; each sets `run` to a function of the parsed arguments."""
+    for name, help_text, add_arguments, run in (
+        ("train", "train a Mixture-of-Experts language model", _train_arguments, _train),
+        ("compare", "the same training under several routers or backends", _compare_arguments, _compare),
+        ("generate", "continue a text with a trained model", _generate_arguments, _generate),
+        ("export", "write a trained model as a Hugging Face folder", _export_arguments, _export),
+        ("plan", "predict memory, communication and tokens a day", _plan_arguments, _plan),
+    ):  # fmt: skip
+        parser = subparsers.add_parser(name, help=help_text, description=help_text + ".")
+        add_arguments(parser)
+        parser.set_defaults(run=_reporting(run))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m sonicmoe.train.cli")
+    register(parser.add_subparsers(required=True, metavar="command"))
+    args = parser.parse_args(arguments)
+    return args.run(args)
+
+
+def _reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Mistakes of the caller end as one sentence and status 2, not as a traceback."""
+
+    def guarded(args: argparse.Namespace) -> int:
+        try:
+            return run(args)
+        except (ValueError, MissingExtra, FloatingPointError) as error:
+            print(f"sonicmoe: {error}", file=sys.stderr)
+            return 2
+
+    return guarded
+
+
+# --- train ----------------------------------------------------------------------------------------
+def _configuration_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", help="demo, small, 0.5B, 1.4B or 7B (small with a GPU, else demo)")
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
+    parser.add_argument(
+        "--data", nargs="+", metavar="PATH",
+        help="text files, folders or a Hugging Face dataset; default: text on this machine",
+    )  # fmt: skip
+    for name, kind, help_text in _FLAGS:
+        parser.add_argument(f"--{name}", type=kind, help=help_text)
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="any other setting, repeatable; an unknown key lists all of them",
+    )  # fmt: skip
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    parser.add_argument("--name", help="folder below --runs; default: the preset")
+    parser.add_argument("--cache", type=Path, help="where tokenised text is kept")
+
+
+def _overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """File first, then --set, then plain flags: the nearer to the hand, the stronger."""
+    from .config import parse_assignments, read_toml
+
+    values: dict[str, Any] = read_toml(args.config) if args.config else {}
+    values |= parse_assignments(args.set)
+    for name in (*(flag for flag, _, _ in _FLAGS), "data", "compile"):
+        key = name.replace("-", "_")
+        if getattr(args, key) is not None:
+            values[key] = getattr(args, key)
+    return values
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    _configuration_arguments(parser)
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
+    for name, kind, help_text in (
+        ("router", str, "how tokens choose experts, a name that MoE(router=…) knows"),
+        ("backend", str, "auto, sonicmoe, torch, grouped_mm or scattermoe"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, help=help_text)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from . import run, summary
+
+    overrides = _overrides(args)
+    for key in ("router", "backend"):
+        if getattr(args, key) is not None:
+            overrides[key] = getattr(args, key)
+    if args.resume:
+        folder, config = args.resume, run.continued(args.resume, overrides)
+    else:
+        preset = overrides.pop("preset", None)
+        config = run.configure(args.preset or preset, overrides)
+        folder = run.fresh_folder(args.runs, args.name or config.preset)
+    numbers = run.train(config, folder, args.cache or run.default_cache(), bool(args.resume))
+    if not numbers["finished"]:
+        print(f"Stopped after step {numbers['steps']} and saved. "
+              f"Continue: sonicmoe train --resume {folder}")  # fmt: skip
+        return 130
+    reached, sentence = summary.verdict(numbers)
+    print("\n".join(filter(None, [
+        "", summary.text(numbers), "", summary.overfitting(numbers), sentence,
+        f"Kept in {folder}: loss.png, log.jsonl, summary.md, checkpoints. "
+        f"Next: sonicmoe generate {folder}",
+    ])))  # fmt: skip
+    return 0 if reached else 1
+
+
+# --- compare --------------------------------------------------------------------------------------
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    _configuration_arguments(parser)
+    parser.add_argument("--routers", default="softmax_over_topk,topk_over_softmax",
+                        help="names for MoE(router=…), with commas")  # fmt: skip
+    parser.add_argument("--backends", default="auto",
+                        help="auto, sonicmoe, torch, grouped_mm, scattermoe, with commas")  # fmt: skip
+    parser.add_argument("--seeds", default=None, help="integers, with commas; default: the seed")
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from . import compare, run
+
+    overrides = _overrides(args)
+    config = run.configure(args.preset or overrides.pop("preset", None), overrides)
+    folder = run.fresh_folder(args.runs, args.name or f"compare-{config.preset}")
+    variants = compare.variants(config, args.routers, args.backends, args.seeds)
+    print(compare.compare(variants, folder, args.cache or run.default_cache()))
+    return 0
+
+
+# --- generate, export -----------------------------------------------------------------------------
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--prompt", default="The ", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=100, help="how many to add")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
+    parser.add_argument("--top-p", type=float, default=0.95, help="share of probability to draw from")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from . import generate
+
+    print(generate.from_run(
+        args.run_folder, args.prompt, args.tokens, temperature=args.temperature, top_p=args.top_p,
+        seed=args.seed, device=args.device,
+    ))  # fmt: skip
+    return 0
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("output", type=Path, help="folder to write")
+
+
+def _export(args: argparse.Namespace) -> int:
+    from . import export
+
+    export.export(args.run_folder, args.output)
+    print(f"Written to {args.output}. Load it: "
+          f"transformers.AutoModelForCausalLM.from_pretrained({str(args.output)!r})")  # fmt: skip
+    return 0
+
+
+# --- plan -----------------------------------------------------------------------------------------
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    from .plan import add_arguments
+
+    add_arguments(parser)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from . import plan
+
+    print(plan.from_arguments(args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""From documents to token files: deduplicate, split by document, train a byte-level BPE, encode, cache.
+
+A corpus is a folder: tokenizer.json, train.tokens and validation.tokens (int32), corpus.json (what
+was found). It is made in a temporary folder and renamed, so a folder that is there is complete.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import bad_argument
+from . import text
+from .config import TrainConfig
+from .extras import need
+
+END_OF_TEXT = "<|endoftext|>"
+_FORMAT = 1
+_SAMPLE_BYTES = 32 * 2**20  # what the tokenizer learns from; more changes its merges little
+_DUPLICATE = 100  # characters: shorter paragraphs may repeat, they are headings and phrases
+
+
+class TooLittleText(ValueError):
+    """The sources hold less text than the run needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    folder: Path
+    found: dict[str, Any]  # corpus.json
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / "tokenizer.json"
+
+    def tokens(self, split: str) -> torch.Tensor:
+        """(n,) int32, mapped from the file."""
+        size = self.found[split]["tokens"]
+        path = str(self.folder / f"{split}.tokens")
+        return torch.from_file(path, shared=False, size=size, dtype=torch.int32)
+
+    def describe(self) -> str:
+        train, held = self.found["train"], self.found["validation"]
+        lines = [f"  {bytes_ / 1e6:7.2f} MB  {n:6d} documents  {kind}"
+                 for kind, (n, bytes_) in self.found["kinds"].items()]  # fmt: skip
+        lines.append(
+            f"  duplicates left out: {self.found['duplicate_bytes'] / 1e6:.2f} MB; training "
+            f"{train['tokens'] / 1e6:.2f}M tokens of {train['documents']} documents, validation "
+            f"{held['tokens'] / 1e6:.3f}M of {held['documents']}; "
+            f"{self.found['bytes_per_token']:.2f} bytes a token"
+        )
+        return "\n".join(lines)
+
+
+def prepare(
+    config: TrainConfig,
+    cache: Path,
+    say: Callable[[str], None] = print,
+    key: str | None = None,
+) -> Corpus:
+    """The corpus of this configuration, from the cache if it was made before.
+
+    `key` asks for the very corpus of an earlier run and no other.
+    """
+    wanted = _key(config)
+    folder = cache / (key or wanted)
+    if (folder / "corpus.json").is_file():
+        corpus = Corpus(folder, json.loads((folder / "corpus.json").read_text()))
+        say(f"Text (cached in {folder}):\n{corpus.describe()}")
+    else:
+        if key and key != wanted:
+            raise bad_argument(
+                "data", f"the corpus {key} of the run in {cache}", "none, and the text has changed",
+                "Start a new run, or point --cache at the folder that holds it.",
+            )  # fmt: skip
+        say(f"Text from {', '.join(config.data)}, up to {config.data_megabytes:g} MB …")
+        corpus = _build(config, folder)
+        say(corpus.describe())
+    _check_enough(config, corpus)
+    return corpus
+
+
+def unique(documents: Iterable[text.Document]) -> Iterator[tuple[text.Document, int]]:
+    """Documents without the paragraphs that came before, and the bytes left out of each."""
+    seen: set[bytes] = set()
+    for document in documents:
+        kept, dropped = [], 0
+        for paragraph in document.text.split("\n\n"):
+            words = " ".join(paragraph.split())
+            if len(words) >= _DUPLICATE:
+                mark = _digest(words)
+                if mark in seen:
+                    dropped += len(paragraph)
+                    continue
+                seen.add(mark)
+            kept.append(paragraph)
+        yield text.Document(document.kind, document.name, "\n\n".join(kept).strip()), dropped
+
+
+def held_out(document: text.Document, fraction: float) -> bool:
+    """Whether a document is for validation: a property of its text alone, not of its neighbours."""
+    return int.from_bytes(_digest(document.text), "big") < fraction * 2**64
+
+
+def _build(config: TrainConfig, folder: Path) -> Corpus:
+    budget = config.data_megabytes * 1e6
+    splits: dict[str, list[str]] = {"train": [], "validation": []}
+    kinds: dict[str, list[int]] = {}
+    taken = duplicate = 0
+    for document, dropped in unique(text.documents(config.data, config.include_code)):
+        duplicate += dropped
+        size = len(document.text.encode())
+        if size < 200:
+            continue
+        name = "validation" if held_out(document, config.validation_fraction) else "train"
+        splits[name].append(document.text)
+        tally = kinds.setdefault(document.kind, [0, 0])
+        tally[0] += 1
+        tally[1] += size
+        taken += size
+        if taken >= budget:
+            break
+    for name, documents in splits.items():
+        if not documents:
+            raise TooLittleText(
+                f"data: expected several documents, got {taken / 1e6:.3f} MB and nothing for "
+                f"{name}. Pass more text with --data."
+            )
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
+    try:
+        tokenizer = _train_tokenizer(splits["train"], config.model.vocab_size)
+        tokenizer.save(str(work / "tokenizer.json"))
+        found: dict[str, Any] = {"kinds": kinds, "duplicate_bytes": duplicate}
+        for name, documents in splits.items():
+            tokens = _encode(tokenizer, documents, work / f"{name}.tokens")
+            found[name] = {"tokens": tokens, "documents": len(documents)}
+        found["bytes_per_token"] = taken / sum(found[name]["tokens"] for name in splits)
+        (work / "corpus.json").write_text(json.dumps(found, indent=1))
+        _rename(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return Corpus(folder, found)
+
+
+def _rename(work: Path, folder: Path) -> None:
+    try:
+        os.rename(work, folder)
+    except OSError:
+        if not (folder / "corpus.json").is_file():  # another process may have been faster
+            raise
+
+
+def _train_tokenizer(documents: list[str], vocab_size: int):
+    need("tokenizers", "Training on text")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # Evenly spread over the documents, so that the sample has the mixture of the whole.
+    stride = max(1, round(sum(map(len, documents)) / _SAMPLE_BYTES))
+    tokenizer.train_from_iterator(documents[::stride], trainer)
+    return tokenizer
+
+
+def _encode(tokenizer, documents: list[str], path: Path, at_once: int = 512) -> int:
+    """Write all tokens of the documents, an end-of-text token after each; return how many."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    count = 0
+    with open(path, "wb") as file:
+        for i in range(0, len(documents), at_once):
+            for encoding in tokenizer.encode_batch_fast(documents[i : i + at_once]):
+                ids = array("i", encoding.ids)
+                ids.append(end)
+                ids.tofile(file)
+                count += len(ids)
+    return count
+
+
+def _check_enough(config: TrainConfig, corpus: Corpus) -> None:
+    for split, windows in (("train", config.batch), ("validation", 2)):
+        have = corpus.found[split]["tokens"]
+        least = windows * config.model.context + 1
+        if have < least:
+            raise TooLittleText(
+                f"data: expected at least {least} tokens for {split} ({windows} windows of "
+                f"{config.model.context}), got {have}. Pass more text with --data, or lower the "
+                "context or the batch."
+            )
+
+
+def _key(config: TrainConfig) -> str:
+    """A name for the corpus: it changes when the text, the split or the vocabulary would."""
+    what = [
+        _FORMAT, [_fingerprint(s) for s in config.data], config.include_code,
+        config.data_megabytes, config.validation_fraction, config.model.vocab_size,
+    ]  # fmt: skip
+    return _digest(json.dumps(what)).hex()
+
+
+def _fingerprint(source: str) -> Any:
+    if source == "local":
+        packages = [sorted(p.name for p in folder.iterdir()) for folder in text.site_packages()]
+        return ["local", sys.prefix, sys.version, packages]
+    path = Path(source).expanduser()
+    if not path.exists():
+        return source
+    entries = [path] if path.is_file() else list(text.walk(path))
+    return [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in entries]
+
+
+def _digest(value: str) -> bytes:
+    return hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).digest()

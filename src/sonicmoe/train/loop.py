@@ -1,0 +1,294 @@
+"""The training loop: one step after the other, and what surrounds it."""
+
+import contextlib
+import math
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import bad_argument
+from . import accounting, checkpoint, hardware, optim, parallel
+from .backends import check_backend
+from .batches import Batches
+from .config import TrainConfig
+from .corpus import Corpus
+from .model import Decoder
+from .progress import Plain, human_bytes
+from .runlog import RunLog
+
+
+class Trainer:
+    """A model, its optimizer and its place in the text.
+
+    After step n everything that step n+1 depends on is in `state()`: the run that continues from it
+    is the run that was never interrupted, bit for bit on one device.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        corpus: Corpus,
+        world: parallel.World,
+        display: Plain,
+        resume: bool = False,
+    ) -> None:
+        check_backend(config.backend, config.model.router)
+        parallel.check_expert_parallel(config.expert_parallel)
+        _check_batch(config, world)
+        _check_memory(config, world)
+        self.config, self.folder, self.world, self.display = config, folder, world, display
+        self.corpus_key = corpus.key
+        self.step = 0
+        self.seconds = 0.0  # in training steps; validation and checkpoints do not count
+        self.pending: list[torch.Tensor] = []  # (loss, aux loss) of steps not yet logged
+        self.first_loss = self.last_loss = self.validation_loss = math.nan
+        self.steady: list[tuple[int, float]] = []  # (tokens, seconds) of logged intervals
+
+        _make_deterministic(config.deterministic)
+        torch.manual_seed(config.seed)
+        self.model = _build_model(config, world)
+        self.optimizer = optim.build(self.model, config)
+        context, batch = config.model.context, config.batch
+        self.batches = Batches(corpus.tokens("train"), context, batch, config.seed)
+        self.held_out = Batches(corpus.tokens("validation"), context, batch, config.seed)
+        self.checkpoints = folder / "checkpoints"
+        if resume:
+            self._load(checkpoint.load_latest(self.checkpoints, display.say))
+        self.log = RunLog(folder, config.tensorboard, self.step) if world.first else None
+
+    # --- the loop -----------------------------------------------------------------------------------
+    def train(self) -> bool:
+        """Run to the last step. False when a signal ended it early; it is saved either way."""
+        c = self.config
+        self.display.start(self.step, c.steps)
+        stopped = False
+        with _stop_signals() as wanted:
+            self._mark = time.perf_counter()
+            while self.step < c.steps and not stopped:
+                self._train_step()
+                if self.step % c.log_every == 0 or self.step == c.steps:
+                    self._report()
+                stopped = self.world.any(wanted())
+                last = self.step == c.steps
+                if self.step % c.validate_every == 0 or last:
+                    self._off_the_clock(self._validate)
+                if self.step % c.checkpoint_every == 0 or last or stopped:
+                    self._off_the_clock(self._save)
+        self.display.stop()
+        if self.log:
+            self.log.close()
+        return self.step == c.steps
+
+    def _train_step(self) -> None:
+        c = self.config
+        inputs, targets = self.batches.step(self.step, self.world.rank, self.world.size)
+        inputs, targets = inputs.to(self.world.device), targets.to(self.world.device)
+        pieces = list(zip(inputs.split(c.micro_batch), targets.split(c.micro_batch), strict=True))
+        self.model.train()
+        total = torch.zeros(2, device=self.world.device)
+        for i, (x, y) in enumerate(pieces):
+            if self.world.size > 1:
+                self.model.set_requires_gradient_sync(i == len(pieces) - 1)
+            with self._autocast():
+                loss, aux_loss = self.model(x, y, loss_chunk=c.loss_chunk)
+            ((loss + aux_loss) / len(pieces)).backward()
+            total += torch.stack([loss.detach().float(), aux_loss.detach().float()]) / len(pieces)
+        nn.utils.clip_grad_norm_(self.model.parameters(), c.gradient_clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = optim.learning_rate(c, self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.pending.append(total)
+        self.step += 1
+
+    def _report(self) -> None:
+        """Read the losses since the last report: the one place where the host waits for the GPU."""
+        c, steps = self.config, len(self.pending)
+        mean = self.world.mean(torch.stack(self.pending).mean(0)).tolist()
+        if math.isnan(self.first_loss):
+            self.first_loss = self.world.mean(self.pending[0]).tolist()[0]
+        self.pending.clear()
+        now = time.perf_counter()
+        elapsed, self._mark = now - self._mark, now
+        self.seconds += elapsed
+        tokens = steps * c.tokens_per_step
+        self.steady.append((tokens, elapsed))
+        self.last_loss, aux_loss = mean
+        if not math.isfinite(self.last_loss):
+            raise FloatingPointError(
+                f"The loss is {self.last_loss} at step {self.step}. Lower learning_rate (now "
+                f"{c.learning_rate}) or lengthen warmup_steps, and continue with --resume."
+            )
+        flops = accounting.flops_per_token(c.model) * tokens / elapsed
+        record = {
+            "step": self.step,
+            "tokens": self.step * c.tokens_per_step,
+            "loss": self.last_loss,
+            "learning_rate": optim.learning_rate(c, self.step - 1),
+            "seconds": self.seconds,
+            "tokens_per_second": tokens / elapsed,
+            "flops_per_second": flops,
+            "peak_share": _share_of_peak(flops / self.world.size, self.world.device),
+            "memory": peak_memory(self.world.device),
+            "balance": _balance(aux_loss, c),
+        }
+        if self.log:
+            self.log.write("train", **record)
+        self.display.train(record)
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """The mean loss over fixed windows of held-out documents; routers choose plain top-K here."""
+        c = self.config
+        self.model.eval()
+        total = torch.zeros(2, device=self.world.device, dtype=torch.float64)
+        per_call = c.micro_batch * self.world.size
+        for x, y in self.held_out.spread(c.validation_sequences, per_call):
+            mine = slice(self.world.rank, None, self.world.size)
+            if x.shape[0] < self.world.size:  # every rank must take part in the collectives
+                mine = slice(None)
+            x, y = x[mine].to(self.world.device), y[mine].to(self.world.device)
+            with self._autocast():
+                loss, _ = self.model(x, y, loss_chunk=c.loss_chunk)
+            total += torch.stack([loss.double() * x.shape[0], loss.new_tensor(x.shape[0]).double()])
+        summed, count = self.world.sum(total).tolist()
+        self.validation_loss = summed / count
+        record = {"step": self.step, "loss": self.validation_loss, "seconds": self.seconds}
+        if self.log:
+            self.log.write("validation", **record)
+        self.display.validation(record)
+
+    def _off_the_clock(self, action) -> None:
+        """Do something that is not training, without counting its time."""
+        before = time.perf_counter()
+        action()
+        self._mark += time.perf_counter() - before
+
+    def _autocast(self):
+        # Sharded, the mixed precision is FSDP's: parameters arrive in bfloat16.
+        wanted = self.config.precision == "autocast" and self.world.size == 1
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=wanted)
+
+    # --- saving and loading ---------------------------------------------------------------------------
+    def _save(self) -> None:
+        state = checkpoint.gather(self.model, self.optimizer, self.world)
+        state |= {
+            "config": self.config.to_dict(),
+            "corpus": self.corpus_key,
+            "step": self.step,
+            "seconds": self.seconds + time.perf_counter() - self._mark if self.pending else self.seconds,
+            "pending": [p.cpu() for p in self.pending],
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "validation_loss": self.validation_loss,
+        }
+        if self.world.first:
+            checkpoint.save(self.checkpoints, self.step, state, self.config.keep)
+        self.world.wait()
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if state["corpus"] != self.corpus_key:
+            raise bad_argument(
+                "data", f"the corpus {state['corpus']} of the checkpoint", self.corpus_key,
+                "Continue with the data the run began with.",
+            )  # fmt: skip
+        checkpoint.restore(state, self.model, self.optimizer, self.world)
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.pending = [p.to(self.world.device) for p in state["pending"]]
+        self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
+        self.validation_loss = state["validation_loss"]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU's allocator, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
+    with world.device:
+        model = Decoder(config.model, config.backend, config.recompute)
+    if config.precision == "bf16":
+        model.to(torch.bfloat16)
+    if config.compile:
+        for block in model.blocks:  # one block compiles once for all of them
+            block.compile()
+    if world.size > 1:
+        parallel.shard(model, world, config.precision)
+    return model
+
+
+def _make_deterministic(wanted: bool) -> None:
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _check_batch(config: TrainConfig, world: parallel.World) -> None:
+    if config.batch % (config.micro_batch * world.size):
+        raise bad_argument(
+            "batch", f"a multiple of micro_batch · ranks = {config.micro_batch} · {world.size}",
+            config.batch, "Set batch or micro_batch.",
+        )  # fmt: skip
+
+
+def _check_memory(config: TrainConfig, world: parallel.World) -> None:
+    """Say beforehand what does not fit, with the numbers, instead of failing minutes later."""
+    if world.device.type != "cuda":
+        return
+    need = accounting.memory(config, world.size)
+    have = torch.cuda.get_device_properties(world.device).total_memory
+    if need.total > have:
+        raise bad_argument(
+            "preset", f"a run that fits {human_bytes(have)} a GPU",
+            f"{human_bytes(need.total)} by estimate (weights and optimizer "
+            f"{human_bytes(need.state)}, kept for backward {human_bytes(need.kept)}, head "
+            f"{human_bytes(need.head)})",
+            "Lower micro_batch, set recompute=true, precision=bf16, or start more ranks with torchrun.",
+        )  # fmt: skip
+
+
+def _share_of_peak(flops: float, device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    known = hardware.recognise(torch.cuda.get_device_name(device))
+    return flops / known.flops if known else None
+
+
+def _balance(aux_loss: float, config: TrainConfig) -> float | None:
+    """The Switch loss of a layer, E · Σ (share of probability · share of rows): 1 is even."""
+    m = config.model
+    if not m.aux_loss_coef or m.z_loss_coef:
+        return None
+    return aux_loss / m.num_layers / m.aux_loss_coef
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator:
+    """Inside, the first SIGINT or SIGTERM only raises a flag; a second one ends the process."""
+    seen: list[int] = []
+    former = {}
+
+    def note(number, frame) -> None:
+        seen.append(number)
+        signal.signal(number, former[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            former[number] = signal.signal(number, note)
+    except ValueError:  # not in the main thread: whoever runs us handles signals
+        former.clear()
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -1,0 +1,116 @@
+"""Pictures of runs, each to be understood on its own."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .extras import have, need
+
+_INK, _MUTED, _GRID = "#1f2430", "#6b7280", "#e5e7eb"
+_COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#be185d")
+Records = Sequence[Mapping[str, Any]]
+
+
+def available() -> bool:
+    return have("matplotlib") is not None
+
+
+def loss_curve(path: Path, records: Records, title: str, subtitle: str, vocab_size: int,
+               target: float | None = None) -> None:  # fmt: skip
+    """Training and validation loss against the step."""
+    figure, (axes,) = _figure(1, (8, 5))
+    steps, losses = _series(records, "train", "step")
+    axes.plot(steps, losses, color=_COLOURS[0], linewidth=1.6, label="training (mean of the interval)")
+    v_steps, v_losses = _series(records, "validation", "step")
+    if v_steps:
+        axes.plot(v_steps, v_losses, color=_COLOURS[1], linewidth=1.2, marker="o", markersize=5,
+                  label="validation (held-out documents)")  # fmt: skip
+        axes.annotate(
+            f"{v_losses[-1]:.2f}", (v_steps[-1], v_losses[-1]), xytext=(6, 6),
+            textcoords="offset points", color=_COLOURS[1], fontweight="bold", ha="left",
+        )  # fmt: skip
+    guess = math.log(vocab_size)
+    axes.axhline(guess, color=_MUTED, linewidth=1, linestyle=":")
+    axes.annotate(
+        f"guessing evenly among {vocab_size} tokens: {guess:.2f}", (1, guess),
+        xycoords=("axes fraction", "data"), xytext=(-4, 4), textcoords="offset points",
+        color=_MUTED, fontsize=9, ha="right",
+    )  # fmt: skip
+    if target is not None:
+        axes.axhline(target, color=_COLOURS[2], linewidth=1, linestyle="--",
+                     label=f"goal of this run: {target:g}")  # fmt: skip
+    axes.set_xlim(left=0)
+    axes.margins(x=0.04)
+    _label(axes, "step", "loss (nats a token)")
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.93))
+    _finish(figure, path, title, subtitle)
+
+
+def comparison(path: Path, runs: Mapping[str, Records], title: str, subtitle: str) -> None:
+    """Validation loss (and training loss, thin) of several runs against step and against time."""
+    figure, (by_step, by_time) = _figure(2, (12, 5.2))
+    lowest, highest = math.inf, 0.0
+    for i, (name, records) in enumerate(runs.items()):
+        colour = _COLOURS[i % len(_COLOURS)]
+        # Curves that coincide stay visible: each later one is drawn with longer gaps.
+        style = "-" if i == 0 else (0, (5, 1.5 + 1.5 * i))
+        for axes, against in ((by_step, "step"), (by_time, "seconds")):
+            axes.plot(*_series(records, "train", against), color=colour, linewidth=0.8, alpha=0.35)
+            x, y = _series(records, "validation", against)
+            label = f"{name}: {y[-1]:.3f}" if y and axes is by_step else None
+            axes.plot(x, y, color=colour, linestyle=style, marker="o", markersize=3.5, linewidth=1.8,
+                      label=label)  # fmt: skip
+        trained = _series(records, "train", "step")[1]
+        lowest, highest = min([lowest, *trained, *y]), max([highest, *trained[2:], *y])
+    for axes in (by_step, by_time):
+        axes.set_xlim(left=0)
+        if math.isfinite(lowest) and highest > lowest:
+            axes.set_ylim(lowest - 0.04 * (highest - lowest), highest + 0.04 * (highest - lowest))
+    _label(by_step, "step", "loss (nats a token)")
+    _label(by_time, "training time (s)", "")
+    by_step.legend(frameon=False, title="validation loss at the end", alignment="left")
+    by_time.annotate(
+        "dots: validation, always with plain top-K\nthin lines: training", (1, 1),
+        xycoords="axes fraction", xytext=(-6, -6), textcoords="offset points", ha="right", va="top",
+        color=_MUTED, fontsize=9,
+    )  # fmt: skip
+    _finish(figure, path, title, subtitle)
+
+
+def _series(records: Records, kind: str, against: str) -> tuple[list[float], list[float]]:
+    chosen = [r for r in records if r["kind"] == kind]
+    return [r[against] for r in chosen], [r["loss"] for r in chosen]
+
+
+def _figure(columns: int, size: tuple[float, float]):
+    matplotlib = need("matplotlib", "Drawing a loss curve")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, columns, figsize=size, dpi=130, squeeze=False)
+    return figure, axes[0]
+
+
+def _label(axes, x: str, y: str) -> None:
+    axes.set_xlabel(x, color=_INK)
+    axes.set_ylabel(y, color=_INK)
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_MUTED)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_MUTED)
+
+
+def _finish(figure, path: Path, title: str, subtitle: str) -> None:
+    from matplotlib import pyplot
+
+    height = figure.get_figheight()
+    below_title, top = 1 - 0.36 / height, 1 - (0.48 + 0.19 * len(subtitle.splitlines())) / height
+    figure.text(0.02, 1 - 0.08 / height, title, va="top", color=_INK, fontsize=13, fontweight="bold")
+    figure.text(0.02, below_title, subtitle, va="top", color=_MUTED, fontsize=9.5, linespacing=1.4)
+    figure.tight_layout(rect=(0, 0, 1, top))
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,52 @@
+"""The record of a run: JSON lines, one a measurement, and TensorBoard where it is installed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .extras import have
+
+
+class RunLog:
+    """Appends to log.jsonl. A resumed run drops what lies past the step it continues from."""
+
+    def __init__(self, folder: Path, tensorboard: bool, resume_step: int = 0) -> None:
+        self.path = folder / "log.jsonl"
+        kept = [r for r in read(folder) if r["step"] <= resume_step] if resume_step else []
+        rewritten = self.path.with_suffix(".new")
+        rewritten.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        rewritten.replace(self.path)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 closed by close()
+        self._board = None
+        if tensorboard and have("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """`kind` is "train" or "validation"."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        if self._board:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """All records of a run; a last line cut short by a kill is left out."""
+    path = folder / "log.jsonl"
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records

@@ -1,0 +1,112 @@
+"""What a run came to: the numbers, and the table a person reads."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import accounting
+from .config import TrainConfig
+from .loop import Trainer, peak_memory
+from .progress import human, human_bytes
+from .tables import table
+
+
+def summarise(trainer: Trainer) -> dict[str, Any]:
+    """The numbers of a finished or interrupted run."""
+    c = trainer.config
+    steady = trainer.steady[1:] or trainer.steady  # the first interval compiles and warms up
+    seconds = sum(s for _, s in steady)
+    rate = sum(t for t, _ in steady) / seconds if seconds else 0.0
+    element = accounting.ELEMENT_BYTES[c.precision]
+    kept = accounting.layer_bytes(c.model, c.micro_batch * c.model.context, element)
+    count = accounting.parameters(c.model)
+    device = trainer.world.device
+    return {
+        "preset": c.preset,
+        "router": c.model.router,
+        "backend": c.backend,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "ranks": trainer.world.size,
+        "parameters": count.total,
+        "active_parameters": count.active,
+        "steps": trainer.step,
+        "tokens": trainer.step * c.tokens_per_step,
+        "epochs": trainer.step * c.batch / trainer.batches.windows,
+        "seconds": trainer.seconds,
+        "first_loss": trainer.first_loss,
+        "last_loss": trainer.last_loss,
+        "validation_loss": trainer.validation_loss,
+        "target_loss": c.target_loss,
+        "tokens_per_second": rate,
+        "flops_per_second": rate * accounting.flops_per_token(c.model),
+        "peak_memory": peak_memory(device),
+        "kept_bytes": kept.ours * c.model.num_layers,
+        "gathered_bytes": kept.gathered * c.model.num_layers,
+    }
+
+
+def text(numbers: dict[str, Any]) -> str:
+    """The final table."""
+    saved = numbers["gathered_bytes"] - numbers["kept_bytes"]
+    rows = [
+        ("parameters (met by a token)",
+         f"{human(numbers['parameters'])} ({human(numbers['active_parameters'])})"),
+        ("tokens", f"{human(numbers['tokens'])} ({numbers['epochs']:.2f} × the text)"),
+        ("training time", f"{numbers['seconds']:.1f} s"),
+        ("first loss", f"{numbers['first_loss']:.3f}"),
+        ("last loss", f"{numbers['last_loss']:.3f}"),
+        ("validation loss", f"{numbers['validation_loss']:.3f}"),
+        ("tokens/s", human(numbers["tokens_per_second"])),
+        ("model FLOP/s", human(numbers["flops_per_second"])),
+        ("peak memory", human_bytes(numbers["peak_memory"])),
+        ("kept for backward by the MoE layers", human_bytes(numbers["kept_bytes"])),
+        ("… if rows were gathered (X, A, Y too)", human_bytes(numbers["gathered_bytes"])),
+        ("saved by the layer",
+         f"{human_bytes(saved)} ({saved / numbers['gathered_bytes']:.0%})"),
+    ]  # fmt: skip
+    return table([f"{numbers['preset']} on {numbers['device']}", "value"], rows)
+
+
+def verdict(numbers: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the validation loss reached the goal, and the sentence that says so."""
+    target, got = numbers["target_loss"], numbers["validation_loss"]
+    if target is None:
+        return True, ""
+    if got <= target:
+        return True, f"Goal reached: validation loss {got:.3f} ≤ {target:g}."
+    return False, f"Goal missed: validation loss {got:.3f} > {target:g}."
+
+
+def overfitting(numbers: dict[str, Any]) -> str:
+    """A remark when the training loss says little any more, else nothing."""
+    gap = numbers["validation_loss"] - numbers["last_loss"]
+    if numbers["epochs"] > 2 and gap > 0.5:
+        return (
+            f"The training loss is {gap:.2f} under the validation loss after "
+            f"{numbers['epochs']:.1f} passes over the text: more text is needed, not more steps."
+        )
+    return ""
+
+
+def write(folder: Path, numbers: dict[str, Any]) -> None:
+    (folder / "summary.json").write_text(json.dumps(numbers, indent=1))
+    (folder / "summary.md").write_text(text(numbers) + "\n")
+
+
+def title(c: TrainConfig) -> tuple[str, str]:
+    """What a picture of this run says above the axes."""
+    m, count = c.model, accounting.parameters(c.model)
+    head = f"{c.preset}: a Mixture-of-Experts language model of {human(count.total)} parameters"
+    line = (
+        f"{m.num_layers} layers, {m.num_experts} experts of which {m.experts_per_token} a token "
+        f"({human(count.active)} parameters met), router {m.router}; "
+        f"{c.steps} steps of {human(c.tokens_per_step)} tokens; text: {', '.join(c.data)}"
+    )
+    return head, line
+
+
+def _processor() -> str:
+    return f"{torch.get_num_threads()} CPU threads ({platform.machine()})"

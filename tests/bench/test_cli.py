@@ -1,0 +1,208 @@
+"""The command line from end to end on the CPU: the same code as on a GPU, by the clock."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sonicmoe.functional
+from sonicmoe.bench import report, results
+from sonicmoe.cli import main
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--device", "cpu", "--shape", "64,32,16,4,2"]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """One call instead of many: these tests look at what is printed, not at the clock."""
+    from sonicmoe.bench import timing
+
+    monkeypatch.setattr(timing, "_clocked", lambda call, device, budget_s, least: [1.0])
+
+
+def test_bench_keeps_what_it_prints(quick, tmp_path, capsys):
+    arguments = ["bench", *TINY, "--routing", "uniform", "hot", "--kernels", "--host"]
+    assert main([*arguments, "--results", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for word in (
+        "sonicmoe",
+        "grouped_mm",
+        "dense",
+        "down_backward",
+        "host_fwd_ms",
+        "time ÷ uniform",
+    ):
+        assert word in printed
+    (path,) = tmp_path.glob("*/*-layer.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    subjects = ["sonicmoe", "operators", "sonicmoe", "grouped_mm", "dense"]
+    assert [r["subject"] for r in records] == [*subjects, *subjects, "host"]
+    first = records[0]
+    assert first["router"] == "in" and records[2]["router"] == "out"
+    assert first["command"].startswith("sonicmoe bench --device cpu --shape 64,32,16,4,2")
+    assert {c["tensor"] for c in first["checks"]} == {"out", "x", "w1", "w2", "router_w"}
+    assert first["kept_mib"] > 0 and first["dense_share"] == 2.0  # 1 ms forward, 1 ms backward
+    operators = {o["stage"]: o for o in records[1]["operators"]}
+    assert operators["up"]["flops"] == 2 * 128 * 32 * 32 and operators["aggregate"]["flops"] == 0
+    assert operators["aggregate"]["traffic"] == 4 * (128 * 32 + 128 + 128 + 64 * 32)
+
+
+def test_report_from_kept_results(quick, tmp_path):
+    assert main(["bench", *TINY, "--peers", "dense", "--results", str(tmp_path / "kept")]) == 0
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    assert main(["bench", "--report", str(readme), "--results", str(tmp_path / "kept")]) == 0
+    assert "| 64,32,16,4,2 | " in readme.read_text()
+
+
+@pytest.mark.parametrize("command", ["bench", "verify"])
+def test_no_figure_from_a_wrong_layer(command, quick, tmp_path, capsys, monkeypatch):
+    right = sonicmoe.functional.autograd.Down.apply
+    monkeypatch.setattr(
+        sonicmoe.functional.autograd.Down, "apply", lambda *tensors: right(*tensors) * 1.001
+    )
+    more = ["--peers", "--results", str(tmp_path)] if command == "bench" else []
+    assert main([command, *TINY, *more]) == 1
+    captured = capsys.readouterr()
+    assert "wrong out, x, w1, w2" in captured.err and "No figure is given" in captured.err
+    assert "TFLOP/s" not in captured.out
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_unverified_figures_are_marked_and_not_kept(quick, tmp_path, capsys):
+    arguments = ["bench", *TINY, "--peers", "--no-verify", "--results", str(tmp_path)]
+    assert main(arguments) == 0
+    assert "NOT VERIFIED" in capsys.readouterr().out
+    assert results.read(tmp_path) == []
+
+
+def test_verify_prints_every_tensor(capsys):
+    assert main(["verify", *TINY, "--activation", "geglu", "--bias"]) == 0
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"\n{name} ") == 2 for name in ("out", "x", "w1", "w2", "b1", "b2"))
+    assert "FAILS" not in printed
+
+
+def test_cost_prints_the_model(capsys):
+    assert main(["cost", "--case", "7b-fine", "--gpu", "h200"]) == 0
+    printed = capsys.readouterr().out
+    assert "0.46 TFLOP forward" in printed and "205272588" in printed and "H200" in printed
+
+
+def test_list_names_every_case(capsys):
+    assert main(["bench", "--list"]) == 0
+    assert "deepseek-v3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--shape", "1,2,3"], "shape: expected five integers"),
+        (["--case", "nine"], "case: expected one of"),
+        (["--case", "olmoe", "--bias"], "--bias: expected --shape beside it"),
+        (["--shape", "64,32,16,4,2", "--routing", "cold"], "routing: expected one of"),
+        (["--shape", "64,32,16,4,2", "--peers", "someone"], "--peers: expected names of"),
+    ],
+)
+def test_bad_arguments_are_explained(arguments, complaint, capsys):
+    assert main(["bench", "--device", "cpu", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_missing_gpu_is_explained(capsys):
+    assert main(["bench", "--shape", "64,32,16,4,2"]) == 2
+    assert "Without a GPU: --device cpu" in capsys.readouterr().err
+
+
+def script(monkeypatch, *flags: str) -> int | str | None:
+    """Run the script as `python benchmarks/moe-cute.py` does and return what it exits with."""
+    monkeypatch.setattr(sys, "argv", ["moe-cute.py", *flags])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(ROOT / "benchmarks" / "moe-cute.py"), run_name="__main__")
+    return done.value.code
+
+
+def test_the_published_script_with_its_flags(quick, monkeypatch, capsys):
+    flags = "--thiek 128,64,32,8,2 --topk_over_softmax --norm_topk_probs --concat_layout --add_bias"
+    more = "--activation geglu --dtype float32 --skip_test"
+    assert script(monkeypatch, *flags.split(), *more.split()) == 0
+    printed = capsys.readouterr().out
+    assert "geglu with bias, topk_over_softmax_normalized" in printed and "dense" in printed
+
+
+def test_the_published_script_checks_first(quick, monkeypatch, capsys):
+    assert script(monkeypatch, "--thiek", "128,64,32,8,2") == 0
+    assert "NOT VERIFIED" not in capsys.readouterr().out
+
+
+def test_the_published_script_explains_bad_flags(monkeypatch, capsys):
+    assert "T,H,I,E,K" in script(monkeypatch, "--thiek", "1,2")
+    assert script(monkeypatch, "--norm_topk_probs") == 2
+    assert "--topk_over_softmax" in capsys.readouterr().err
+
+
+def test_python_dash_m():
+    done = subprocess.run(
+        [sys.executable, "-m", "sonicmoe", "--help"], capture_output=True, text=True, timeout=120
+    )
+    for command in ("bench", "verify", "cost", "doctor", "train", "plan"):
+        assert f"\n    {command} " in done.stdout
+
+
+def test_cold_start_in_a_process_of_its_own():
+    from sonicmoe.bench.cases import Case
+    from sonicmoe.bench.cold import measure_cold
+
+    found = measure_cold(Case.of_shape("64,32,16,4,2"), "cpu", "float32")
+    assert found["cold_first_call_s"] > 0 and found["new_tokens_steady_ms"] > 0
+
+
+STAND_IN = """
+import torch
+import torch.nn.functional as F
+
+def moe_TC_softmax_topk_layer(x, router_w, w1, b1, w2, b2, K, stream, activation, inference):
+    values, ids = F.linear(x, router_w).topk(K, dim=-1)
+    scores, out = values.softmax(-1), torch.zeros_like(x)
+    for e in range(w1.shape[-1]):
+        token, k = (ids == e).nonzero(as_tuple=True)
+        z = x[token] @ w1[:, :, e].T
+        y = (F.silu(z[:, ::2]) * z[:, 1::2]) @ w2[:, :, e].T
+        out = out.index_add(0, token, scores[token, k, None] * y)
+    return (out * SCALE,)
+"""
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.1])
+def test_the_published_package_answers_from_its_own_process(tmp_path, scale):
+    """A stand-in under the published names: what the folder holds is measured, if it is right."""
+    from sonicmoe.bench.cases import Case
+    from sonicmoe.bench.published import measure_published
+
+    folder = tmp_path / "sonicmoe"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "enums.py").write_text("ActivationType = {'SWIGLU': None}\n")
+    (folder / "functional.py").write_text(STAND_IN.replace("SCALE", str(scale)))
+    case = Case.of_shape("64,32,16,4,2")
+    found = measure_published(str(tmp_path), case, "uniform", "float32", "cpu")
+    if scale == 1.0:
+        assert found["fwd_bwd_ms"] > found["fwd_ms"] > 0 and "error" not in found
+    else:
+        assert found["error"] == "differs from fp64" and "fwd_ms" not in found
+
+
+def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
+    from sonicmoe.bench.cases import Case
+    from sonicmoe.bench.published import measure_published
+
+    (tmp_path / "sonicmoe.py").write_text("raise RuntimeError('not today')\n")
+    case = Case.of_shape("64,32,16,4,2")
+    found = measure_published(str(tmp_path), case, "uniform", "float32", "cpu")
+    assert found == {"error": "RuntimeError: not today"}

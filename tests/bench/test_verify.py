@@ -1,0 +1,99 @@
+"""The gate before the clock: right results pass, wrong ones are seen, tensor by tensor."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sonicmoe.bench import peers
+from sonicmoe.bench.cases import ROUTERS, Case
+from sonicmoe.bench.inputs import ROUTINGS, make_inputs
+from sonicmoe.bench.subjects import ours
+from sonicmoe.bench.verify import Check, passed, verify
+from sonicmoe.enums import ActivationType
+
+SHAPE = "96,64,32,8,2"
+
+
+def inputs_of(routing="uniform", dtype=torch.float32, **options):
+    return make_inputs(Case.of_shape(SHAPE, **options), routing, "cpu", dtype)
+
+
+@pytest.mark.parametrize("router", [True, False], ids=["router", "given"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_the_layer_passes(routing, router):
+    inputs = inputs_of(routing)
+    checks = verify(ours(inputs, router=router), inputs)
+    choice = "router_w" if router else "scores"
+    assert [check.tensor for check in checks] == ["out", "x", "w1", "w2", choice]
+    assert passed(checks)
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU_CLAMPED, ActivationType.RELU_SQ])
+def test_every_router_with_bias(kind, activation):
+    inputs = inputs_of(activation=activation, bias=True, router=kind)
+    checks = verify(ours(inputs, router=True, concatenated=True), inputs)
+    assert {"b1", "b2"} <= {check.tensor for check in checks}
+    assert passed(checks)
+
+
+def test_bf16_passes_within_the_error_of_plain_pytorch():
+    inputs = inputs_of(dtype=torch.bfloat16)
+    checks = verify(ours(inputs, router=True), inputs)
+    assert passed(checks)
+    assert all(1e-4 < check.plain < 1e-1 for check in checks)
+
+
+def test_pytorch_as_a_peer_passes():
+    inputs = inputs_of()
+    assert passed(verify(peers.grouped_mm(inputs), inputs, peer=True))
+
+
+class Doctored:
+    """A subject with one result changed."""
+
+    def __init__(self, subject, tensor, change):
+        self.subject, self.tensor, self.change = subject, tensor, change
+
+    def __getattr__(self, name):
+        return getattr(self.subject, name)
+
+    def gradients(self, out, dout=None):
+        found = self.subject.gradients(out, dout)
+        found[self.tensor] = self.change(found[self.tensor].clone())
+        return found
+
+
+def _zero_one_expert(grad):
+    grad[0] = 0
+    return grad
+
+
+@pytest.mark.parametrize("tensor", ["x", "w1", "w2", "router_w"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda g: g * 1.01, _zero_one_expert, lambda g: g.index_fill(0, torch.tensor([1]), torch.nan)],
+    ids=["one percent", "a missing row", "nan"],
+)
+def test_a_wrong_gradient_is_seen(tensor, change):
+    inputs = inputs_of()
+    checks = verify(Doctored(ours(inputs, router=True), tensor, change), inputs)
+    assert [check.tensor for check in checks if not check.passed] == [tensor]
+
+
+def test_a_wrong_output_is_seen():
+    inputs = inputs_of()
+    subject = ours(inputs, router=True)
+    wrong = replace(subject, forward=lambda: subject.forward() * 1.001)
+    assert not {c.tensor: c for c in verify(wrong, inputs)}["out"].passed
+
+
+def test_the_wrong_layout_is_seen():
+    inputs = inputs_of()
+    subject = replace(ours(inputs, router=True), concatenated=True)
+    assert not passed(verify(subject, inputs))
+
+
+def test_nan_never_passes():
+    assert not Check("out", float("nan"), 1.0, 2.0).passed

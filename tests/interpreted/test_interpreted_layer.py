@@ -1,0 +1,131 @@
+"""Every kernel of the products on tiny shapes, in memory full of NaN, against fp64."""
+
+import pytest
+import torch
+from helpers import (
+    ACTIVATIONS,
+    Case,
+    check_experts,
+    compare,
+    make_inputs,
+    ours,
+    plain,
+    poisoned,
+    run,
+    same_bits,
+)
+
+import sonicmoe
+from sonicmoe import ActivationType
+
+TINY = "11,24,8,3,2"  # below every tile, multiples of 8 alone
+
+# The corners of dtype × bias × gate/up layout × storage: each pair of values meets in one of them.
+CORNERS = [
+    (torch.bfloat16, True, "interleaved", False),
+    (torch.bfloat16, False, "concatenated", True),
+    (torch.float16, False, "interleaved", True),
+    (torch.float16, True, "concatenated", False),
+    (torch.float32, True, "interleaved", True),
+    (torch.float32, False, "concatenated", False),
+]
+CASES = [
+    Case(TINY, dtype, activation, bias, gate_up, transposed, "dropped")
+    for activation in ACTIVATIONS
+    for dtype, bias, gate_up, transposed in CORNERS
+]
+SHAPES = {
+    "0,16,8,3,2": "uniform",  # no token
+    "1,16,8,3,2": "uniform",  # one token
+    "9,16,8,4,4": "all_experts",  # K = E
+    "40,48,24,5,3": "zipf",  # more than a tile of 32 rows in fp32
+    "70,16,8,4,1": "one_expert",
+    "13,40,16,5,2": "empty_experts",
+    "13,40,24,5,3": "duplicates",
+    "6,16,8,3,2": "all_dropped",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_gradient_is_within_the_budget(case):
+    check_experts(case, "cpu", "triton")
+
+
+@pytest.mark.parametrize(("shape", "routing"), SHAPES.items())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_shapes_and_routings(shape, routing, dtype):
+    check_experts(Case(shape, dtype, bias=True, routing=routing), "cpu", "triton")
+
+
+def test_more_columns_than_a_tile():
+    """H and I past the widest tile, so that every loop over columns turns more than once."""
+    check_experts(Case("5,264,264,2,1", torch.float16, bias=True), "cpu", "triton")
+
+
+@pytest.mark.parametrize("with_scores", [False, True])
+@pytest.mark.parametrize("counts", [[3, 0, 9], [0, 0, 0], [0, 20, 0]], ids=str)
+def test_grouped_rows_and_a_tail_of_garbage(counts, with_scores):
+    case, used = Case("20,24,16,3,1", bias=True), sum(counts)
+    given, sizes = make_inputs(case), torch.tensor(counts)
+    given.ids.fill_(-1)
+    given.ids[:used, 0] = torch.arange(3).repeat_interleave(sizes)
+    if not with_scores:
+        given.scores = torch.ones_like(given.scores)
+    rough, exact = run(plain(case), given), run(plain(case), given.double())
+    for t in (given.x, given.scores, given.dout):
+        t[used:] = float("nan")
+
+    def grouped(x, ids, scores, **weights):
+        scores = scores.squeeze(1) if with_scores else None
+        return sonicmoe.grouped_experts(x, sizes, scores=scores, backend="triton", **weights)
+
+    if not with_scores:
+        given.differentiable = ("x", "w1", "w2", "b1", "b2")
+        del rough["dscores"], exact["dscores"]
+    with poisoned():
+        got = run(grouped, given)
+    compare(got, rough, exact, case.dtype)
+    assert (got["out"][used:] == 0).all() and (got["dx"][used:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "wanted", [("x",), ("scores",), ("w1",), ("w2",), ("b1",), ("b2",), ("x", "w2")], ids="+".join
+)
+def test_what_is_asked_for_does_not_change_with_what_is_not(wanted):
+    case = Case(TINY, torch.float32, bias=True)
+    given = make_inputs(case)
+    everything = run(ours(case, "triton"), given)
+    given.differentiable = wanted
+    with poisoned():
+        part = run(ours(case, "triton"), given)
+    same_bits({name: everything[name] for name in part}, part)
+
+
+def test_rows_of_many_lengths_to_a_token():
+    """Slots named by token, as the published function on a list of pairs makes them."""
+    case = Case("6,16,8,3,1", torch.float32, activation=ActivationType.GEGLU)
+    given = make_inputs(case)
+    token = torch.tensor([0, 0, 0, 2, 3, 3, 5], dtype=torch.int32)
+    expert = torch.tensor([0, 1, 2, 1, 2, 7, -1], dtype=torch.int32)
+    scores = torch.rand(7)
+
+    def through(x, ids, scores, w1, w2, b1, b2):
+        p = sonicmoe.functional.permute(
+            expert, 3, slot_token=token, tokens=6, dtype=x.dtype, backend="triton"
+        )
+        return sonicmoe.functional._layer(
+            x, scores, w1, w2, b1, b2, p, case.activation, case.gate_up, "triton"
+        )
+
+    def spread(x, ids, scores, **weights):
+        """The same choice as (T, K) with room for the busiest token."""
+        ids, wide = torch.full((6, 3), -1), scores.new_zeros(6, 3)
+        place = [0, 1, 2, 0, 0, 1, 0]
+        ids[token.long(), place] = expert.long()
+        wide = wide.index_put((token.long(), torch.tensor(place)), scores)
+        return plain(case)(x=x, ids=ids, scores=wide, **weights)
+
+    given.scores = scores
+    with poisoned():
+        got = run(through, given)
+    compare(got, run(spread, given), run(spread, given.double()), case.dtype)

@@ -1,0 +1,71 @@
+"""Top-K and the permutation under the interpreter."""
+
+import pytest
+import torch
+from helpers import DTYPES, ROUTINGS, Case, budget, make_inputs, poisoned
+
+import sonicmoe
+from sonicmoe import ops
+from sonicmoe.functional import permute
+from sonicmoe.reference import layer as reference
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("over_topk", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"),
+    [
+        (33, 5, 3),  # more tokens than one program takes, E no power of two
+        (3, 4096, 64),  # the largest
+        (4, 3, 3),  # K = E
+        (2, 1, 1),
+        (0, 4, 2),
+    ],
+)
+def test_topk(dtype, over_topk, tokens, experts, k):
+    logits = torch.randn(tokens, experts).to(dtype).requires_grad_()
+    dscores = torch.randn(tokens, k)
+    with poisoned():
+        scores, ids = sonicmoe.topk_scores(logits, k, softmax_over_topk=over_topk, backend="triton")
+        (dlogits,) = torch.autograd.grad(scores, logits, dscores)
+    found = []
+    for wide in (torch.float32, torch.float64):
+        leaf = logits.detach().to(wide).requires_grad_()
+        want, order = reference.route(leaf, k, over_topk)
+        found.append((want.detach(), *torch.autograd.grad(want, leaf, dscores.to(wide))))
+        assert torch.equal(ids.long(), order)
+    (rough, drough), (exact, dexact) = found
+    budget(scores.detach(), rough, exact, name="scores")
+    budget(dlogits, drough.to(dtype), dexact, name="dlogits")
+
+
+def test_equal_logits_go_to_the_lower_id():
+    logits = torch.tensor([[0.0, 1.0, 1.0, -0.0, 1.0], [0.0, -0.0, 0.0, -1.0, -0.0]])
+    _, ids = sonicmoe.topk_scores(logits, 4, backend="triton")
+    assert ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 4]]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("shape", ["40,8,8,5,3", "300,8,8,3,2", "0,8,8,4,2", "1,8,8,4,2"])
+def test_permutation_is_the_reference_one(shape, routing):
+    case = Case(shape, routing=routing)
+    ids, experts = make_inputs(case).ids, case.problem.E
+    want = permute(ids, experts, backend="torch")
+    with poisoned():
+        got = permute(ids, experts, backend="triton")
+    used, tiles = int(want.expert_start[-1]), int(want.tiles[0, 0])
+    assert torch.equal(got.expert_start, want.expert_start)
+    assert torch.equal(got.row_token[:used], want.row_token[:used])
+    assert torch.equal(got.row_slot[:used], want.row_slot[:used])
+    assert torch.equal(got.slot_row, want.slot_row)
+    assert torch.equal(got.tiles[: 1 + tiles], want.tiles[: 1 + tiles])
+
+
+@pytest.mark.parametrize("start", [[0, 0, 0], [0, 5, 5], [0, 0, 130], [0, 128, 300]], ids=str)
+def test_tiles_of_rows_that_arrive_sorted(start):
+    expert_start = torch.tensor(start, dtype=torch.int32)
+    want = ops.tiles(expert_start, 300, 128, "torch")
+    with poisoned():
+        got = ops.tiles(expert_start, 300, 128, "triton")
+    count = int(want[0, 0])
+    assert torch.equal(got[: 1 + count], want[: 1 + count])

@@ -1,0 +1,113 @@
+"""The cost model: numbers worked out by hand for one shape, and what follows from the formulas."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from sonicmoe import cost
+from sonicmoe.shapes import Problem
+
+HAND = Problem(T=6, H=16, I=8, E=4, K=2)  # R = 12, N = 16
+PLAIN = Problem(T=6, H=16, I=8, E=4, K=2, gated=False)
+
+
+def test_flops_by_hand():
+    assert cost.forward_flops(HAND) == 6 * 12 * 16 * 8 == 9216
+    assert cost.backward_flops(HAND) == 12 * 12 * 16 * 8 == 18432
+    assert cost.forward_flops(PLAIN) == 4 * 12 * 16 * 8
+    assert cost.backward_flops(PLAIN) == 8 * 12 * 16 * 8
+
+
+def test_kept_bytes_by_hand():
+    # ceil(12 / 8) + 4 = 6 tiles at most, a header, two int32 each
+    assert cost.kept_bytes(HAND, itemsize=2, tile_height=8) == {
+        "z": 12 * 16 * 2,
+        "scores": 48,
+        "ids": 48,
+        "row_token": 48,
+        "row_slot": 48,
+        "slot_row": 48,
+        "expert_start": 20,
+        "tiles": 56,
+    }
+    assert cost.caller_bytes(HAND) == 6 * 16 * 2
+
+
+def test_kept_bytes_of_each_router():
+    total = {
+        router: sum(cost.kept_bytes(HAND, router=router).values())
+        for router in ("softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normalized")
+    }
+    assert total["topk_over_softmax"] - total["softmax_over_topk"] == 6 * 4 * 2  # the logits
+    assert total["topk_over_softmax_normalized"] == total["softmax_over_topk"]
+    assert "ids" not in cost.kept_bytes(HAND, router=None)
+
+
+def test_kept_bytes_do_not_grow_with_granularity():
+    fine, medium, coarse = (
+        sum(cost.kept_bytes(Problem(24576, 1536, i, e, k)).values())
+        for i, e, k in ((256, 128, 8), (512, 64, 4), (1024, 32, 2))
+    )
+    assert fine < 200 * 2**20
+    assert max(fine, medium, coarse) / min(fine, medium, coarse) < 1.02
+
+
+def test_peak_is_made_of_lifetimes():
+    p = Problem(T=24576, H=1536, I=256, E=128, K=8)
+    kept, peak = sum(cost.kept_bytes(p).values()), cost.peak_bytes(p)
+    assert peak.forward == kept + 2 * (p.T * p.E + p.R * p.I + p.R * p.H + p.T * p.H)
+    routing = kept - 2 * p.R * p.N
+    held = 2 * p.T * p.H + 2 * p.R * p.N + 4 * p.R + 2 * p.E * p.H * p.I
+    assert peak.backward == held + routing + 2 * (p.T * p.H + p.R * p.H)
+
+
+def test_padding():
+    assert cost.padding_share([128, 256], 128) == 0
+    assert cost.padding_share([1, 0, 127], 128) == pytest.approx(0.5)
+    assert cost.padding_share([], 128) == cost.padding_share([0, 0], 128) == 0
+
+
+@pytest.mark.parametrize("p", [HAND, PLAIN])
+def test_stages_hold_all_the_flops(p):
+    forward = sum(stage.flops for stage in cost.forward_stages(p, router=False))
+    backward = sum(stage.flops for stage in cost.backward_stages(p, router=False))
+    assert (forward, backward) == (cost.forward_flops(p), cost.backward_flops(p))
+    router = sum(s.flops for s in cost.forward_stages(p)) - forward
+    assert router == 2 * p.T * p.H * p.E
+
+
+def test_traffic_by_hand():
+    stages = {stage.name: stage for stage in cost.forward_stages(HAND)}
+    x, w1, z, a = 6 * 16, 4 * 16 * 16, 12 * 16, 12 * 8
+    assert stages["up"].traffic == 2 * (x + w1 + z + a)
+    assert stages["aggregation"].traffic == 2 * (12 * 16 + x) + 12 * (4 + 4)
+
+
+def test_roofline_takes_the_longer_of_work_and_traffic():
+    gpu = cost.Gpu("test", half=100.0, single=10.0, bandwidth=10.0, source="by hand")
+    assert gpu.seconds(cost.Stage("s", flops=1000, traffic=50)) == 10
+    assert gpu.bound(cost.Stage("s", flops=1000, traffic=50)) == "compute"
+    assert gpu.seconds(cost.Stage("s", flops=1000, traffic=500)) == 50
+    assert gpu.bound(cost.Stage("s", flops=1000, traffic=500)) == "memory"
+    assert gpu.seconds(cost.Stage("s", flops=1000, traffic=50), itemsize=4) == 100
+
+
+def test_gpu_by_the_name_of_the_driver():
+    assert cost.find_gpu("NVIDIA H200").name == "H200"
+    assert cost.find_gpu("h100") is cost.GPUS["h100"]
+    with pytest.raises(ValueError, match=r"gpu: expected one of .*h200.* got 'abacus'"):
+        cost.find_gpu("abacus")
+
+
+def test_the_cost_model_needs_no_torch():
+    tree = ast.parse(Path(cost.__file__).read_text())
+    names = [
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        )
+    ]
+    assert not any(name and name.startswith("torch") for name in names)

@@ -1,0 +1,26 @@
+"""Every kernel on tiny shapes under Triton's interpreter, which needs no GPU.
+
+Triton decides when a kernel is defined whether it will be interpreted. So that the other tests see
+the compiler, the interpreted ones live in a folder of their own and run in another process.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
+FOLDER = Path(__file__).parent / "interpreted"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("test_*.py")))
+def test_kernels_under_the_interpreter(name):
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / name)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-2_000:]
