@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sonicmoe.functional
-from sonicmoe.bench import report, results
+from sonicmoe.bench import peers, report, results
 from sonicmoe.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -53,10 +53,11 @@ def test_bench_keeps_what_it_prints(quick, tmp_path, capsys):
 
 
 def test_report_from_kept_results(quick, tmp_path):
-    assert main(["bench", *TINY, "--peers", "dense", "--results", str(tmp_path / "kept")]) == 0
+    kept = ["--results", str(tmp_path / "kept")]
+    assert main(["bench", *TINY, "--peers", "dense", "--kernels", "--host", *kept]) == 0
     readme = tmp_path / "README.md"
     readme.write_text(f"{report.BEGIN}\n{report.END}\n")
-    assert main(["bench", "--report", str(readme), "--results", str(tmp_path / "kept")]) == 0
+    assert main(["bench", "--report", str(readme), *kept]) == 0
     assert "| 64,32,16,4,2 | " in readme.read_text()
 
 
@@ -206,3 +207,14 @@ def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
     case = Case.of_shape("64,32,16,4,2")
     found = measure_published(str(tmp_path), case, "uniform", "float32", "cpu")
     assert found == {"error": "RuntimeError: not today"}
+
+
+def test_a_peer_that_breaks_does_not_stop_us(quick, tmp_path, capsys, monkeypatch):
+    def broken(inputs):
+        raise MemoryError("too large")
+
+    monkeypatch.setitem(peers.PEERS, "grouped_mm", broken)
+    assert main(["bench", *TINY, "--peers", "grouped_mm", "--results", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "grouped_mm gives no figure: MemoryError: too large" in captured.err
+    assert "grouped_mm" not in captured.out and "sonicmoe" in captured.out

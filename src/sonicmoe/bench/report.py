@@ -127,7 +127,8 @@ def readme_table(records: Sequence[Record]) -> str:
     """One table a device: every case that was measured, won or lost."""
     newest: dict[str, dict[str, dict[str, Record]]] = {}
     for record in records:
-        if record.get("router") == "in" and record.get("routing") == "uniform":
+        whole = record.get("router") == "in" and "fwd_bwd_ms" in record
+        if whole and record.get("routing") == "uniform":
             cases = newest.setdefault(record["device"], {})
             cases.setdefault(record["case"], {})[record["subject"]] = record
     tables = [

@@ -85,24 +85,35 @@ def bench_case(case: Case, routing: str, options: Options) -> Outcome:
 def _bench_subjects(case: Case, routing: str, options: Options) -> Outcome:
     inputs = make_inputs(case, routing, options.device, options.dtype)
     outcome = Outcome([], [], [])
-    for subject in (*_ours(inputs, options), *_peers(inputs, options)):
-        mine = subject.name == OURS
-        checks: list[Check] = []
-        if options.check:
-            _progress(case, f"verifying {subject.name}, router {_in_or_out(subject)}")
-            checks = verify(subject, inputs, peer=not mine)
-            if not passed(checks):
-                outcome.failures.append(_failure(case, routing, subject, checks))
-                continue
-        _progress(case, f"timing {subject.name}, router {_in_or_out(subject)}")
-        record: Record = {"subject": subject.name, "router": _in_or_out(subject)}
-        record |= _balance(inputs, subject.router) | measure(subject, case.problem)
-        record["checks"] = [asdict(check) for check in checks]
-        outcome.records.append(record)
-        if options.kernels and mine and subject.router:
-            _detail(subject, options, outcome)
-        _release()
+    for subject in _ours(inputs, options):
+        _bench_subject(subject, inputs, options, outcome)
+    for name, make in peers.PEERS.items() if peers.comparable(inputs) else ():
+        if name not in options.peers:
+            continue
+        try:
+            _bench_subject(make(inputs), inputs, options, outcome)
+        except Exception as error:  # whatever stops a peer must not stop us
+            _progress(case, f"{name} gives no figure: {type(error).__name__}: {error}")
     return outcome
+
+
+def _bench_subject(subject: Subject, inputs: Inputs, options: Options, outcome: Outcome) -> None:
+    case, mine = inputs.case, subject.name == OURS
+    checks: list[Check] = []
+    if options.check:
+        _progress(case, f"verifying {subject.name}, router {_in_or_out(subject)}")
+        checks = verify(subject, inputs, peer=not mine)
+        if not passed(checks):
+            outcome.failures.append(_failure(case, inputs.routing, subject, checks))
+            return
+    _progress(case, f"timing {subject.name}, router {_in_or_out(subject)}")
+    record: Record = {"subject": subject.name, "router": _in_or_out(subject)}
+    record |= _balance(inputs, subject.router) | measure(subject, case.problem)
+    record["checks"] = [asdict(check) for check in checks]
+    outcome.records.append(record)
+    if options.kernels and mine and subject.router:
+        _detail(subject, options, outcome)
+    _release()
 
 
 def _detail(subject: Subject, options: Options, outcome: Outcome) -> None:
@@ -126,12 +137,6 @@ def _detail(subject: Subject, options: Options, outcome: Outcome) -> None:
 def _ours(inputs: Inputs, options: Options) -> list[Subject]:
     routers = (True, False) if options.without_router else (True,)
     return [ours(inputs, router=router, concatenated=options.concatenated) for router in routers]
-
-
-def _peers(inputs: Inputs, options: Options) -> list[Subject]:
-    if not peers.comparable(inputs):
-        return []
-    return [make(inputs) for name, make in peers.PEERS.items() if name in options.peers]
 
 
 def _outsiders(case: Case, routing: str, options: Options) -> list[Record]:

@@ -52,9 +52,10 @@ def stage_times(call: Callable[[], object], device: str | torch.device) -> list[
         call()
     found = []
     for name, again in caught.calls:
-        with FlopCounterMode(display=False) as counter:
-            operands = again()
-        ms = median_ms(again, device, rep_ms=100)
+        with torch.no_grad():
+            with FlopCounterMode(display=False) as counter:
+                operands = again()
+            ms = median_ms(again, device, rep_ms=100)
         found.append(StageTime(name, ms, counter.get_total_flops(), _bytes(operands)))
     return found
 

@@ -55,7 +55,7 @@ def sum_partials_kernel(
 
 @triton.jit
 def bias_score_kernel(
-    dout, row_token, row_slot, bias, partial, tiles, expert_start, dout_stride,
+    dout, row_token, row_slot, bias, partial, tiles, expert_start,
     H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """partial[slot] = ⟨dO, b2⟩: what a bias adds to the score gradient. Grid: one program a tile."""
@@ -74,7 +74,7 @@ def bias_score_kernel(
         acc = tl.zeros((BM, BH), tl.float32)
         for h0 in tl.range(0, H, BH):
             h = h0 + tl.arange(0, BH)
-            ptr = dout + src.to(tl.int64)[:, None] * dout_stride + h[None, :]
+            ptr = dout + src.to(tl.int64)[:, None] * H + h[None, :]
             do = tl.load(ptr, mask=ok[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
             acc += do * tl.load(bias + expert.to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
         tl.store(partial + slot, tl.sum(acc, 1), mask=ok)

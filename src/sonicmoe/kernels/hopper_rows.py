@@ -17,13 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .ragged import store_rows
+from .hopper_copies import copy_gathered, copy_in
+from .ragged import store_rows, store_rows_of_half
 
 ROWS = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instruction
 
 
 @gluon.jit
-def _tile(tiles, expert_start, index, n_tiles):
+def tile_of(tiles, expert_start, index, n_tiles):
     """Expert, first row, the expert's end row and N-tile of work item `index`; N fastest."""
     m = index // n_tiles
     expert = gl.load(tiles + 2 + 2 * m)
@@ -35,18 +36,18 @@ def _tile(tiles, expert_start, index, n_tiles):
 def _load_weights(w, expert, column, k, barrier, smem, KN: gl.constexpr, TWO_HALVES: gl.constexpr):
     """The box of weights for columns column.. and k..; `column` counts gates when in two halves."""
     if KN and TWO_HALVES:
-        tma.async_copy_global_to_shared(w, [expert, k, 0, column], barrier, smem)
+        copy_in(w, [expert, k, 0, column], barrier, smem)
     elif KN:
-        tma.async_copy_global_to_shared(w, [expert, k, column], barrier, smem)
+        copy_in(w, [expert, k, column], barrier, smem)
     elif TWO_HALVES:
-        tma.async_copy_global_to_shared(w, [expert, 0, column, k], barrier, smem)
+        copy_in(w, [expert, 0, column, k], barrier, smem)
     else:
-        tma.async_copy_global_to_shared(w, [expert, column, k], barrier, smem)
+        copy_in(w, [expert, column, k], barrier, smem)
 
 
 @gluon.jit
 def producer(
-    a, row_token, w, tiles, expert_start, total, n_tiles, a_stride, a_smem, w_smem, full, empty,
+    a, row_token, w, tiles, expert_start, total, n_tiles, a_smem, w_smem, full, empty,
     K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr, TWO_HALVES: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
@@ -56,12 +57,12 @@ def producer(
     r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, n = _tile(tiles, expert_start, index, n_tiles)
+        expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
         column = n * (BN // 2) if TWO_HALVES else n * BN
         if GATHER:
             # Rows past the end read token 0: their results are dropped.
-            upper = gl.load(row_token + row + r, mask=row + r < end, other=0).to(gl.int64) * a_stride
-            lower = gl.load(row_token + row + ROWS + r, mask=row + ROWS + r < end, other=0).to(gl.int64) * a_stride
+            upper = gl.load(row_token + row + r, mask=row + r < end, other=0).to(gl.int64) * K
+            lower = gl.load(row_token + row + ROWS + r, mask=row + ROWS + r < end, other=0).to(gl.int64) * K
             upper_ptr = a + gl.expand_dims(upper, 1) + gl.expand_dims(offs_k, 0)
             lower_ptr = a + gl.expand_dims(lower, 1) + gl.expand_dims(offs_k, 0)
         for k in range(0, K, BK):
@@ -71,16 +72,16 @@ def producer(
             _load_weights(w, expert, column, k, full.index(slot), w_smem.index(slot), KN, TWO_HALVES)
             if GATHER:
                 if K % BK == 0:
-                    async_copy.async_copy_global_to_shared(a_smem.index(2 * slot), upper_ptr + k)
-                    async_copy.async_copy_global_to_shared(a_smem.index(2 * slot + 1), lower_ptr + k)
+                    copy_gathered(a_smem.index(2 * slot), upper_ptr + k)
+                    copy_gathered(a_smem.index(2 * slot + 1), lower_ptr + k)
                 else:
                     inside = gl.expand_dims(k + offs_k < K, 0)
-                    async_copy.async_copy_global_to_shared(a_smem.index(2 * slot), upper_ptr + k, mask=inside)
-                    async_copy.async_copy_global_to_shared(a_smem.index(2 * slot + 1), lower_ptr + k, mask=inside)
+                    copy_gathered(a_smem.index(2 * slot), upper_ptr + k, mask=inside)
+                    copy_gathered(a_smem.index(2 * slot + 1), lower_ptr + k, mask=inside)
                 async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             else:
-                tma.async_copy_global_to_shared(a, [row, k], full.index(slot), a_smem.index(2 * slot))
-                tma.async_copy_global_to_shared(a, [row + ROWS, k], full.index(slot), a_smem.index(2 * slot + 1))
+                copy_in(a, [row, k], full.index(slot), a_smem.index(2 * slot))
+                copy_in(a, [row + ROWS, k], full.index(slot), a_smem.index(2 * slot + 1))
             step += 1
     if GATHER:
         async_copy.wait_group(0)
@@ -124,16 +125,19 @@ def pairs(x, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def mma_layout(COLUMNS: gl.constexpr):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+def stage_and_store(value, out, end, row, column, smem, COLUMNS: gl.constexpr):
+    """(64, COLUMNS) through shared memory into rows row.. of an expert ending at `end`."""
+    smem.store(value)
+    fence_async_shared()
+    store_rows(out, end, row, column, smem.reshape([1, 1, ROWS, COLUMNS]))
 
 
 @gluon.jit
-def stage_and_store(value, out, end, row, column, smem, COLUMNS: gl.constexpr):
-    """(64, COLUMNS) through shared memory into rows row.. of an expert ending at `end`."""
-    smem.reshape([ROWS, COLUMNS]).store(value)
+def stage_and_store_half(value, out, end, row, half, column, smem, COLUMNS: gl.constexpr):
+    """The same for a matrix of two halves, gates and ups."""
+    smem.store(value)
     fence_async_shared()
-    store_rows(out, end, row, column, smem)
+    store_rows_of_half(out, end, row, half, column, smem.reshape([1, 1, ROWS, 1, COLUMNS]))
 
 
 @gluon.jit
@@ -145,7 +149,7 @@ def _product_consumer(
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, n = _tile(tiles, expert_start, index, n_tiles)
+        expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
         row += WHICH * ROWS
         acc, step = accumulate(step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN)
         if bias is not None:
@@ -169,7 +173,7 @@ def hopper_product_kernel(
     n_tiles: gl.constexpr = (N + BN - 1) // BN
     a_smem = gl.allocate_shared_memory(y.dtype, [2 * STAGES, ROWS, BK], a.layout)
     w_smem = gl.allocate_shared_memory(y.dtype, [STAGES] + w.block_shape, w.layout)
-    y_smem = gl.allocate_shared_memory(y.dtype, [2] + y.block_shape, y.layout)
+    y_smem = gl.allocate_shared_memory(y.dtype, [2, ROWS, BN], gl.NVMMASharedLayout.get_default_for([ROWS, BN], y.dtype))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -180,7 +184,7 @@ def hopper_product_kernel(
         [
             (_product_consumer, (y, bias, row_scores, tiles, expert_start, total, n_tiles, a_smem, w_smem, y_smem, full, empty, 0, K, N, BN, BK, STAGES, KN)),
             (_product_consumer, (y, bias, row_scores, tiles, expert_start, total, n_tiles, a_smem, w_smem, y_smem, full, empty, 1, K, N, BN, BK, STAGES, KN)),
-            (producer, (a, None, w, tiles, expert_start, total, n_tiles, 0, a_smem, w_smem, full, empty, K, BN, BK, STAGES, KN, False, False)),
+            (producer, (a, None, w, tiles, expert_start, total, n_tiles, a_smem, w_smem, full, empty, K, BN, BK, STAGES, KN, False, False)),
         ],
         [4, 4],
         [232, 40],
@@ -202,7 +206,7 @@ def _up_consumer(
     c = gl.arange(0, HALF, gl.SliceLayout(0, HL))
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, n = _tile(tiles, expert_start, index, n_tiles)
+        expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
         row += WHICH * ROWS
         acc, step = accumulate(step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN)
         left, right = halves(acc, BN)
@@ -220,8 +224,12 @@ def _up_consumer(
         if KEEP_Z:
             # Each half waits for the store that used its buffer before it, one store back.
             tma.store_wait(0)
-            stage_and_store(left.to(z.dtype), z, end, row, left_column, first, HALF)
-            stage_and_store(right.to(z.dtype), z, end, row, right_column, second, HALF)
+            if TWO_HALVES:
+                stage_and_store_half(left.to(z.dtype), z, end, row, 0, n * HALF, first, HALF)
+                stage_and_store_half(right.to(z.dtype), z, end, row, 1, n * HALF, second, HALF)
+            else:
+                stage_and_store(left.to(z.dtype), z, end, row, left_column, first, HALF)
+                stage_and_store(right.to(z.dtype), z, end, row, right_column, second, HALF)
         if TWO_HALVES:
             value = ACTIVATION(left, right).to(a.dtype)
         else:
@@ -238,7 +246,7 @@ def _up_consumer(
 
 @gluon.jit
 def hopper_up_kernel(
-    x, row_token, w1, b1, z, a, tiles, expert_start, x_stride,
+    x, row_token, w1, b1, z, a, tiles, expert_start,
     H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr, TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr,
     GATHER: gl.constexpr,
@@ -247,7 +255,8 @@ def hopper_up_kernel(
     n_tiles: gl.constexpr = (N + BN - 1) // BN
     x_smem = gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], a.dtype))
     w_smem = gl.allocate_shared_memory(a.dtype, [STAGES] + w1.block_shape, w1.layout)
-    out_smem = gl.allocate_shared_memory(a.dtype, [4] + a.block_shape, a.layout)
+    HALF: gl.constexpr = BN // 2
+    out_smem = gl.allocate_shared_memory(a.dtype, [4, ROWS, HALF], gl.NVMMASharedLayout.get_default_for([ROWS, HALF], a.dtype))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ARRIVALS: gl.constexpr = 129 if GATHER else 1
@@ -259,7 +268,7 @@ def hopper_up_kernel(
         [
             (_up_consumer, (z, a, b1, tiles, expert_start, total, n_tiles, x_smem, w_smem, out_smem, full, empty, 0, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z)),
             (_up_consumer, (z, a, b1, tiles, expert_start, total, n_tiles, x_smem, w_smem, out_smem, full, empty, 1, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z)),
-            (producer, (x, row_token, w1, tiles, expert_start, total, n_tiles, x_stride, x_smem, w_smem, full, empty, H, BN, BK, STAGES, KN, TWO_HALVES, GATHER)),
+            (producer, (x, row_token, w1, tiles, expert_start, total, n_tiles, x_smem, w_smem, full, empty, H, BN, BK, STAGES, KN, TWO_HALVES, GATHER)),
         ],
         [4, 4],
         [224, 56],

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_copies import copy_gathered, copy_out
 from .ragged import load_rows
 
 
@@ -32,15 +33,15 @@ def _tile(index, expert_start, m_tiles, n_tiles, BM: gl.constexpr, BN: gl.conste
 
 
 @gluon.jit
-def _gather(smem, source, token, ok, column, COLUMNS: gl.constexpr, stride, BK: gl.constexpr, BC: gl.constexpr, L: gl.constexpr):
+def _gather(smem, source, token, ok, column, COLUMNS: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, L: gl.constexpr):
     c = column + gl.arange(0, BC, gl.SliceLayout(0, L))
-    ptr = source + gl.expand_dims(token.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
-    async_copy.async_copy_global_to_shared(smem, ptr, mask=gl.expand_dims(ok, 1) & gl.expand_dims(c < COLUMNS, 0))
+    ptr = source + gl.expand_dims(token.to(gl.int64) * COLUMNS, 1) + gl.expand_dims(c, 0)
+    copy_gathered(smem, ptr, mask=gl.expand_dims(ok, 1) & gl.expand_dims(c < COLUMNS, 0))
 
 
 @gluon.jit
 def _producer(
-    left, right, row_token, expert_start, total, m_tiles, n_tiles, stride,
+    left, right, row_token, expert_start, total, m_tiles, n_tiles,
     left_smem, right_smem, full, empty,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
@@ -65,13 +66,13 @@ def _producer(
             mbarrier.expect(full.index(slot), BYTES)
             ok = k + r < end
             if GATHER_LEFT:
-                _gather(left_smem.index(2 * slot), left, token, ok, m0, M, stride, BK, CM, L)
-                _gather(left_smem.index(2 * slot + 1), left, token, ok, m0 + CM, M, stride, BK, CM, L)
+                _gather(left_smem.index(2 * slot), left, token, ok, m0, M, BK, CM, L)
+                _gather(left_smem.index(2 * slot + 1), left, token, ok, m0 + CM, M, BK, CM, L)
             else:
                 load_rows(left, end, k, m0, full.index(slot), left_smem.index(2 * slot))
                 load_rows(left, end, k, m0 + CM, full.index(slot), left_smem.index(2 * slot + 1))
             if GATHER_RIGHT:
-                _gather(right_smem.index(slot), right, token, ok, n0, N, stride, BK, BN, L)
+                _gather(right_smem.index(slot), right, token, ok, n0, N, BK, BN, L)
             else:
                 load_rows(right, end, k, n0, full.index(slot), right_smem.index(slot))
             if GATHER:
@@ -109,13 +110,13 @@ def _consumer(
         staged = out_smem.index(WHICH)
         staged.reshape([CM, BN]).store(acc.to(out.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [expert, m0 + WHICH * CM, n0], staged)
+        copy_out(out, [expert, m0 + WHICH * CM, n0], staged)
     tma.store_wait(0)
 
 
 @gluon.jit
 def hopper_weight_gradient_kernel(
-    left, right, row_token, out, expert_start, num_experts, stride,
+    left, right, row_token, out, expert_start, num_experts,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -148,7 +149,7 @@ def hopper_weight_gradient_kernel(
         [
             (_consumer, (out, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, out_smem, full, empty, 0, BM, BN, BK, STAGES)),
             (_consumer, (out, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, out_smem, full, empty, 1, BM, BN, BK, STAGES)),
-            (_producer, (left, right, row_token, expert_start, total, m_tiles, n_tiles, stride, left_smem, right_smem, full, empty, M, N, BM, BN, BK, STAGES, GATHER_LEFT, GATHER_RIGHT)),
+            (_producer, (left, right, row_token, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, full, empty, M, N, BM, BN, BK, STAGES, GATHER_LEFT, GATHER_RIGHT)),
         ],
         [4, 4],
         [224, 56],

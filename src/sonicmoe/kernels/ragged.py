@@ -8,18 +8,25 @@ makes the matching descriptor.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from .hopper_copies import copy_in, copy_out
 
 ORIGIN = gl.constexpr(1 << 30)
 
 
 @gluon.jit
 def load_rows(descriptor, end, row, column, barrier, smem):
-    """Rows row.. of an expert with end `end` into shared memory."""
-    tma.async_copy_global_to_shared(descriptor, [ORIGIN, end, ORIGIN - end + row, column], barrier, smem)
+    """Rows row.. of an expert that ends at `end` into shared memory, zeros past it."""
+    copy_in(descriptor, [ORIGIN, end, ORIGIN - end + row, column], barrier, smem)
 
 
 @gluon.jit
 def store_rows(descriptor, end, row, column, smem):
     """Shared memory into rows row.. of an expert that ends at `end`."""
-    tma.async_copy_shared_to_global(descriptor, [ORIGIN, end, ORIGIN - end + row, column], smem)
+    copy_out(descriptor, [ORIGIN, end, ORIGIN - end + row, column], smem)
+
+
+@gluon.jit
+def store_rows_of_half(descriptor, end, row, half, column, smem):
+    """The same for rows of two halves, gates and ups: what passes a half's last column is dropped."""
+    copy_out(descriptor, [ORIGIN, end, ORIGIN - end + row, half, column], smem)

@@ -13,7 +13,7 @@ from .tile import accumulate, halves, pairs, source_rows, tile_of
 @triton.jit
 def up_kernel(
     x, row_token, w1, b1, z, a, tiles, expert_start,
-    x_stride, w_stride_e, w_stride_n, w_stride_k,
+    w_stride_e, w_stride_n, w_stride_k,
     H: tl.constexpr, N: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr,
     ACTIVATION: tl.constexpr, KEEP_Z: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -34,7 +34,7 @@ def up_kernel(
         ok = rows < end
         first_column = column // 2 if TWO_HALVES else column
         acc = accumulate(
-            x, source_rows(row_token, rows, ok, row), row, x_stride,
+            x, source_rows(row_token, rows, ok, row), row,
             w1, expert, first_column, I, w_stride_e, w_stride_n, w_stride_k,
             H, N, BM, BN, BK, A_TMA, B_TMA, B_KN, TWO_HALVES, PRECISION,
         )  # fmt: skip
@@ -72,7 +72,7 @@ def up_kernel(
 @triton.jit
 def product_kernel(
     a, w, bias, row_scores, y, tiles, expert_start,
-    a_stride, w_stride_e, w_stride_n, w_stride_k,
+    w_stride_e, w_stride_n, w_stride_k,
     K: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
@@ -87,7 +87,7 @@ def product_kernel(
         rows = row + tl.arange(0, BM)
         ok = rows < end
         acc = accumulate(
-            a, source_rows(None, rows, ok, row), row, a_stride,
+            a, source_rows(None, rows, ok, row), row,
             w, expert, column, 0, w_stride_e, w_stride_n, w_stride_k,
             K, N, BM, BN, BK, A_TMA, B_TMA, B_KN, False, PRECISION,
         )  # fmt: skip

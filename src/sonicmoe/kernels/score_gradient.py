@@ -52,7 +52,7 @@ def _slice_epilogue(
 @triton.jit
 def score_gradient_kernel(
     dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, expert_start, slots,
-    dout_stride, w_stride_e, w_stride_n, w_stride_k,
+    w_stride_e, w_stride_n, w_stride_k,
     H: tl.constexpr, I: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr,  # noqa: E741
     BACKWARD: tl.constexpr, STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, STORE_PARTIAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
@@ -68,7 +68,7 @@ def score_gradient_kernel(
         rows = row + tl.arange(0, BM)
         ok = rows < end
         acc = accumulate(
-            dout, source_rows(row_token, rows, ok, row), row, dout_stride,
+            dout, source_rows(row_token, rows, ok, row), row,
             w2, expert, column, 0, w_stride_e, w_stride_n, w_stride_k,
             H, I, BM, BN, BK, A_TMA, B_TMA, B_KN, False, PRECISION,
         )  # fmt: skip

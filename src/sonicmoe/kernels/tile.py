@@ -39,7 +39,7 @@ def pairs(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def accumulate(
-    a, a_rows, a_first_row, a_stride,
+    a, a_rows, a_first_row,
     b, expert, column, column_stride, b_stride_e, b_stride_n, b_stride_k,
     K: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -54,7 +54,7 @@ def accumulate(
     offs_k = tl.arange(0, BK)
     EVEN_K: tl.constexpr = K % BK == 0
     if not A_TMA:
-        a_ptr = a + a_rows.to(tl.int64)[:, None] * a_stride + offs_k[None, :]
+        a_ptr = a + a_rows.to(tl.int64)[:, None] * K + offs_k[None, :]
     if not B_TMA:
         j = tl.arange(0, BN)
         if TWO_HALVES:

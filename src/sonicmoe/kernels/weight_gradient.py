@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _row_block(
-    source, row_token, k, end, column, stride,
+    source, row_token, k, end, column,
     COLUMNS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """(BK, BC) of rows k.., gathered where a token map is given; zero past the columns.
@@ -27,7 +27,7 @@ def _row_block(
                 rows = tl.load(row_token + rows, mask=ok, other=0)
             else:
                 rows = tl.load(row_token + rows)
-        ptr = source + rows.to(tl.int64)[:, None] * stride + c[None, :]
+        ptr = source + rows.to(tl.int64)[:, None] * COLUMNS + c[None, :]
         if LAST:
             block = tl.load(ptr, mask=ok[:, None] & (c < COLUMNS)[None, :], other=0.0)
         elif COLUMNS % BC == 0:
@@ -40,7 +40,6 @@ def _row_block(
 @triton.jit
 def weight_gradient_kernel(
     left, left_token, right, right_token, out, expert_start, num_experts,
-    left_stride, right_stride,
     M: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     L_TMA: tl.constexpr, R_TMA: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
@@ -62,12 +61,12 @@ def weight_gradient_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         whole = start + (end - start) // BK * BK
         for k in tl.range(start, whole, BK):
-            l_tile = _row_block(left, left_token, k, end, m0, left_stride, M, BK, BM, L_TMA, False)
-            r_tile = _row_block(right, right_token, k, end, n0, right_stride, N, BK, BN, R_TMA, False)
+            l_tile = _row_block(left, left_token, k, end, m0, M, BK, BM, L_TMA, False)
+            r_tile = _row_block(right, right_token, k, end, n0, N, BK, BN, R_TMA, False)
             acc = tl.dot(l_tile.T, r_tile, acc, input_precision=PRECISION)
         if whole < end:
-            l_tile = _row_block(left, left_token, whole, end, m0, left_stride, M, BK, BM, L_TMA, True)
-            r_tile = _row_block(right, right_token, whole, end, n0, right_stride, N, BK, BN, R_TMA, True)
+            l_tile = _row_block(left, left_token, whole, end, m0, M, BK, BM, L_TMA, True)
+            r_tile = _row_block(right, right_token, whole, end, n0, N, BK, BN, R_TMA, True)
             acc = tl.dot(l_tile.T, r_tile, acc, input_precision=PRECISION)
         m = m0 + tl.arange(0, BM)
         n = n0 + tl.arange(0, BN)
@@ -77,7 +76,7 @@ def weight_gradient_kernel(
 
 @triton.jit
 def bias_gradient_kernel(
-    source, row_token, scores, row_slot, out, expert_start, stride,
+    source, row_token, scores, row_slot, out, expert_start,
     N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out[e, :] = Σ_r score_r · source[row of r, :]. Grid: (E, N/BN); a program owns its columns."""
@@ -93,7 +92,7 @@ def bias_gradient_kernel(
             src = rows
         else:
             src = tl.load(row_token + rows, mask=ok, other=0)
-        ptr = source + src.to(tl.int64)[:, None] * stride + n[None, :]
+        ptr = source + src.to(tl.int64)[:, None] * N + n[None, :]
         block = tl.load(ptr, mask=ok[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
         if scores is not None:
             if row_slot is None:

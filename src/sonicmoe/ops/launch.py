@@ -3,13 +3,9 @@
 from functools import cache
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..tuning import Target
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-
 
 @cache
 def _target_of(index: int) -> Target:
@@ -19,8 +15,8 @@ def _target_of(index: int) -> Target:
 
 
 def target_of(t: torch.Tensor) -> Target:
-    """The device that a kernel on `t` runs on; the interpreter is a small Hopper."""
-    return Target(90, 4) if not t.is_cuda else _target_of(t.device.index)
+    """The device that a kernel on `t` runs on; the interpreter is a small Hopper without Gluon."""
+    return Target(90, 4, gluon=False) if not t.is_cuda else _target_of(t.device.index)
 
 
 def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:

@@ -19,6 +19,12 @@ def _derivative(activation: ActivationType):
     return getattr(device_activation, f"{activation.value}_backward")
 
 
+def _hopper():
+    from . import launch_hopper
+
+    return launch_hopper
+
+
 def _stored_transposed(w: torch.Tensor) -> bool:
     """Whether (E, N, K) weights lie in memory as (E, K, N)."""
     return w.stride(2) != 1
@@ -69,13 +75,19 @@ def up(
     if count == 0:
         return z, a
     target = target_of(x)
-    config = config or row_config("up", x.element_size(), hidden, n, target)
-    source, a_tma = _row_source(x, config, row_token)
+    config = config or row_config("up", x.element_size(), hidden, n, activation.is_gated, target)
     two_halves = activation.is_gated and concatenated
-    work = (tiles.shape[0] - 1) * ceil_div(n, config.block_n)
-    rows.up_kernel[_grid(config, work, target)](
+    grid = _grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target)
+    if config.hopper:
+        _hopper().up(
+            x, w1, b1, row_token, z, a, tiles, expert_start, _value(activation), concatenated,
+            keep_z, config, *grid,
+        )  # fmt: skip
+        return z, a
+    source, a_tma = _row_source(x, config, row_token)
+    rows.up_kernel[grid](
         source, row_token, _weight_source(w1, config, two_halves), b1, z, a, tiles, expert_start,
-        x.stride(0), *w1.stride(),
+        *w1.stride(),
         H=hidden, N=n, GATED=activation.is_gated, CONCATENATED=concatenated,
         ACTIVATION=_value(activation), KEEP_Z=keep_z,
         A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w1), PRECISION=dot_precision(x),
@@ -92,12 +104,15 @@ def _product(kernel, a, w, bias, row_scores, expert_start, tiles, config=None):
     if a.shape[0] == 0:
         return y
     target = target_of(a)
-    config = config or row_config(kernel, a.element_size(), k, n, target)
+    config = config or row_config(kernel, a.element_size(), k, n, True, target)
+    grid = _grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target)
+    if config.hopper:
+        _hopper().product(a, w, bias, row_scores, y, tiles, expert_start, config, *grid)
+        return y
     source, a_tma = _row_source(a, config, None)
-    work = (tiles.shape[0] - 1) * ceil_div(n, config.block_n)
-    rows.product_kernel[_grid(config, work, target)](
+    rows.product_kernel[grid](
         source, _weight_source(w, config), bias, row_scores, y, tiles, expert_start,
-        a.stride(0), *w.stride(),
+        *w.stride(),
         K=k, N=n, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
         PRECISION=dot_precision(a), FLATTEN=config.flatten, **_options(config),
     )  # fmt: skip
@@ -131,45 +146,68 @@ def down_backward(
 ):  # fmt: skip
     """dZ, dW2, db2, dscores."""
     dout, w2 = aligned(dout), aligned(w2)
+    none = memory.absent(z)
+    dz = a = dscores = none
+    if need_dz or need_dw2 or need_dscores:
+        dz, a, dscores = _score_gradient(
+            dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
+            activation, concatenated, need_dz, need_dw2, need_dscores, config,
+        )  # fmt: skip
+    dw2 = _weight_gradient(dout, row_token, a, None, w2, expert_start, weights) if need_dw2 else none
+    db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start) if need_db2 else none
+    return dz, dw2, db2, dscores
+
+
+def _score_gradient(
+    dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
+    activation, concatenated, need_dz, need_a, need_dscores, config,
+):  # fmt: skip
+    """dZ, A' and dscores; what is not needed comes back empty."""
     count, device = z.shape[0], z.device
     experts, hidden, intermediate = w2.shape
     none = memory.absent(z)
-    dz = memory.empty(z.shape, z.dtype, device) if need_dz else none
-    a = memory.empty((count, intermediate), z.dtype, device) if need_dw2 else none
+    target = target_of(z)
+    config = config or row_config(
+        "score_gradient", z.element_size(), hidden, intermediate, activation.is_gated, target
+    )
+    # The Hopper kernel's dZ leaves from where Z arrived, wanted or not.
+    dz = memory.empty(z.shape, z.dtype, device) if need_dz or config.hopper else none
+    a = memory.empty((count, intermediate), z.dtype, device) if need_a else none
     dscores = memory.empty(scores.shape, torch.float32, device) if need_dscores else none
-    if count and (need_dz or need_dw2 or need_dscores):
-        target = target_of(z)
-        config = config or row_config("score_gradient", z.element_size(), hidden, intermediate, target)
-        parts = ceil_div(intermediate, config.block_n)
-        slots = scores.numel() if scores is not None else count
-        planes = parts + (b2 is not None)
-        partial = memory.empty((planes, slots), torch.float32, device) if need_dscores else none
+    if count == 0:
+        return dz, a, dscores
+    parts = ceil_div(intermediate, config.block_n)
+    slots = scores.numel() if scores is not None else count
+    planes = parts + (b2 is not None)
+    partial = memory.empty((planes, slots), torch.float32, device) if need_dscores else none
+    grid = _grid(config, (tiles.shape[0] - 1) * parts, target)
+    if config.hopper:
+        _hopper().score_gradient(
+            dout, row_token, w2, scores, row_slot, z, dz, a, partial, slots, tiles, expert_start,
+            _derivative(activation), concatenated, need_a, need_dscores, config, *grid,
+        )  # fmt: skip
+    else:
         source, a_tma = _row_source(dout, config, row_token)
         w2t = w2.mT  # the product contracts over H: (E, I, H) weights
-        score_gradient.score_gradient_kernel[_grid(config, (tiles.shape[0] - 1) * parts, target)](
+        score_gradient.score_gradient_kernel[grid](
             source, row_token, _weight_source(w2t, config), scores, row_slot, z, dz, a, partial,
-            tiles, expert_start, slots,
-            dout.stride(0), *w2t.stride(),
+            tiles, expert_start, slots, *w2t.stride(),
             H=hidden, I=intermediate, GATED=activation.is_gated, CONCATENATED=concatenated,
-            BACKWARD=_derivative(activation), STORE_DZ=need_dz, STORE_A=need_dw2,
+            BACKWARD=_derivative(activation), STORE_DZ=need_dz, STORE_A=need_a,
             STORE_PARTIAL=need_dscores, SLICES=config.slices,
             A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w2t),
             PRECISION=dot_precision(z), **_options(config),
         )  # fmt: skip
-        if need_dscores:
-            if b2 is not None:
-                aggregation.bias_score_kernel[(tiles.shape[0] - 1,)](
-                    dout, row_token, row_slot, b2, partial[parts], tiles, expert_start,
-                    dout.stride(0), H=hidden, BM=tile_height, BH=64, num_warps=8,
-                )  # fmt: skip
-            aggregation.sum_partials_kernel[(ceil_div(slots, 1024),)](
-                partial, slot_row, expert_start, dscores, slots, experts, PARTS=planes, BLOCK=1024
-            )
-    dw2 = none
-    if need_dw2:
-        dw2 = _weight_gradient(dout, row_token, a, None, w2, expert_start, weights)
-    db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start) if need_db2 else none
-    return dz, dw2, db2, dscores
+    if need_dscores:
+        if b2 is not None:
+            aggregation.bias_score_kernel[(tiles.shape[0] - 1,)](
+                dout, row_token, row_slot, b2, partial[parts], tiles, expert_start,
+                H=hidden, BM=tile_height, BH=64, num_warps=8,
+            )  # fmt: skip
+        aggregation.sum_partials_kernel[(ceil_div(slots, 1024),)](
+            partial, slot_row, expert_start, dscores, slots, experts, PARTS=planes, BLOCK=1024
+        )
+    return dz, a, dscores
 
 
 def up_backward(
@@ -212,14 +250,21 @@ def _weight_gradient(left, left_token, right, right_token, w, expert_start, conf
         left, left_token, right, right_token, out = right, right_token, left, left_token, dw.mT
     experts, m, n = out.shape
     target = target_of(left)
-    config = config or weight_config(left.element_size(), m, n, target)
+    config = config or weight_config(
+        left.element_size(), m, n, left_token is not None, right_token is not None, target
+    )
+    grid = _grid(config, experts * ceil_div(m, config.block_m) * ceil_div(n, config.block_n), target)
+    if config.hopper and left.shape[0] and right.shape[0]:
+        _hopper().weight_gradient(
+            left, left_token, right, right_token, out, expert_start, config, *grid
+        )
+        return dw
     l_tma = config.tma and left_token is None and left.shape[0] > 0
     r_tma = config.tma and right_token is None and right.shape[0] > 0
-    work = experts * ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
-    weight_gradient.weight_gradient_kernel[_grid(config, work, target)](
+    weight_gradient.weight_gradient_kernel[grid](
         descriptor(left, [config.block_k, config.block_m]) if l_tma else left, left_token,
         descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
-        out, expert_start, experts, left.stride(0), right.stride(0),
+        out, expert_start, experts,
         M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
         FLATTEN=config.flatten, **_options(config),
     )  # fmt: skip
@@ -230,7 +275,7 @@ def _bias_gradient(source, row_token, scores, row_slot, bias, expert_start):
     experts, n = bias.shape
     out = memory.empty(bias.shape, bias.dtype, bias.device)
     weight_gradient.bias_gradient_kernel[(experts, ceil_div(n, 64))](
-        source, row_token, scores, row_slot, out, expert_start, source.stride(0),
+        source, row_token, scores, row_slot, out, expert_start,
         N=n, BR=64, BN=64, num_warps=4,
     )  # fmt: skip
     return out

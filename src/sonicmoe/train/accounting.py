@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from .config import ModelConfig, TrainConfig
 
-# Bytes a parameter: weights, gradient, two moments; with autocast also the bf16 copy of the weights.
+# Bytes a parameter: weights, gradient, two moments; under autocast also a bf16 copy of the weights.
 STATE_BYTES = {"fp32": 16, "autocast": 18, "bf16": 8}
 ELEMENT_BYTES = {"fp32": 4, "autocast": 2, "bf16": 2}
 # Outside the MoE layer a block keeps its two inputs, the normalised ones, q, k, v (before and after
-# their norm and rotation) and the attention's output: about this many elements a token and unit of H.
+# their norm and rotation) and the attention's output: so many elements a token and unit of H.
 BLOCK_ELEMENTS = 14
 
 

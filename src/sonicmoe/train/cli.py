@@ -25,7 +25,7 @@ def register(subparsers: Any) -> None:
     """Add the subcommands; each sets `run` to a function of the parsed arguments."""
     for name, help_text, add_arguments, run in (
         ("train", "train a Mixture-of-Experts language model", _train_arguments, _train),
-        ("compare", "the same training under several routers or backends", _compare_arguments, _compare),
+        ("compare", "one training under several routers or backends", _compare_arguments, _compare),
         ("generate", "continue a text with a trained model", _generate_arguments, _generate),
         ("export", "write a trained model as a Hugging Face folder", _export_arguments, _export),
         ("plan", "predict memory, communication and tokens a day", _plan_arguments, _plan),
@@ -57,7 +57,9 @@ def _reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
 
 # --- train ----------------------------------------------------------------------------------------
 def _configuration_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", help="demo, small, 0.5B, 1.4B or 7B (small with a GPU, else demo)")
+    parser.add_argument(
+        "--preset", help="demo, small, 0.5B, 1.4B or 7B (small with a GPU, else demo)"
+    )
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
     parser.add_argument(
         "--data", nargs="+", metavar="PATH",
@@ -92,7 +94,9 @@ def _overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _configuration_arguments(parser)
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="continue the run in this folder"
+    )
     for name, kind, help_text in (
         ("router", str, "how tokens choose experts, a name that MoE(router=…) knows"),
         ("backend", str, "auto, sonicmoe, torch, grouped_mm or scattermoe"),
@@ -114,6 +118,8 @@ def _train(args: argparse.Namespace) -> int:
         config = run.configure(args.preset or preset, overrides)
         folder = run.fresh_folder(args.runs, args.name or config.preset)
     numbers = run.train(config, folder, args.cache or run.default_cache(), bool(args.resume))
+    if numbers["rank"] > 0:
+        return 0 if numbers["finished"] else 130
     if not numbers["finished"]:
         print(f"Stopped after step {numbers['steps']} and saved. "
               f"Continue: sonicmoe train --resume {folder}")  # fmt: skip
@@ -133,7 +139,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routers", default="softmax_over_topk,topk_over_softmax",
                         help="names for MoE(router=…), with commas")  # fmt: skip
     parser.add_argument("--backends", default="auto",
-                        help="auto, sonicmoe, torch, grouped_mm, scattermoe, with commas")  # fmt: skip
+                        help="auto, sonicmoe, torch, grouped_mm, scattermoe; commas")  # fmt: skip
     parser.add_argument("--seeds", default=None, help="integers, with commas; default: the seed")
 
 
@@ -154,7 +160,9 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="The ", help="text to continue")
     parser.add_argument("--tokens", type=int, default=100, help="how many to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    parser.add_argument("--top-p", type=float, default=0.95, help="share of probability to draw from")
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, help="share of probability to draw from"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
 

@@ -57,6 +57,12 @@ _INTEGERS_OF_MODEL = (
 )  # fmt: skip
 
 
+_INTEGERS_OF_RUN = (
+    "steps", "batch", "micro_batch", "log_every", "validate_every", "validation_sequences",
+    "checkpoint_every", "keep", "expert_parallel",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """One training run. `batch` sequences a step, cut into micro-batches of `micro_batch`.
@@ -103,9 +109,7 @@ class TrainConfig:
     target_loss: float | None = None
 
     def __post_init__(self) -> None:
-        positive = ("steps", "batch", "micro_batch", "log_every", "validate_every",
-                    "validation_sequences", "checkpoint_every", "keep", "expert_parallel")  # fmt: skip
-        for name in positive:
+        for name in _INTEGERS_OF_RUN:
             _positive(name, getattr(self, name))
         _multiple("batch", self.batch, self.micro_batch, "micro_batch")
         if self.precision not in PRECISIONS:
@@ -115,7 +119,7 @@ class TrainConfig:
             )  # fmt: skip
         if self.warmup_steps < 0 or self.warmup_steps >= self.steps:
             raise bad_argument(
-                "warmup_steps", f"0 to steps − 1 ({self.steps - 1})", self.warmup_steps,
+                "warmup_steps", f"from 0 to below steps ({self.steps})", self.warmup_steps,
                 "Warm up for a few percent of the steps.",
             )  # fmt: skip
         if not 0 < self.validation_fraction < 0.5:
@@ -195,7 +199,9 @@ def parse_assignments(items: Iterable[str]) -> dict[str, str]:
     for item in items:
         key, sign, value = item.partition("=")
         if not sign or not key:
-            raise bad_argument("--set", "key=value", repr(item), "Write for example --set steps=500.")
+            raise bad_argument(
+                "--set", "key=value", repr(item), "Write for example --set steps=500."
+            )
         pairs[key.strip().replace("-", "_")] = value.strip()
     return pairs
 

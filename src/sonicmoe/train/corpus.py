@@ -1,4 +1,4 @@
-"""From documents to token files: deduplicate, split by document, train a byte-level BPE, encode, cache.
+"""From documents to token files: deduplicate, split by document, train a BPE, encode, cache.
 
 A corpus is a folder: tokenizer.json, train.tokens and validation.tokens (int32), corpus.json (what
 was found). It is made in a temporary folder and renamed, so a folder that is there is complete.
@@ -25,6 +25,7 @@ from .extras import need
 
 END_OF_TEXT = "<|endoftext|>"
 _FORMAT = 1
+_SMALLEST_VOCABULARY = 257
 _SAMPLE_BYTES = 32 * 2**20  # what the tokenizer learns from; more changes its merges little
 _DUPLICATE = 100  # characters: shorter paragraphs may repeat, they are headings and phrases
 
@@ -167,6 +168,11 @@ def _rename(work: Path, folder: Path) -> None:
 
 def _train_tokenizer(documents: list[str], vocab_size: int):
     need("tokenizers", "Training on text")
+    if vocab_size < _SMALLEST_VOCABULARY:
+        raise bad_argument(
+            "vocab_size", f"at least {_SMALLEST_VOCABULARY}: the bytes and an end of text",
+            vocab_size, "1024 serves small models.",
+        )  # fmt: skip
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

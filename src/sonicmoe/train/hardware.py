@@ -1,4 +1,4 @@
-"""What GPUs can do by their data sheets, and how much of it products and copies reach in practice."""
+"""What GPUs can do by their data sheets."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ..errors import bad_argument
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Dense bf16 FLOP/s, bytes/s of memory, bytes, bytes/s out of one GPU to its node and beyond."""
+    """Dense bf16 FLOP/s, memory in bytes/s and bytes, bytes/s from a GPU to its node and beyond."""
 
     name: str
     flops: float

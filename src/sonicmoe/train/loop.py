@@ -64,7 +64,7 @@ class Trainer:
             self._load(checkpoint.load_latest(self.checkpoints, display.say))
         self.log = RunLog(folder, config.tensorboard, self.step) if world.first else None
 
-    # --- the loop -----------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
     def train(self) -> bool:
         """Run to the last step. False when a signal ended it early; it is saved either way."""
         c = self.config
@@ -146,7 +146,7 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> None:
-        """The mean loss over fixed windows of held-out documents; routers choose plain top-K here."""
+        """Mean loss over fixed windows of held-out documents. Routers choose plain top-K here."""
         c = self.config
         self.model.eval()
         total = torch.zeros(2, device=self.world.device, dtype=torch.float64)
@@ -177,14 +177,16 @@ class Trainer:
         wanted = self.config.precision == "autocast" and self.world.size == 1
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=wanted)
 
-    # --- saving and loading ---------------------------------------------------------------------------
+    # --- saving and loading -----------------------------------------------------------------------
     def _save(self) -> None:
         state = checkpoint.gather(self.model, self.optimizer, self.world)
         state |= {
             "config": self.config.to_dict(),
             "corpus": self.corpus_key,
             "step": self.step,
-            "seconds": self.seconds + time.perf_counter() - self._mark if self.pending else self.seconds,
+            "seconds": self.seconds + time.perf_counter() - self._mark
+            if self.pending
+            else self.seconds,
             "pending": [p.cpu() for p in self.pending],
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
@@ -253,7 +255,7 @@ def _check_memory(config: TrainConfig, world: parallel.World) -> None:
             f"{human_bytes(need.total)} by estimate (weights and optimizer "
             f"{human_bytes(need.state)}, kept for backward {human_bytes(need.kept)}, head "
             f"{human_bytes(need.head)})",
-            "Lower micro_batch, set recompute=true, precision=bf16, or start more ranks with torchrun.",
+            "Lower micro_batch, set recompute=true or precision=bf16, or use torchrun.",
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A compact decoder: attention, RMSNorm, rotary positions, a Mixture-of-Experts layer in every block.
+"""A compact decoder: attention, RMSNorm, rotary positions, a Mixture of Experts in every block.
 
 It is the architecture of Qwen3-MoE to the letter (heads normalised before the rotation, gate and up
 concatenated, tied head), so that a trained model exports without a change of its numbers.
@@ -53,8 +53,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
 
-    def forward(self, x, cos, sin, past=None):
-        """(B, S, H) → (B, S, H) and the keys and values, those of `past` included."""
+    def forward(self, x, cos, sin, past=None, keep=False):
+        """(B, S, H) → (B, S, H) and, if asked, the keys and values, those of `past` included."""
 
         def heads(t):
             return t.unflatten(-1, (-1, self.head_dim))
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=past is None, enable_gqa=self.grouped
         )
-        return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v) if keep else None
 
 
 class Block(nn.Module):
@@ -84,15 +84,15 @@ class Block(nn.Module):
             aux_loss_coef=c.aux_loss_coef, z_loss_coef=c.z_loss_coef,
         )  # fmt: skip
 
-    def forward(self, x, cos, sin, past=None):
-        attended, cache = self.attention(self.attention_norm(x), cos, sin, past)
+    def forward(self, x, cos, sin, past=None, keep=False):
+        attended, cache = self.attention(self.attention_norm(x), cos, sin, past, keep)
         x = x + attended
         mixed, aux_loss = run_layer(self.moe, self.moe_norm(x), self.backend)
         return x + mixed, aux_loss, cache
 
 
 class Decoder(nn.Module):
-    """Token ids (B, S) → hidden states; `loss` and `logits` apply the head, tied to the embedding."""
+    """Token ids (B, S) → logits or their loss. The head is the embedding."""
 
     def __init__(self, config: ModelConfig, backend: str = "auto", recompute: bool = False) -> None:
         super().__init__()
@@ -129,12 +129,12 @@ class Decoder(nn.Module):
         cos, sin = rotary(start, ids.shape[1], c.head_dim, c.rope_theta, ids.device)
         aux_losses = []
         for i, block in enumerate(self.blocks):
-            if self.recompute and self.training:
+            if cache is not None:
+                x, aux_loss, cache[i] = block(x, cos, sin, cache[i], keep=True)
+            elif self.recompute and self.training:
                 x, aux_loss, _ = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
-                x, aux_loss, kept = block(x, cos, sin, cache[i] if cache else None)
-                if cache is not None:
-                    cache[i] = kept
+                x, aux_loss, _ = block(x, cos, sin)
             aux_losses.append(aux_loss)
         x = self.norm(x)
         if targets is None:

@@ -1,4 +1,4 @@
-"""One process or many: the group that torchrun starts, and the sharding of a model over it (FSDP2)."""
+"""One process or many: the group that torchrun starts, and a model sharded over it (FSDP2)."""
 
 import os
 from dataclasses import dataclass
@@ -46,14 +46,18 @@ class World:
 def start(device: str) -> World:
     """Join the group of torchrun if there is one. `device` is "auto", "cpu" or "cuda"."""
     if device not in ("auto", "cpu", "cuda"):
-        raise bad_argument("device", "auto, cpu or cuda", repr(device), "auto takes a GPU if there is one.")
+        raise bad_argument(
+            "device", "auto, cpu or cuda", repr(device), "auto takes a GPU if there is one."
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise bad_argument("device", "a GPU that PyTorch can use", "none", "Use --device cpu.")
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1:
         return World(0, 1, torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
-    here = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    here = (
+        torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    )
     if kind == "cuda":
         torch.cuda.set_device(here)
     if not dist.is_initialized():
@@ -83,6 +87,6 @@ def shard(model: nn.Module, world: World, precision: str) -> None:
 def check_expert_parallel(expert_parallel: int) -> None:
     if expert_parallel > 1:
         raise bad_argument(
-            "expert_parallel", "1: this trainer shards experts over ranks with FSDP2", expert_parallel,
+            "expert_parallel", "1 (experts are sharded over ranks by FSDP2)", expert_parallel,
             "Start with torchrun --nproc-per-node N and leave expert_parallel at 1.",
         )  # fmt: skip

@@ -21,7 +21,9 @@ def loss_curve(path: Path, records: Records, title: str, subtitle: str, vocab_si
     """Training and validation loss against the step."""
     figure, (axes,) = _figure(1, (8, 5))
     steps, losses = _series(records, "train", "step")
-    axes.plot(steps, losses, color=_COLOURS[0], linewidth=1.6, label="training (mean of the interval)")
+    axes.plot(
+        steps, losses, color=_COLOURS[0], linewidth=1.6, label="training (mean of the interval)"
+    )
     v_steps, v_losses = _series(records, "validation", "step")
     if v_steps:
         axes.plot(v_steps, v_losses, color=_COLOURS[1], linewidth=1.2, marker="o", markersize=5,
@@ -59,8 +61,8 @@ def comparison(path: Path, runs: Mapping[str, Records], title: str, subtitle: st
             axes.plot(*_series(records, "train", against), color=colour, linewidth=0.8, alpha=0.35)
             x, y = _series(records, "validation", against)
             label = f"{name}: {y[-1]:.3f}" if y and axes is by_step else None
-            axes.plot(x, y, color=colour, linestyle=style, marker="o", markersize=3.5, linewidth=1.8,
-                      label=label)  # fmt: skip
+            axes.plot(x, y, color=colour, linestyle=style, marker="o", markersize=3.5,
+                      linewidth=1.8, label=label)  # fmt: skip
         trained = _series(records, "train", "step")[1]
         lowest, highest = min([lowest, *trained, *y]), max([highest, *trained[2:], *y])
     for axes in (by_step, by_time):
@@ -109,7 +111,9 @@ def _finish(figure, path: Path, title: str, subtitle: str) -> None:
 
     height = figure.get_figheight()
     below_title, top = 1 - 0.36 / height, 1 - (0.48 + 0.19 * len(subtitle.splitlines())) / height
-    figure.text(0.02, 1 - 0.08 / height, title, va="top", color=_INK, fontsize=13, fontweight="bold")
+    figure.text(
+        0.02, 1 - 0.08 / height, title, va="top", color=_INK, fontsize=13, fontweight="bold"
+    )
     figure.text(0.02, below_title, subtitle, va="top", color=_MUTED, fontsize=9.5, linespacing=1.4)
     figure.tight_layout(rect=(0, 0, 1, top))
     figure.savefig(path)

@@ -12,11 +12,12 @@ _DEMO = TrainConfig(
     preset="demo",
     model=ModelConfig(
         vocab_size=1024, context=128, num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=4,
-        head_dim=32, num_experts=8, experts_per_token=2, intermediate_size=128,
+        head_dim=32, num_experts=8, experts_per_token=2, intermediate_size=128, init_std=0.05,
     ),
     data_megabytes=4, validation_fraction=0.05,
-    steps=300, batch=8, micro_batch=8, learning_rate=5e-3, warmup_steps=20,
+    steps=300, batch=8, micro_batch=8, learning_rate=6e-3, warmup_steps=20,
     log_every=10, validate_every=50, validation_sequences=64, checkpoint_every=100,
+    target_loss=5.0,
 )  # fmt: skip
 
 # About 100M parameters: minutes on one GPU.
@@ -59,7 +60,7 @@ _1_4_BILLION = TrainConfig(
 )  # fmt: skip
 
 # T,H,I,E,K = 24576,1536,256,128,8 a micro-batch. On one GPU of 141 GB the weights and the
-# optimizer's state must be bfloat16 (8 bytes a parameter); sharded, `autocast` is the better choice.
+# optimizer's state must be bfloat16 (8 bytes a parameter); sharded, `autocast` is better.
 _7_BILLION = TrainConfig(
     preset="7B",
     model=ModelConfig(

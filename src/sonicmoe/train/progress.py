@@ -14,6 +14,11 @@ def human(value: float, unit: str = "", digits: int = 3) -> str:
     return f"{value:.{digits}g}{unit}"
 
 
+def count(value: float, digits: int = 3) -> str:
+    """As `human`, for what is counted: billions are B, not G."""
+    return human(value, "", digits).replace("G", "B")
+
+
 def human_bytes(value: float) -> str:
     for limit, letter in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(value) >= limit:
@@ -25,7 +30,7 @@ def describe(record: dict[str, Any]) -> str:
     """One measurement in words."""
     parts = [
         f"loss {record['loss']:.3f}",
-        f"{human(record['tokens_per_second'])} tokens/s",
+        f"{count(record['tokens_per_second'])} tokens/s",
         f"{human(record['flops_per_second'], 'FLOP/s')}",
     ]
     if record.get("peak_share") is not None:
@@ -47,7 +52,9 @@ class Plain:
         print(message, flush=True)
 
     def train(self, record: dict[str, Any]) -> None:
-        self.say(f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  {describe(record)}")
+        self.say(
+            f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  {describe(record)}"
+        )
 
     def validation(self, record: dict[str, Any]) -> None:
         self.say(f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  "

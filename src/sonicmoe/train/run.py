@@ -41,7 +41,7 @@ def configure(preset_name: str | None, overrides: dict[str, Any]) -> TrainConfig
 
 
 def train(config: TrainConfig, folder: Path, cache: Path, resume: bool = False) -> dict[str, Any]:
-    """Train in `folder` and return the numbers of the summary; `finished` says if it got to the end."""
+    """Train in `folder`; the numbers of the summary, and whether it `finished`."""
     world = parallel.start(config.device)
     display = progress.display(world.first)
     try:
@@ -66,7 +66,7 @@ def _train(config, folder, cache, resume, world, display) -> dict[str, Any]:
     if resume:
         display.say(f"Continuing after step {trainer.step}.")
     finished = trainer.train()
-    numbers = summary.summarise(trainer) | {"finished": finished}
+    numbers = summary.summarise(trainer) | {"finished": finished, "rank": world.rank}
     if world.first:
         summary.write(folder, numbers)
         if plots.available():

@@ -10,6 +10,7 @@ import torch
 from . import accounting
 from .config import TrainConfig
 from .loop import Trainer, peak_memory
+from .progress import count as counted
 from .progress import human, human_bytes
 from .tables import table
 
@@ -53,13 +54,13 @@ def text(numbers: dict[str, Any]) -> str:
     saved = numbers["gathered_bytes"] - numbers["kept_bytes"]
     rows = [
         ("parameters (met by a token)",
-         f"{human(numbers['parameters'])} ({human(numbers['active_parameters'])})"),
-        ("tokens", f"{human(numbers['tokens'])} ({numbers['epochs']:.2f} × the text)"),
+         f"{counted(numbers['parameters'])} ({counted(numbers['active_parameters'])})"),
+        ("tokens", f"{counted(numbers['tokens'])} ({numbers['epochs']:.2f} passes over the text)"),
         ("training time", f"{numbers['seconds']:.1f} s"),
         ("first loss", f"{numbers['first_loss']:.3f}"),
         ("last loss", f"{numbers['last_loss']:.3f}"),
         ("validation loss", f"{numbers['validation_loss']:.3f}"),
-        ("tokens/s", human(numbers["tokens_per_second"])),
+        ("tokens/s", counted(numbers["tokens_per_second"])),
         ("model FLOP/s", human(numbers["flops_per_second"])),
         ("peak memory", human_bytes(numbers["peak_memory"])),
         ("kept for backward by the MoE layers", human_bytes(numbers["kept_bytes"])),
@@ -99,11 +100,11 @@ def write(folder: Path, numbers: dict[str, Any]) -> None:
 def title(c: TrainConfig) -> tuple[str, str]:
     """What a picture of this run says above the axes."""
     m, count = c.model, accounting.parameters(c.model)
-    head = f"{c.preset}: a Mixture-of-Experts language model of {human(count.total)} parameters"
+    head = f"{c.preset}: a Mixture-of-Experts language model of {counted(count.total)} parameters"
     line = (
         f"{m.num_layers} layers, {m.num_experts} experts of which {m.experts_per_token} a token "
-        f"({human(count.active)} parameters met), router {m.router}; "
-        f"{c.steps} steps of {human(c.tokens_per_step)} tokens; text: {', '.join(c.data)}"
+        f"({counted(count.active)} parameters met), router {m.router}; "
+        f"{c.steps} steps of {counted(c.tokens_per_step)} tokens; text: {', '.join(c.data)}"
     )
     return head, line
 

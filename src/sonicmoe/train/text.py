@@ -17,11 +17,27 @@ from ..errors import bad_argument
 from .extras import need
 
 _PROSE = {".txt", ".md", ".rst", ".text", ".tex", ".org", ".adoc", ".pod"}
-_PROSE_NAMES = ("readme", "license", "licence", "copying", "notice", "copyright", "news", "metadata",
-                "authors", "contributing", "howto", "faq")  # fmt: skip
-_CODE = {".py", ".pyi", ".c", ".h", ".cpp", ".hpp", ".cu", ".cuh", ".js", ".ts", ".rs", ".go", ".java"}
+_PROSE_NAMES = ("readme", "license", "licence", "copying", "notice", "copyright", "news",
+                "metadata", "authors", "contributing", "howto", "faq")  # fmt: skip
+_CODE = {
+    ".py",
+    ".pyi",
+    ".c",
+    ".h",
+    ".cpp",
+    ".hpp",
+    ".cu",
+    ".cuh",
+    ".js",
+    ".ts",
+    ".rs",
+    ".go",
+    ".java",
+}
 _DOCSTRING = re.compile(
-    r"""(?:\A(?:\s*\#[^\n]*\n|\s)*|:[ \t]*\n\s*)[rR]?(?P<quote>\"{3}|'{3})(?P<text>.*?)(?P=quote)""", re.S
+    r"""(?:\A(?:\s*\#[^\n]*\n|\s)*|:[ \t]*\n\s*)[rR]?"""
+    r"""(?P<quote>\"{3}|'{3})(?P<text>.*?)(?P=quote)""",
+    re.S,
 )
 _LARGEST_FILE = 64 * 2**20
 _SECTION = 16384  # characters
@@ -162,7 +178,7 @@ def _python_files(folders: list[Path]) -> Iterator[Path]:
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Files below `folder`, folders and names in order; links and hidden folders are not followed."""
+    """Files below `folder` in the order of their names; links and hidden folders are left out."""
     try:
         entries = sorted(folder.iterdir())
     except OSError:

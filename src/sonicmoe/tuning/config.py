@@ -9,6 +9,7 @@ class Target:
 
     arch: int
     processors: int
+    gluon: bool = True  # whether kernels below Triton's level can run: not in the interpreter
 
     @property
     def has_tma(self) -> bool:
@@ -34,7 +35,7 @@ class RowConfig:
     slices: int = 1  # pieces of the score-gradient epilogue
     flatten: bool = False  # prefetch the next tile under the epilogue
     programs: int = 1  # per multiprocessor
-    gather_first: bool = False  # rows are copied together first, then read by the copy engine
+    hopper: bool = False  # the warp-specialised kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class WeightConfig:
     tma: bool
     flatten: bool = False
     programs: int = 1
-    gather_first: bool = False
+    hopper: bool = False
 
 
 def is_valid(config: RowConfig | WeightConfig, itemsize: int, target: Target) -> bool:
@@ -59,14 +60,21 @@ def is_valid(config: RowConfig | WeightConfig, itemsize: int, target: Target) ->
         return False
     if config.tma and not target.has_tma:
         return False
-    if config.gather_first and not config.tma:
-        return False
-    ring = config.stages * (config.block_m + config.block_n) * config.block_k * itemsize
-    if ring > target.shared_memory:
+    if shared_bytes(config, itemsize) > target.shared_memory:
         return False
     accumulators = config.block_m * config.block_n // (32 * config.warps)
     if accumulators > 128:
         return False
-    if isinstance(config, RowConfig):
-        return config.slices in (1, 2, 4) and config.block_n // config.slices >= 16
-    return True
+    if config.hopper and (target.arch != 90 or not target.gluon or itemsize != 2 or config.warps != 8):
+        return False
+    if isinstance(config, WeightConfig):
+        return True
+    if config.hopper and config.block_m != 128:
+        return False
+    return config.slices in (1, 2, 4) and config.block_n // config.slices >= 16
+
+
+def shared_bytes(config: RowConfig | WeightConfig, itemsize: int) -> int:
+    """The ring of operands and, in Hopper kernels, the tile on its way out."""
+    ring = config.stages * (config.block_m + config.block_n) * config.block_k * itemsize
+    return ring + (config.block_m * config.block_n * itemsize + 1024 if config.hopper else 0)

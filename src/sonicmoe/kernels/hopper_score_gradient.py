@@ -1,0 +1,178 @@
+"""dZ, A' and the score gradient on Hopper: the product dA' = dO W2 with its epilogue in slices.
+
+The ring and the warpgroups are those of `hopper_rows`. In the epilogue a computing warpgroup walks over
+slices of 32 columns: Z arrives in shared memory by the copy engine, `BUFFERS` slices ahead and the
+first ones under the product; dZ replaces Z there and leaves the same way, and the wait for that makes the buffer free again.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from .hopper_copies import copy_in
+from .hopper_rows import ROWS, accumulate, halves, pairs, producer, tile_of
+from .ragged import store_rows, store_rows_of_half
+
+SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of interleaved Z a row
+BUFFERS = gl.constexpr(4)  # slices of Z on their way at once, for each computing warpgroup
+
+
+@gluon.jit
+def _load_z(z, row, column, barrier, smem, first, CONCATENATED: gl.constexpr):
+    """One slice of Z: gates and ups side by side, or the two halves."""
+    mbarrier.expect(barrier, 2 * ROWS * 2 * SLICE)
+    if CONCATENATED:
+        copy_in(z, [row, 0, column], barrier, smem.index(first).reshape([ROWS, 1, SLICE]))
+        copy_in(z, [row, 1, column], barrier, smem.index(first + 1).reshape([ROWS, 1, SLICE]))
+    else:
+        copy_in(z, [row, 2 * column], barrier, smem.index(first))
+
+
+@gluon.jit
+def _slice(
+    acc, score, dz, a, z_smem, a_smem, end, row, column,
+    CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr, STORE_A: gl.constexpr, z_first, a_first,
+):  # fmt: skip
+    """Epilogue of (64, 32): stores dZ and A', returns dA'·A elementwise."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16])
+    # Interleaved: the four neighbours that hold gate and up of a thread's two columns.
+    LZ: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [64, 64],
+    )  # fmt: skip
+    acc = gl.convert_layout(acc, L, assert_trivial=True)
+    if CONCATENATED:
+        gate = z_smem.index(z_first).load(L)
+        up = z_smem.index(z_first + 1).load(L)
+    else:
+        gate, up = pairs(z_smem.index(z_first).load(LZ), 2 * SLICE)
+        gate = gl.convert_layout(gate, L, assert_trivial=True)
+        up = gl.convert_layout(up, L, assert_trivial=True)
+    weight = gl.expand_dims(score, 1)
+    value, dgate, dup = BACKWARD(gate.to(gl.float32), up.to(gl.float32), acc * weight)
+    if CONCATENATED:
+        z_smem.index(z_first).store(dgate.to(dz.dtype))
+        z_smem.index(z_first + 1).store(dup.to(dz.dtype))
+    else:
+        both = gl.reshape(gl.join(dgate.to(dz.dtype), dup.to(dz.dtype)), (ROWS, 2 * SLICE))
+        z_smem.index(z_first).store(gl.convert_layout(both, LZ, assert_trivial=True))
+    if STORE_A:
+        a_smem.index(a_first).store((value * weight).to(a.dtype))
+    fence_async_shared()
+    if CONCATENATED:
+        store_rows_of_half(dz, end, row, 0, column, z_smem.index(z_first).reshape([1, 1, ROWS, 1, SLICE]))
+        store_rows_of_half(dz, end, row, 1, column, z_smem.index(z_first + 1).reshape([1, 1, ROWS, 1, SLICE]))
+    else:
+        store_rows(dz, end, row, 2 * column, z_smem.index(z_first).reshape([1, 1, ROWS, 2 * SLICE]))
+    if STORE_A:
+        store_rows(a, end, row, column, a_smem.index(a_first).reshape([1, 1, ROWS, SLICE]))
+    return acc * value
+
+
+@gluon.jit
+def _consumer(
+    z, dz, a, scores, row_slot, partial, slots, tiles, expert_start, total, n_tiles,
+    do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
+    WHICH: gl.constexpr, H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,  # noqa: E741
+    STAGES: gl.constexpr, KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
+    STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr,
+):  # fmt: skip
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16])
+    PARTS: gl.constexpr = 2 if CONCATENATED else 1
+    SLICES: gl.constexpr = BN // SLICE
+    AHEAD: gl.constexpr = BUFFERS if BUFFERS < SLICES else SLICES
+    STORES: gl.constexpr = PARTS + (1 if STORE_A else 0)
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    step = 0
+    z_step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
+        row += WHICH * ROWS
+        tma.store_wait(0)
+        for s in gl.static_range(AHEAD):
+            b = (z_step + s) % BUFFERS
+            _load_z(z, row, n * BN + s * SLICE, z_full.index(WHICH * BUFFERS + b), z_smem, (WHICH * BUFFERS + b) * PARTS, CONCATENATED)
+        ok = row + r < end
+        if row_slot is None:
+            slot = row + r
+        else:
+            slot = gl.load(row_slot + row + r, mask=ok, other=0)
+        if scores is None:
+            score = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, L))
+        else:
+            score = gl.load(scores + slot, mask=ok, other=0.0)
+        acc, step = accumulate(step, do_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN)
+        if BN == 256:
+            left, right = halves(acc, 256)
+            h0, h1 = halves(left, 128)
+            h2, h3 = halves(right, 128)
+            s0, s1 = halves(h0, 64)
+            s2, s3 = halves(h1, 64)
+            s4, s5 = halves(h2, 64)
+            s6, s7 = halves(h3, 64)
+            parts = (s0, s1, s2, s3, s4, s5, s6, s7)
+        else:
+            h0, h1 = halves(acc, 128)
+            s0, s1 = halves(h0, 64)
+            s2, s3 = halves(h1, 64)
+            parts = (s0, s1, s2, s3)
+        ds = gl.zeros((ROWS, SLICE), gl.float32, L)
+        for s in gl.static_range(SLICES):
+            b = z_step % BUFFERS
+            mbarrier.wait(z_full.index(WHICH * BUFFERS + b), z_step // BUFFERS & 1)
+            ds += _slice(
+                parts[s], score, dz, a, z_smem, a_smem, end, row, n * BN + s * SLICE,
+                CONCATENATED, BACKWARD, STORE_A,
+                (WHICH * BUFFERS + b) * PARTS, WHICH * 2 + s % 2,
+            )  # fmt: skip
+            z_step += 1
+            if s >= 1:
+                # All but this slice's stores have been read: the buffer of the slice before is free.
+                tma.store_wait(STORES)
+                if s - 1 + BUFFERS < SLICES:
+                    c = (z_step - 2) % BUFFERS
+                    _load_z(z, row, n * BN + (s - 1 + BUFFERS) * SLICE, z_full.index(WHICH * BUFFERS + c), z_smem, (WHICH * BUFFERS + c) * PARTS, CONCATENATED)
+        if STORE_PARTIAL:
+            gl.store(partial + n * slots.to(gl.int64) + slot, gl.sum(ds, 1), mask=ok)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hopper_score_gradient_kernel(
+    dout, row_token, w2, scores, row_slot, z, dz, a, partial, slots, tiles, expert_start,
+    H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,  # noqa: E741
+    KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
+    STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """dZ (R, 2I), A' (R, I), partial (I/BN, S). Grid: one program a multiprocessor."""
+    n_tiles: gl.constexpr = (I + BN - 1) // BN
+    dtype: gl.constexpr = z.dtype
+    ZC: gl.constexpr = SLICE if CONCATENATED else 2 * SLICE
+    PARTS: gl.constexpr = 2 if CONCATENATED else 1
+    do_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], dtype))
+    w_smem = gl.allocate_shared_memory(dtype, [STAGES] + w2.block_shape, w2.layout)
+    z_smem = gl.allocate_shared_memory(dtype, [2 * BUFFERS * PARTS, ROWS, ZC], gl.NVMMASharedLayout.get_default_for([ROWS, ZC], dtype))
+    a_smem = gl.allocate_shared_memory(dtype, [4, ROWS, SLICE], gl.NVMMASharedLayout.get_default_for([ROWS, SLICE], dtype))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    z_full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    ARRIVALS: gl.constexpr = 129 if GATHER else 1
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=ARRIVALS)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(z_full.index(i), count=1)
+    total = gl.load(tiles) * n_tiles
+    gl.warp_specialize(
+        [
+            (_consumer, (z, dz, a, scores, row_slot, partial, slots, tiles, expert_start, total, n_tiles, do_smem, w_smem, z_smem, a_smem, full, empty, z_full, 0, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL)),
+            (_consumer, (z, dz, a, scores, row_slot, partial, slots, tiles, expert_start, total, n_tiles, do_smem, w_smem, z_smem, a_smem, full, empty, z_full, 1, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL)),
+            (producer, (dout, row_token, w2, tiles, expert_start, total, n_tiles, do_smem, w_smem, full, empty, H, BN, BK, STAGES, KN, False, GATHER)),
+        ],
+        [4, 4],
+        [224, 56],
+    )  # fmt: skip

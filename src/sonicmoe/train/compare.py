@@ -1,0 +1,103 @@
+"""The same training under several routers, backends or seeds: one picture and one table."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ..errors import bad_argument
+from . import plots, run, runlog, summary
+from .backends import check_backend
+from .config import TrainConfig
+from .progress import count, human_bytes
+from .tables import table
+
+
+def variants(
+    config: TrainConfig, routers: str, backends: str, seeds: str | None
+) -> dict[str, TrainConfig]:
+    """Every combination under a name that says what differs."""
+    choices = {
+        "router": _names("--routers", routers),
+        "backend": _names("--backends", backends),
+        "seed": _names("--seeds", seeds) if seeds else [str(config.seed)],
+    }
+    varying = [key for key, values in choices.items() if len(values) > 1] or ["router"]
+    found = {}
+    for values in itertools.product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        variant = config.override({**chosen, "target_loss": None})
+        check_backend(variant.backend, variant.model.router)
+        labels = (f"seed {chosen[k]}" if k == "seed" else chosen[k] for k in varying)
+        found[", ".join(labels)] = variant
+    return found
+
+
+def compare(configs: dict[str, TrainConfig], folder: Path, cache: Path) -> str:
+    """Train every variant in a folder of its own below `folder`; return the table."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, config in configs.items():
+        print(f"\n=== {name} ({len(results) + 1} of {len(configs)})", flush=True)
+        results[name] = run.train(config, folder / _slug(name), cache)
+        if not results[name]["finished"]:
+            print("Stopped: the comparison holds what was trained until here.")
+            break
+    text = _table(results)
+    (folder / "compare.json").write_text(json.dumps(results, indent=1))
+    (folder / "compare.md").write_text(text + "\n")
+    if plots.available():
+        first = next(iter(configs.values()))
+        _, line = summary.title(first)
+        logs = {name: runlog.read(folder / _slug(name)) for name in results}
+        plots.comparison(folder / "compare.png", logs, _title(results), _shared(line))
+    return (
+        f"\n{text}\n\nKept in {folder}: compare.png, compare.md, compare.json and a folder a run."
+    )
+
+
+def _table(results: dict[str, dict[str, Any]]) -> str:
+    """Differences are against the first row."""
+    base = next(iter(results.values()))
+    rows = []
+    for name, r in results.items():
+        change = r["validation_loss"] / base["validation_loss"] - 1
+        rows.append(
+            (
+                name,
+                f"{r['validation_loss']:.4f}",
+                "" if r is base else f"{change:+.2%}",
+                f"{math.exp(min(r['validation_loss'], 700)):.2f}",
+                f"{r['last_loss']:.4f}",
+                count(r["tokens_per_second"]),
+                f"{r['tokens_per_second'] / base['tokens_per_second']:.2f}",
+                human_bytes(r["peak_memory"]),
+                f"{r['seconds']:.0f} s",
+            )
+        )
+    header = ("run", "validation loss", "change", "perplexity", "training loss", "tokens/s",
+              "speed", "peak memory", "time")  # fmt: skip
+    return table(header, rows)
+
+
+def _title(results: dict[str, dict[str, Any]]) -> str:
+    first = next(iter(results.values()))
+    size = count(first["parameters"])
+    return f"{first['preset']} ({size} parameters), {len(results)} trainings on the same text"
+
+
+def _shared(line: str) -> str:
+    """The line of one run without its router, which may differ."""
+    before, _, after = line.partition(", router ")
+    return f"{before}; {after.partition('; ')[2]}"
+
+
+def _names(argument: str, text: str) -> list[str]:
+    names = [n.strip() for n in text.split(",") if n.strip()]
+    if not names or len(set(names)) < len(names):
+        raise bad_argument(argument, "different names, with commas", repr(text), "Remove doubles.")
+    return names
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in name)

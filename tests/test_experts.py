@@ -1,0 +1,195 @@
+"""`experts`: strides, layouts, which gradients are paid for, autocast, what is kept."""
+
+import weakref
+
+import pytest
+import torch
+from helpers import Case, budget, make_inputs, ours, plain, run, same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sonicmoe
+
+CASE = Case("20,16,8,4,2", torch.float32, bias=True, routing="dropped")
+
+
+class Calls(TorchDispatchMode):
+    """Which of our operators run, with which arguments, and whether their results live on."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+        self.returned = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "sonicmoe":
+            names = [a.name for a in func._schema.arguments]
+            self.made[func._opname] = dict(zip(names, args, strict=True))
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "sonicmoe":
+            every = out if isinstance(out, tuple) else (out,)
+            self.returned[func._opname] = [weakref.ref(t) for t in every]
+        return out
+
+
+# argument -> the operator and the flag that pay for its gradient
+PAID_BY = {
+    "x": ("up_backward", "need_dx"),
+    "w1": ("up_backward", "need_dw1"),
+    "b1": ("up_backward", "need_db1"),
+    "w2": ("down_backward", "need_dw2"),
+    "b2": ("down_backward", "need_db2"),
+    "scores": ("down_backward", "need_dscores"),
+}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [("x",), ("w1",), ("b1",), ("w2",), ("b2",), ("scores",), ("x", "w2"), ("x", "scores")],
+    ids="+".join,
+)
+def test_only_wanted_gradients_are_computed(wanted):
+    given = make_inputs(CASE)
+    everything = run(ours(CASE, None), given)
+    given.differentiable = wanted
+    with Calls() as calls:
+        part = run(ours(CASE, None), given)
+    same_bits({name: everything[name] for name in part}, part)
+
+    for name, (operator, flag) in PAID_BY.items():
+        paid = calls.made.get(operator, {}).get(flag, False)
+        assert paid == (name in wanted), f"{flag} with gradients of {wanted}"
+    below = {"x", "w1", "b1"} & set(wanted)
+    assert ("up_backward" in calls.made) == bool(below)
+    assert calls.made["down_backward"]["need_dz"] == bool(below)
+
+
+def _kept(layer) -> list[torch.Tensor]:
+    saved: list[torch.Tensor] = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        layer()
+    return saved
+
+
+def test_nothing_is_kept_where_nothing_is_differentiated():
+    given = make_inputs(CASE).arguments()
+    assert not _kept(lambda: sonicmoe.experts(**given))
+    with torch.no_grad():
+        leaf = given | {"x": given["x"].requires_grad_()}
+        assert not _kept(lambda: sonicmoe.experts(**leaf))
+
+
+def test_kept_are_x_z_the_weights_and_the_routing():
+    """Neither A (R, I) nor Y (R, H) nor gathered rows."""
+    given = make_inputs(CASE).arguments()
+    leaves = given | {n: given[n].requires_grad_() for n in ("x", "w1", "w2", "b1", "b2", "scores")}
+    rows, n, h = 40, 16, 16
+    kept = _kept(lambda: sonicmoe.experts(**leaves))
+    shapes = [tuple(t.shape) for t in kept if t.is_floating_point()]
+    allowed = {(20, h), (rows, n), (20, 2), (4, n, h), (4, h, 8), (4, h), (4, n)}
+    assert set(shapes) <= allowed
+    assert shapes.count((rows, n)) == 1  # Z
+
+
+def test_a_and_y_are_gone_after_the_forward_pass():
+    given = make_inputs(CASE).arguments()
+    given["x"].requires_grad_()
+    with Calls() as calls:
+        out = sonicmoe.experts(**given)
+    assert out.grad_fn is not None
+    calls.made.clear()
+    z, a = (result() for result in calls.returned["up"])
+    (y,) = (result() for result in calls.returned["down"])
+    assert z is not None and a is None and y is None
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+def test_gradients_lie_as_the_parameters_do(transposed):
+    """A parameter stored (E, K, N) and passed as a view gets its gradient without a copy."""
+    case = Case("20,16,8,4,2", torch.float32, transposed=transposed)
+    given = make_inputs(case)
+    stored = {n: getattr(given, n).mT if transposed else getattr(given, n) for n in ("w1", "w2")}
+    leaves = {n: t.detach().clone().requires_grad_() for n, t in stored.items()}
+    views = {n: t.mT if transposed else t for n, t in leaves.items()}
+    with Calls() as calls:
+        sonicmoe.experts(**given.arguments() | views).backward(given.dout)
+    want = run(ours(case, None), given)
+    for name, leaf in leaves.items():
+        assert leaf.grad.is_contiguous()
+        assert torch.equal(leaf.grad.mT if transposed else leaf.grad, want[f"d{name}"])
+    assert calls.made["up"]["w1"].data_ptr() == leaves["w1"].data_ptr()
+    assert calls.made["down"]["w2"].data_ptr() == leaves["w2"].data_ptr()
+
+
+def test_strided_inputs():
+    given = make_inputs(CASE)
+    want = run(ours(CASE, None), given)
+    strided = make_inputs(CASE)
+    strided.x = torch.stack([given.x, given.x], -1)[..., 0]
+    strided.scores = given.scores.T.contiguous().T
+    strided.ids = given.ids.T.contiguous().T
+    strided.w1 = torch.stack([given.w1, given.w1], -1)[..., 0]  # neither (E, N, K) nor (E, K, N)
+    strided.dout = given.dout.T.contiguous().T
+    assert not any(t.is_contiguous() for t in (strided.x, strided.w1, strided.dout))
+    same_bits(want, run(ours(CASE, None), strided))
+
+
+def test_upstream_gradient_of_stride_zero():
+    given = make_inputs(CASE)
+    given.dout = torch.ones_like(given.dout)
+    want = run(ours(CASE, None), given)
+    given.dout = torch.ones(()).expand_as(given.dout)
+    assert given.dout.stride() == (0, 0)
+    same_bits(want, run(ours(CASE, None), given))
+    x = given.x.detach().requires_grad_()
+    sonicmoe.experts(**given.arguments() | {"x": x}).sum().backward()
+    assert torch.equal(x.grad, want["dx"])
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("scores_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_choice_in_other_dtypes(ids_dtype, scores_dtype):
+    given = make_inputs(CASE)
+    given.scores = given.scores.to(torch.bfloat16)  # what every one of these dtypes can hold
+    want = run(ours(CASE, None), given)
+    given.ids, given.scores = given.ids.to(ids_dtype), given.scores.to(scores_dtype)
+    got = run(ours(CASE, None), given)
+    assert got["dscores"].dtype == scores_dtype
+    assert torch.equal(got["out"], want["out"]) and torch.equal(got["dw1"], want["dw1"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_parameters(dtype):
+    given, case = make_inputs(CASE), Case(CASE.shape, dtype, bias=True, routing="dropped")
+    with torch.autocast("cpu", dtype):
+        got = run(ours(CASE, None), given)
+    assert got["out"].dtype == dtype and got["dx"].dtype == got["dw1"].dtype == torch.float32
+    exact = run(plain(CASE), given.double())
+    low = make_inputs(CASE)
+    for name in ("x", "w1", "w2", "b1", "b2", "dout"):
+        setattr(low, name, getattr(low, name).to(dtype))
+    rough = run(plain(case), low)
+    for name in exact:
+        budget(got[name], rough[name], exact[name], name=name, dtype=dtype, tokens=20)
+
+
+def test_a_graph_can_be_walked_twice():
+    given = make_inputs(CASE).arguments()
+    leaves = [given[n].requires_grad_() for n in ("x", "scores", "w1", "w2", "b1", "b2")]
+    out = sonicmoe.experts(**given)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    second = torch.autograd.grad(out, leaves, dout)
+    same_bits(dict(enumerate(first)), dict(enumerate(second)))
+
+
+def test_second_derivatives_are_refused_not_wrong():
+    given = make_inputs(CASE).arguments()
+    x = given["x"].requires_grad_()
+    (dx,) = torch.autograd.grad(sonicmoe.experts(**given).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiat"):
+        dx.sum().backward()

@@ -1,0 +1,82 @@
+"""`grouped_experts`: rows that arrive sorted by expert, with a tail that holds anything."""
+
+import pytest
+import torch
+from helpers import Case, compare, make_inputs, plain, run, same_bits
+
+import sonicmoe
+
+CASE = Case("60,16,8,4,1", torch.float32, bias=True)
+
+
+def _grouped(sizes, with_scores=True, **options):
+    """As a function of the arguments of `experts`, so that `run` can differentiate it."""
+
+    def layer(x, ids, scores, **weights):
+        scores = scores.squeeze(1) if with_scores else None
+        return sonicmoe.grouped_experts(x, sizes, scores=scores, **weights, **options)
+
+    return layer
+
+
+def _sorted_inputs(counts, case=CASE):
+    """Inputs whose ids say what the counts say: row r belongs to the expert of its place."""
+    given = make_inputs(case)
+    given.ids.fill_(-1)
+    where = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    given.ids[: len(where), 0] = where.to(torch.int32)
+    return given
+
+
+COUNTS = [
+    [80, 0, 120, 40],  # all rows in use, less than a tile of them and more
+    [33, 0, 157, 0],  # a tail, empty experts, the last one empty
+    [0, 0, 0, 0],  # nothing arrived
+    [0, 240, 0, 0],  # one expert takes all
+]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("with_scores", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_every_gradient_with_a_tail_of_nan(counts, with_scores, dtype):
+    case = Case("240,16,8,4,1", dtype, bias=True)
+    given, used = _sorted_inputs(counts, case), sum(counts)
+    if not with_scores:
+        given.scores = torch.ones_like(given.scores)
+    rough, exact = run(plain(case), given), run(plain(case), given.double())
+    for t in (given.x, given.scores, given.dout):
+        t[used:] = float("nan")
+    if not with_scores:
+        given.differentiable = ("x", "w1", "w2", "b1", "b2")
+    got = run(_grouped(torch.tensor(counts), with_scores), given)
+    compare(got, rough, exact, dtype)
+    for name in {"out", "dx", "dscores"} & got.keys():
+        assert (got[name][used:] == 0).all(), f"{name} of the tail"
+    for e, count in enumerate(counts):
+        if count == 0:
+            assert all((got[name][e] == 0).all() for name in ("dw1", "dw2", "db1", "db2"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_offsets_say_what_counts_say(dtype):
+    given = _sorted_inputs([5, 0, 17, 8])
+    want = run(_grouped(torch.tensor([5, 0, 17, 8], dtype=dtype)), given)
+    offsets = torch.tensor([0, 5, 5, 22, 30], dtype=dtype)
+    same_bits(want, run(_grouped(None, offsets=offsets), given))
+
+
+def test_rows_of_experts_apart_are_the_rows_together():
+    """What an expert makes of its rows does not depend on which rows the others have."""
+    given = _sorted_inputs([20, 10, 30, 0])
+    whole = run(_grouped(torch.tensor([20, 10, 30, 0])), given)
+    alone = run(_grouped(torch.tensor([20, 0, 0, 0])), given)
+    torch.testing.assert_close(alone["out"][:20], whole["out"][:20])
+    torch.testing.assert_close(alone["dw1"][0], whole["dw1"][0])
+
+
+def test_no_rows_at_all():
+    case = Case("0,16,8,4,1", torch.float32, bias=True)
+    got = run(_grouped(torch.zeros(4, dtype=torch.int64)), make_inputs(case))
+    assert got["out"].shape == got["dx"].shape == (0, 16)
+    assert all((got[name] == 0).all() for name in ("dw1", "dw2", "db1", "db2"))

@@ -1,0 +1,145 @@
+"""The modules: keys, shapes, losses, modes."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sonicmoe import ActivationType, Experts, KernelBackendMoE, MoE
+from sonicmoe.reference import layer as reference
+
+ROUTERS = {
+    "softmax_over_topk": (True, False),
+    "topk_over_softmax": (False, False),
+    "topk_over_softmax_normalized": (False, True),
+}
+
+
+def _moe(**options) -> MoE:
+    return MoE(5, 2, 16, 8, **options)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.RELU_SQ])
+def test_state_dict_is_the_published_one(bias, activation):
+    columns = 16 if activation.is_gated else 8
+    want = {
+        "router.weight": (5, 16),
+        "c_fc.weight": (5, columns, 16),
+        "c_proj.weight": (5, 16, 8),
+    }
+    if bias:
+        want |= {"c_fc.bias": (5, columns), "c_proj.bias": (5, 16)}
+    moe = _moe(activation_function=activation, add_bias=bias)
+    assert {name: tuple(t.shape) for name, t in moe.state_dict().items()} == want
+
+
+def test_positional_arguments_are_the_published_ones():
+    moe = MoE(5, 2, 16, 8, ActivationType.GELU, True, 0.02)
+    assert moe.c_fc.bias is not None and moe.activation_function is ActivationType.GELU
+    assert moe.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+def test_the_layer_is_the_reference(router, gate_up):
+    moe = _moe(router=router, gate_up=gate_up, add_bias=True, z_loss_coef=0.1, aux_loss_coef=0.5)
+    torch.nn.init.normal_(moe.c_fc.bias)
+    torch.nn.init.normal_(moe.c_proj.bias)
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    out, aux = moe(x)
+    assert out.shape == x.shape and aux.dim() == 0 and aux.dtype == torch.float32
+
+    twin = copy.deepcopy(moe).double()
+    y = x.detach().double().requires_grad_()
+    logits = y.reshape(-1, 16) @ twin.router.weight.mT
+    scores, ids = reference.route(logits, 2, *ROUTERS[router])
+    want = reference.experts(
+        y.reshape(-1, 16), ids, scores, twin.c_fc.weight, twin.c_proj.weight, twin.c_fc.bias,
+        twin.c_proj.bias, concatenated=gate_up == "concatenated",
+    ).view_as(y)  # fmt: skip
+    share = F.normalize(logits.softmax(-1).sum(0), p=1, dim=0)
+    load = F.normalize(ids.flatten().bincount(minlength=5).double(), p=1, dim=0)
+    want_aux = 0.5 * 5 * (share * load).sum() + 0.1 * logits.logsumexp(-1).square().mean()
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(aux.double(), want_aux, rtol=1e-5, atol=1e-6)
+
+    dout = torch.randn_like(out)
+    (out * dout).sum().add(aux).backward()
+    (want * dout).sum().add(want_aux).backward()
+    torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-4, atol=1e-5)
+    for (name, p), q in zip(moe.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_backward_after_eval():
+    moe, x = _moe().eval(), torch.randn(9, 16, requires_grad=True)
+    out, aux = moe(x)
+    (out.sum() + aux).backward()
+    assert x.grad.abs().sum() > 0 and all(p.grad is not None for p in moe.parameters())
+
+
+def test_inference_mode_keeps_nothing():
+    moe, kept = _moe(add_bias=True), []
+    x = torch.randn(9, 16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out, aux = moe(x, is_inference_mode=True)
+    assert not kept and aux is None and not out.requires_grad
+    torch.testing.assert_close(out, moe(x)[0])
+
+
+def test_torch_inference_mode():
+    moe, x = _moe(), torch.randn(9, 16)
+    with torch.inference_mode():
+        out, _ = moe(x)
+    torch.testing.assert_close(out, moe(x)[0])
+
+
+def test_backend_of_the_cpu():
+    moe, x = _moe(), torch.randn(9, 16)
+    out, _ = moe(x)
+    assert torch.equal(out, moe(x, kernel_backend_moe=KernelBackendMoE.torch)[0])
+
+
+def test_fp32_router_logits_choose_where_bf16_ties():
+    """Experts 0 and 1 differ by less than bf16 can hold: in bf16 they tie, the lower id wins."""
+    moe = MoE(2, 1, 8, 8, fp32_router_logits=True).to(torch.bfloat16)
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.weight[:, 0] = 1
+        moe.router.weight[1, 1] = 2**-10
+    x = torch.ones(4, 8, dtype=torch.bfloat16)
+    exact = moe._router_logits(x)
+    assert exact.dtype == torch.float32 and (exact[:, 1] > exact[:, 0]).all()
+    out, aux = moe(x)
+    (out.sum() + aux).backward()
+    assert (moe.c_fc.weight.grad[0] == 0).all() and (moe.c_fc.weight.grad[1] != 0).any()
+
+
+def test_autocast():
+    moe, x = _moe(add_bias=True), torch.randn(9, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = moe(x)
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 for p in moe.parameters())
+    torch.testing.assert_close(out.float(), moe(x)[0], rtol=0.1, atol=0.1)
+
+
+def test_built_without_memory():
+    """On the meta device, as large models are."""
+    with torch.device("meta"):
+        moe = _moe(add_bias=True)
+    assert all(p.is_meta for p in moe.parameters())
+    moe = moe.to_empty(device="cpu")
+    for experts in (moe.c_fc, moe.c_proj):
+        experts.reset_parameters()
+        assert experts.weight.isfinite().all() and (experts.bias == 0).all()
+
+
+def test_experts_default_deviation():
+    experts = Experts(8, 64, 64, add_bias=False)
+    assert experts.bias is None
+    assert experts.weight.std().item() == pytest.approx(1 / 8, rel=0.1)
+    assert "8, in=64, out=64" in repr(experts) and "top_k=2" in repr(_moe())

@@ -1,0 +1,69 @@
+"""A small corpus with a grammar to be learnt, and a model small enough to learn it in seconds."""
+
+import random
+
+import pytest
+import torch
+
+from sonicmoe.train.presets import preset
+
+TINY = {
+    "vocab_size": 320, "context": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 2,
+    "num_kv_heads": 1, "head_dim": 16, "num_experts": 4, "experts_per_token": 2,
+    "intermediate_size": 32, "steps": 30, "batch": 4, "micro_batch": 2, "warmup_steps": 3,
+    "log_every": 1, "validate_every": 10, "validation_sequences": 8, "checkpoint_every": 10,
+    "validation_fraction": 0.2, "tensorboard": False, "device": "cpu", "learning_rate": 1e-2,
+}  # fmt: skip
+
+_SUBJECTS = ("the old sailor", "a quiet engine", "our neighbour", "the river", "every router")
+_VERBS = ("carries", "watches", "forgets", "repairs", "divides", "remembers")
+_OBJECTS = ("the harbour", "seven letters", "a wooden bridge", "its own echo", "the first snow")
+
+
+def _story(seed: int) -> str:
+    draw = random.Random(seed)
+    sentences = (
+        f"{draw.choice(_SUBJECTS).capitalize()} {draw.choice(_VERBS)} {draw.choice(_OBJECTS)}."
+        for _ in range(60)
+    )
+    return " ".join(sentences)
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(60):
+        (folder / f"story-{i:02d}.txt").write_text(_story(i))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def tiny(text_folder):
+    """The tiny configuration; `tiny.override({...})` varies it."""
+    return preset("demo").override({**TINY, "data": [str(text_folder)], "target_loss": None})
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small products gain nothing from threads, and one is the same on every machine."""
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(scope="session")
+def trained(tiny, cache, tmp_path_factory):
+    """The folder and the numbers of a finished run."""
+    from sonicmoe.train import run
+
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    return folder, run.train(tiny, folder, cache)

@@ -1,0 +1,146 @@
+"""What is done with trained models: generate, export, compare; and plan."""
+
+import json
+
+import pytest
+import torch
+
+from sonicmoe.train import export, generate, plan
+from sonicmoe.train.cli import main
+from sonicmoe.train.config import ModelConfig
+from sonicmoe.train.hardware import gpu, recognise
+from sonicmoe.train.model import Decoder
+
+
+def test_generate_continues_the_prompt(trained, capsys):
+    arguments = ["generate", str(trained[0]), "--prompt", "The old sailor", "--tokens", "60",
+                 "--device", "cpu"]  # fmt: skip
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("The old sailor")
+    assert len(first) > 60
+    main(arguments)
+    assert capsys.readouterr().out == first  # the same seed
+    main([*arguments, "--seed", "1"])
+    assert capsys.readouterr().out != first
+    assert main([*arguments, "--top-p", "0"]) == 2
+    assert "top_p" in capsys.readouterr().err
+
+
+def test_generation_goes_on_past_the_context():
+    model = Decoder(ModelConfig(num_layers=1, context=16)).eval()
+    ids = generate.continue_ids(model, [1, 2, 3], 40, temperature=0, top_p=1.0, seed=0)
+    assert len(ids) == 43
+
+
+@pytest.mark.parametrize("router", ["softmax_over_topk", "topk_over_softmax"])
+def test_exported_models_give_the_same_logits(trained, tmp_path, router):
+    transformers = pytest.importorskip("transformers")
+    run_folder, _ = trained
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("checkpoints", "tokenizer.json"):
+        (folder / name).symlink_to(run_folder / name)
+    record = json.loads((run_folder / "run.json").read_text())
+    record["config"]["model"]["router"] = router
+    (folder / "run.json").write_text(json.dumps(record))
+
+    assert main(["export", str(folder), str(tmp_path / "hf")]) == 0
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    ours = generate.load_model(folder, torch.device("cpu"))
+    ids = torch.randint(0, ours.config.vocab_size, (3, 32), generator=torch.manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(ids).logits, ours(ids), atol=2e-5, rtol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.decode(tokenizer("The river divides").input_ids) == "The river divides"
+
+
+def test_export_does_not_write_over_anything(trained, tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(ValueError, match="empty folder"):
+        export.export(trained[0], tmp_path)
+
+
+def test_compare_makes_a_picture_and_a_table(tiny, text_folder, cache, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    shape = {k: v for k, v in tiny.to_dict()["model"].items() if k != "router"}
+    settings = {**shape, "steps": 8, "batch": 4, "validation_fraction": 0.2, "log_every": 1,
+                "validate_every": 4, "validation_sequences": 8, "tensorboard": "no"}  # fmt: skip
+    pairs = [x for k, v in settings.items() for x in ("--set", f"{k}={v}")]
+    status = main(["compare", "--device", "cpu", "--data", str(text_folder), "--cache", str(cache),
+                   "--runs", str(tmp_path), "--routers", "softmax_over_topk,topk_over_softmax",
+                   *pairs])  # fmt: skip
+    assert status == 0
+    folder = tmp_path / "compare-demo"
+    assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((folder / "compare.json").read_text())
+    assert list(results) == ["softmax_over_topk", "topk_over_softmax"]
+    out = capsys.readouterr().out
+    assert "validation loss" in out
+    assert "topk_over_softmax" in (folder / "compare.md").read_text()
+
+
+def test_compare_refuses_unknown_backends(tmp_path, capsys):
+    arguments = ["compare", "--device", "cpu", "--runs", str(tmp_path)]
+    assert main([*arguments, "--backends", "abacus"]) == 2
+    assert "grouped_mm" in capsys.readouterr().err
+    assert main([*arguments, "--seeds", "1,1"]) == 2
+    assert "--seeds" in capsys.readouterr().err
+
+
+# --- plan -----------------------------------------------------------------------------------------
+def test_plan_prints_its_assumptions_and_the_paper(capsys):
+    assert main(["plan"]) == 0
+    out = capsys.readouterr().out
+    for word in ("Assumptions:", "213B tokens a day", "64 H100s", "tokens a day", "memory a GPU",
+                 "FSDP", "of peak", "data sheet", "not measured"):  # fmt: skip
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured_ms"),
+    [
+        ((24576, 1536, 256, 128, 8), 3.5),
+        ((32768, 2048, 1024, 64, 8), 17.3),
+        ((32768, 4096, 256, 256, 16), 20.1),
+        ((32768, 4096, 1024, 128, 8), 36.4),
+        ((32768, 2048, 512, 512, 10), 13.9),
+    ],
+)
+def test_the_layer_formula_is_near_what_was_measured(shape, measured_ms):
+    """Whole layers, forward and backward, on one H200."""
+    tokens, hidden, intermediate, experts, k = shape
+    model = ModelConfig(
+        hidden_size=hidden, intermediate_size=intermediate, num_experts=experts, experts_per_token=k
+    )
+    seconds = plan.moe_seconds(model, tokens, gpu("H200"), plan.Efficiency())
+    assert seconds * 1e3 == pytest.approx(measured_ms, rel=0.12)
+
+
+def test_plan_reacts_as_it_should():
+    from sonicmoe.train.presets import preset
+
+    config = preset("7B").override({"precision": "autocast"})
+    eff = plan.Efficiency()
+
+    def tokens(gpus, shard, expert_parallel=1, device="H100"):
+        layout = plan.Layout(gpus, shard, expert_parallel, 1)
+        return plan.predict(config, gpu(device), layout, eff)
+
+    assert tokens(64, 64).memory.state < tokens(64, 8).memory.state
+    assert tokens(64, 64, device="A100").tokens_per_day < tokens(64, 64).tokens_per_day
+    assert tokens(128, 64).tokens_per_day > 1.5 * tokens(64, 64).tokens_per_day
+    assert tokens(64, 64, 8).transfers["expert all-to-all"] > 0
+    assert tokens(64, 64).transfers["expert all-to-all"] == 0
+    with pytest.raises(ValueError, match="divisor"):
+        plan.Layout(64, 7, 1, 1)
+
+
+def test_gpus_are_recognised_by_the_name_the_driver_gives():
+    assert recognise("NVIDIA H200").name == "H200"
+    assert recognise("NVIDIA GB200").name == "GB200"
+    assert recognise("NVIDIA GeForce RTX 4090") is None

@@ -1,0 +1,118 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from sonicmoe.train import checkpoint, run, runlog
+
+COMMAND = "import json, sys, torch; from pathlib import Path; torch.set_num_threads(1);" \
+    "from sonicmoe.train import run; from sonicmoe.train.config import TrainConfig;" \
+    "c = TrainConfig.from_dict(json.loads(sys.argv[1]));" \
+    "r = run.train(c, Path(sys.argv[2]), Path(sys.argv[3]));" \
+    "sys.exit(0 if r['finished'] else 130)"  # fmt: skip
+
+
+def _start(config, folder, cache) -> subprocess.Popen:
+    arguments = [json.dumps(config.to_dict()), str(folder), str(cache)]
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments], stdout=subprocess.DEVNULL, env=os.environ
+    )
+
+
+def _wait_for_step(process: subprocess.Popen, folder, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(r["step"] >= step for r in runlog.read(folder)):
+            return
+        time.sleep(0.005)
+    pytest.fail(f"no step {step}; status {process.returncode}")
+
+
+def _losses(folder) -> list[tuple]:
+    return [(r["kind"], r["step"], r["loss"]) for r in runlog.read(folder)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_interrupted_run_continues_the_same_curve(tiny, cache, tmp_path, number):
+    # Intervals that do not divide each other: losses between two reports must survive as well.
+    config = tiny.override(
+        {"steps": 120, "checkpoint_every": 7, "log_every": 2, "validate_every": 20}
+    )
+    run.train(config, tmp_path / "whole", cache)
+
+    folder = tmp_path / "interrupted"
+    process = _start(config, folder, cache)
+    _wait_for_step(process, folder, 16)
+    process.send_signal(number)
+    status = process.wait(timeout=60)
+    assert status == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    last = checkpoint.steps(folder / "checkpoints")[-1]
+    assert 14 <= last < 120
+    if number == signal.SIGKILL:
+        assert last % 7 == 0
+
+    run.train(run.continued(folder, {}), folder, cache, resume=True)
+    assert _losses(folder) == _losses(tmp_path / "whole")
+    ends = [checkpoint.load_latest(tmp_path / f / "checkpoints") for f in ("whole", "interrupted")]
+    for name, tensor in ends[0]["model"].items():
+        assert torch.equal(tensor, ends[1]["model"][name]), name
+
+
+def test_only_the_newest_are_kept(trained, tiny):
+    assert checkpoint.steps(trained[0] / "checkpoints") == [20, 30]
+    assert tiny.keep == 2
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "no manifest", "missing"])
+def test_a_damaged_checkpoint_is_skipped_with_a_message(trained, tmp_path, damage):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(trained[0] / "checkpoints", folder)
+    newest = folder / "step-00000030"
+    state = newest / "state.pt"
+    data = state.read_bytes()
+    if damage == "truncated":
+        state.write_bytes(data[: len(data) // 2])
+    elif damage == "flipped":
+        middle = len(data) // 2
+        state.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    elif damage == "no manifest":
+        (newest / "manifest.json").unlink()
+    else:
+        state.unlink()
+    said = []
+    assert checkpoint.load_latest(folder, said.append)["step"] == 20
+    assert len(said) == 1
+    assert "step-00000030" in said[0]
+
+
+def test_a_write_that_was_cut_short_is_never_seen(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, {"step": 1}, keep=2)
+
+    def fail(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="no space"):
+        checkpoint.save(tmp_path, 2, {"step": 2}, keep=2)
+    monkeypatch.undo()
+    assert checkpoint.steps(tmp_path) == [1]
+    assert checkpoint.load_latest(tmp_path)["step"] == 1
+    checkpoint.save(tmp_path, 2, {"step": 2}, keep=2)  # what the failure left does not disturb
+    assert checkpoint.load_latest(tmp_path)["step"] == 2
+
+
+def test_nothing_to_load_is_said(tmp_path):
+    with pytest.raises(ValueError, match="sound checkpoint"):
+        checkpoint.load_latest(tmp_path)
+
+
+def test_only_what_does_not_change_the_run_may_change(trained):
+    assert run.continued(trained[0], {"steps": 50}).steps == 50
+    with pytest.raises(ValueError, match="learning_rate"):
+        run.continued(trained[0], {"learning_rate": 1.0})

@@ -1,0 +1,92 @@
+import pytest
+
+from sonicmoe.train.accounting import layer_bytes, parameters
+from sonicmoe.train.config import ModelConfig, TrainConfig, parse_assignments, read_toml
+from sonicmoe.train.model import Decoder
+from sonicmoe.train.presets import PRESETS, preset
+from sonicmoe.train.run import configure
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"stepz": 3}, ["stepz", "Names:", "steps"]),
+        ({"steps": "many"}, ["steps", "int", "many"]),
+        ({"steps": 0}, ["steps", "at least 1", "0"]),
+        ({"steps": 1.5}, ["steps", "int", "1.5"]),
+        ({"compile": "perhaps"}, ["compile", "bool"]),
+        ({"experts_per_token": 99}, ["experts_per_token", "num_experts", "99"]),
+        ({"hidden_size": 100}, ["hidden_size", "multiple of 8", "100"]),
+        ({"num_kv_heads": 3}, ["num_heads", "num_kv_heads = 3"]),
+        ({"precision": "fp8"}, ["precision", "autocast", "fp8"]),
+        ({"batch": 9, "micro_batch": 2}, ["batch", "micro_batch = 2", "9"]),
+        ({"warmup_steps": 10**6}, ["warmup_steps", "below steps"]),
+        ({"validation_fraction": 0.9}, ["validation_fraction", "0.9"]),
+        ({"learning_rate": -1}, ["learning_rate", "-1"]),
+    ],
+)
+def test_errors_name_the_argument_and_what_came(values, words):
+    with pytest.raises(ValueError) as caught:
+        preset("demo").override(values)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_unknown_preset_lists_the_known_ones():
+    with pytest.raises(ValueError, match="demo, small, 0\\.5B"):
+        preset("70B")
+
+
+def test_assignments_and_toml(tmp_path):
+    assert parse_assignments(["steps=10", "log-every=2"]) == {"steps": "10", "log_every": "2"}
+    with pytest.raises(ValueError, match="key=value"):
+        parse_assignments(["steps"])
+    path = tmp_path / "run.toml"
+    path.write_text('seed = 4\n[model]\nhidden_size = 64\n[train]\ndata = ["a.txt", "b"]\n')
+    config = preset("demo").override(read_toml(path))
+    assert (config.seed, config.model.hidden_size, config.data) == (4, 64, ("a.txt", "b"))
+    path.write_text("seed = = 4")
+    with pytest.raises(ValueError, match="TOML"):
+        read_toml(path)
+    with pytest.raises(ValueError, match="--config"):
+        read_toml(tmp_path / "absent.toml")
+
+
+def test_a_changed_preset_has_no_goal_of_its_own():
+    assert configure("demo", {}).target_loss is not None
+    assert configure("demo", {"log_every": 1}).target_loss is not None
+    assert configure("demo", {"steps": 5}).target_loss is None
+    assert configure("demo", {"steps": 5, "target_loss": 6}).target_loss == 6
+
+
+def test_configurations_survive_json():
+    import json
+
+    for config in PRESETS.values():
+        assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_parameters_are_counted_as_the_model_has_them():
+    config = ModelConfig(num_kv_heads=2)
+    assert parameters(config).total == sum(p.numel() for p in Decoder(config).parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("small", 90e6, 125e6),
+        ("0.5B", 0.45e9, 0.55e9),
+        ("1.4B", 1.35e9, 1.5e9),
+        ("7B", 6.8e9, 7.3e9),
+    ],
+)
+def test_presets_have_the_size_of_their_name(name, low, high):
+    assert low < parameters(preset(name).model).total < high
+
+
+def test_what_is_kept_does_not_grow_with_finer_experts():
+    coarse = ModelConfig(experts_per_token=2, num_experts=8, intermediate_size=128)
+    fine = ModelConfig(experts_per_token=8, num_experts=32, intermediate_size=32)
+    a, b = layer_bytes(coarse, 1024, 2), layer_bytes(fine, 1024, 2)
+    assert b.ours - a.ours == 20 * 1024 * 6  # only the routing of six more rows a token
+    assert b.gathered > 1.8 * a.gathered
