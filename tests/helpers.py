@@ -284,7 +284,7 @@ def same_bits(a: dict, b: dict) -> None:
 
 def bits(t: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, so that NaN equals itself and −0 does not equal 0."""
-    return t.contiguous().view(torch.uint8) if t.dtype.is_floating_point else t
+    return t.reshape(-1).contiguous().view(torch.uint8) if t.dtype.is_floating_point else t
 
 
 # --- poisoned memory ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from helpers import Case, compare, make_inputs, plain, run, same_bits
 
 import sonicmoe
 
+NAN = float("nan")
 CASE = Case("60,16,8,4,1", torch.float32, bias=True)
 
 
@@ -46,7 +47,7 @@ def test_every_gradient_with_a_tail_of_nan(counts, with_scores, dtype):
         given.scores = torch.ones_like(given.scores)
     rough, exact = run(plain(case), given), run(plain(case), given.double())
     for t in (given.x, given.scores, given.dout):
-        t[used:] = float("nan")
+        t[used:] = NAN
     if not with_scores:
         given.differentiable = ("x", "w1", "w2", "b1", "b2")
     got = run(_grouped(torch.tensor(counts), with_scores), given)
@@ -64,6 +65,22 @@ def test_offsets_say_what_counts_say(dtype):
     want = run(_grouped(torch.tensor([5, 0, 17, 8], dtype=dtype)), given)
     offsets = torch.tensor([0, 5, 5, 22, 30], dtype=dtype)
     same_bits(want, run(_grouped(None, offsets=offsets), given))
+
+
+def test_rows_before_the_first_offset_are_a_tail_too():
+    given = _sorted_inputs([5, 0, 17, 8])
+    want = run(_grouped(torch.tensor([5, 0, 17, 8])), given)
+    for t in (given.x, given.scores, given.dout):  # the same rows, four places further on
+        t.copy_(t.roll(4, 0))
+        t[:4] = NAN
+        t[34:] = NAN
+    got = run(_grouped(None, offsets=torch.tensor([4, 9, 9, 26, 34])), given)
+    for name in want:
+        if name in ("out", "dx", "dscores"):
+            assert (got[name][:4] == 0).all() and (got[name][34:] == 0).all(), name
+            assert torch.equal(got[name][4:34], want[name][:30]), name
+        else:
+            assert torch.equal(got[name], want[name]), name
 
 
 def test_rows_of_experts_apart_are_the_rows_together():

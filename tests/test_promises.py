@@ -36,10 +36,12 @@ def test_no_token_at_all():
     assert all(p.grad is not None and (p.grad == 0).all() for p in moe.parameters())
 
 
-def test_auxiliary_loss_without_tokens_is_a_number():
-    moe = MoE(4, 2, 16, 8)
+@pytest.mark.parametrize("z_loss_coef", [0.0, 0.1])
+def test_auxiliary_loss_without_tokens_is_zero(z_loss_coef):
+    moe = MoE(4, 2, 16, 8, z_loss_coef=z_loss_coef)
     _, aux = moe(torch.randn(0, 16))
-    assert aux.isfinite()
+    aux.backward()
+    assert aux == 0 and (moe.router.weight.grad == 0).all()
 
 
 def test_empty_experts_and_dropped_slots_are_exact_zeros():

@@ -19,6 +19,7 @@ class TopK(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, k, softmax_over_topk, backend):
+        ctx.set_materialize_grads(False)
         scores, ids = ops.topk(logits, k, softmax_over_topk, backend)
         ctx.mark_non_differentiable(ids)
         ctx.save_for_backward(scores, ids, None if softmax_over_topk else logits)
@@ -29,11 +30,18 @@ class TopK(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dscores, _):
+        if dscores is None:
+            return None, None, None, None
         scores, ids, logits = ctx.saved_tensors
         if logits is None:  # shape and dtype without the bytes
             experts, dtype = ctx.like
             logits = scores.new_empty(1, dtype=dtype).expand(scores.shape[0], experts)
-        return ops.topk_backward(dscores.contiguous(), scores, ids, logits, *ctx.options), None, None, None
+        return (
+            ops.topk_backward(dscores.contiguous(), scores, ids, logits, *ctx.options),
+            None,
+            None,
+            None,
+        )
 
 
 class Up(torch.autograd.Function):
@@ -44,6 +52,8 @@ class Up(torch.autograd.Function):
         ctx, x, w1, b1, row_token, slot_row, token_start, expert_start, tiles,
         tile_height, activation, concatenated, keep_z, backend,
     ):  # fmt: skip
+        # Else autograd would fill R·I zeros for A, which has no gradient.
+        ctx.set_materialize_grads(False)
         z, a = ops.up(
             x, w1, b1, row_token, expert_start, tiles,
             tile_height, activation, concatenated, keep_z, backend,
@@ -56,6 +66,8 @@ class Up(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dz, _):
+        if dz is None:
+            return (None,) * 13
         tile_height, backend = ctx.options
         need_dx, need_dw1, need_db1 = ctx.needs_input_grad[:3]
         dx, dw1, db1 = ops.up_backward(
@@ -79,13 +91,19 @@ class Down(torch.autograd.Function):
     ):  # fmt: skip
         grouped = row_token is None
         out = ops.down(
-            a, w2, b2, scores if grouped else None, expert_start, tiles, tile_height, grouped, backend
+            a,
+            w2,
+            b2,
+            scores if grouped else None,
+            expert_start,
+            tiles,
+            tile_height,
+            grouped,
+            backend,
         )
         if not grouped:
             out = ops.aggregate(out, scores, slot_row, token_start, tokens, backend)
-        ctx.save_for_backward(
-            z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles
-        )
+        ctx.save_for_backward(z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles)
         ctx.options = (tile_height, activation, concatenated, backend)
         return out
 

@@ -149,7 +149,9 @@ def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backe
     x, w1, w2 = _row_contiguous(x), _dense(w1), _dense(w2)
     concatenated = gate_up == "concatenated"
     differentiable = (x, w1, w2, b1, b2, scores)
-    keep_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    keep_z = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in differentiable
+    )
     if scores is not None:
         scores = _score_dtype(scores, x)
     z, a = autograd.Up.apply(
@@ -233,11 +235,14 @@ def moe_general_routing_inputs(
 
     Pairs with a token outside [0, T) or an expert outside [0, E) drop out.
     """
+    check_rank("w1", w1, "(2I, H, E)")
     for name, t in (("token_indices", token_indices), ("expert_indices", expert_indices)):
         check_integer(name, t)
         check_shape(name, t, tuple(router_scores.shape), "(pairs,), the shape of router_scores")
     if w1.shape[-1] != E:
-        raise bad_argument("E", f"the last dimension of w1 ({w1.shape[-1]})", E, "w1 is (2I, H, E).")
+        raise bad_argument(
+            "E", f"the last dimension of w1 ({w1.shape[-1]})", E, "w1 is (2I, H, E)."
+        )
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
         token, order = token_indices.flatten().sort(stable=True)
         ids = expert_indices.flatten()[order]

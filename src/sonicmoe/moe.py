@@ -130,7 +130,7 @@ class MoE(nn.Module):
         share = F.normalize(wide.softmax(-1).sum(0), p=1, dim=0)
         loss = self.aux_loss_coef * self.num_experts * (share * F.normalize(counts, p=1, dim=0)).sum()
         if self.z_loss_coef:
-            loss = loss + self.z_loss_coef * wide.logsumexp(-1).square().mean()
+            loss = loss + self.z_loss_coef * wide.logsumexp(-1).square().sum() / max(len(wide), 1)
         return loss
 
     def extra_repr(self) -> str:

@@ -18,6 +18,7 @@ import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.functional import permute
 from sonicmoe.reference import layer as reference
+from sonicmoe.tuning import Target
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -49,6 +50,16 @@ def test_routings(routing):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_shapes(shape, dtype):
     check_experts(Case(shape, dtype, bias=True), CUDA, "triton")
+
+
+@pytest.mark.parametrize("arch", [80, 86, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_configurations_of_other_devices(arch, dtype, monkeypatch):
+    """What smaller and newer devices are given runs here as well."""
+    from sonicmoe.ops import launch_products
+
+    monkeypatch.setattr(launch_products, "target_of", lambda t: Target(arch, 100))
+    check_experts(Case("333,264,136,6,3", dtype, bias=True, transposed=True), CUDA, "triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -17,6 +17,8 @@ from helpers import (
 
 import sonicmoe
 from sonicmoe import ActivationType
+from sonicmoe.ops import launch_products
+from sonicmoe.tuning import Target
 
 TINY = "64,24,8,3,2"  # below every tile, multiples of 8 alone
 
@@ -57,6 +59,30 @@ def test_shapes_and_routings(shape, routing, dtype):
     check_experts(Case(shape, dtype, bias=True, routing=routing), "cpu", "triton")
 
 
+@pytest.mark.parametrize("arch", [80, 86, 100, 120])
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+def test_configurations_of_other_devices(arch, transposed, monkeypatch):
+    """Less shared memory, or no copy engine that the kernels use: other tiles, plain loads."""
+    monkeypatch.setattr(launch_products, "target_of", lambda t: Target(arch, 4))
+    case = Case(TINY, bias=True, transposed=transposed, gate_up="concatenated", routing="dropped")
+    check_experts(case, "cpu", "triton")
+
+
+@pytest.mark.parametrize("where", ["rows", "weights"])
+def test_nan_of_one_expert_reaches_no_other(where):
+    case = Case("40,16,8,3,1", bias=True, routing="uniform")
+    clean, dirty = make_inputs(case), make_inputs(case)
+    hit = clean.ids[:, 0] == 1
+    for name in ("x", "dout") if where == "rows" else ("w1", "w2", "b1", "b2"):
+        getattr(dirty, name)[hit if where == "rows" else 1] = float("nan")
+    want, got = run(ours(case, "triton"), clean), run(ours(case, "triton"), dirty)
+    others = torch.arange(3) != 1
+    for name in want:
+        keep = ~hit if name in ("out", "dx", "dscores") else others
+        assert torch.equal(want[name][keep], got[name][keep]), name
+    assert got["out"][hit].isnan().all()
+
+
 def test_more_columns_than_a_tile():
     """H and I past the widest tile, so that every loop over columns turns more than once."""
     check_experts(Case("5,264,264,2,1", torch.float16, bias=True), "cpu", "triton")
@@ -85,6 +111,20 @@ def test_grouped_rows_and_a_tail_of_garbage(counts, with_scores):
         got = run(grouped, given)
     compare(got, rough, exact, case.dtype)
     assert (got["out"][used:] == 0).all() and (got["dx"][used:] == 0).all()
+
+
+def test_rows_before_the_first_offset_are_a_tail_too():
+    given = make_inputs(Case("20,24,16,3,1", torch.float32))
+    given.x[:4] = float("nan")
+    rows, scores = given.x.requires_grad_(), torch.rand(20).requires_grad_()
+    with poisoned():
+        out = sonicmoe.grouped_experts(
+            rows, None, given.w1, given.w2, scores=scores,
+            offsets=torch.tensor([4, 8, 8, 15]), backend="triton",
+        )  # fmt: skip
+        grads = torch.autograd.grad(out, [rows, scores], given.dout)
+    for got in (out, *grads):
+        assert (got[:4] == 0).all() and (got[15:] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,22 @@ def _losses(folder) -> list[tuple]:
     return [(r["kind"], r["step"], r["loss"]) for r in runlog.read(folder)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_an_interrupted_run_continues_the_same_curve(tiny, cache, tmp_path, number):
-    # Intervals that do not divide each other: losses between two reports must survive as well.
+@pytest.fixture(scope="module")
+def whole(tiny, cache, tmp_path_factory):
+    """A run that nothing interrupts, with intervals that do not divide each other: the losses
+    between two reports must survive an interruption as well."""
+    torch.set_num_threads(1)
     config = tiny.override(
-        {"steps": 120, "checkpoint_every": 7, "log_every": 2, "validate_every": 20}
+        {"steps": 60, "checkpoint_every": 7, "log_every": 2, "validate_every": 20}
     )
-    run.train(config, tmp_path / "whole", cache)
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run.train(config, folder, cache)
+    return config, folder
 
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_interrupted_run_continues_the_same_curve(whole, cache, tmp_path, number):
+    config, uninterrupted = whole
     folder = tmp_path / "interrupted"
     process = _start(config, folder, cache)
     _wait_for_step(process, folder, 16)
@@ -53,13 +61,13 @@ def test_an_interrupted_run_continues_the_same_curve(tiny, cache, tmp_path, numb
     status = process.wait(timeout=60)
     assert status == (-signal.SIGKILL if number == signal.SIGKILL else 130)
     last = checkpoint.steps(folder / "checkpoints")[-1]
-    assert 14 <= last < 120
+    assert 14 <= last < config.steps
     if number == signal.SIGKILL:
         assert last % 7 == 0
 
     run.train(run.continued(folder, {}), folder, cache, resume=True)
-    assert _losses(folder) == _losses(tmp_path / "whole")
-    ends = [checkpoint.load_latest(tmp_path / f / "checkpoints") for f in ("whole", "interrupted")]
+    assert _losses(folder) == _losses(uninterrupted)
+    ends = [checkpoint.load_latest(f / "checkpoints") for f in (uninterrupted, folder)]
     for name, tensor in ends[0]["model"].items():
         assert torch.equal(tensor, ends[1]["model"][name]), name
 

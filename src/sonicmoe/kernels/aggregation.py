@@ -27,7 +27,9 @@ def aggregate_kernel(
             live = slot + j < last
             row = tl.load(slot_row + slot + j, mask=live, other=-1)
             here = row >= 0
-            value = tl.load(y + row.to(tl.int64) * H + h, mask=here & (h < H), other=0.0).to(tl.float32)
+            value = tl.load(y + row.to(tl.int64) * H + h, mask=here & (h < H), other=0.0).to(
+                tl.float32
+            )
             if scores is not None:
                 score = tl.load(scores + slot + j, mask=here, other=0.0)
                 value *= score
@@ -44,7 +46,9 @@ def sum_partials_kernel(
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < slots
     if slot_row is None:
-        alive = inside & (slot < tl.load(expert_start + num_experts))
+        alive = (
+            inside & (slot >= tl.load(expert_start)) & (slot < tl.load(expert_start + num_experts))
+        )
     else:
         alive = inside & (tl.load(slot_row + slot, mask=inside, other=-1) >= 0)
     acc = tl.zeros((BLOCK,), tl.float32)
@@ -76,19 +80,29 @@ def bias_score_kernel(
             h = h0 + tl.arange(0, BH)
             ptr = dout + src.to(tl.int64)[:, None] * H + h[None, :]
             do = tl.load(ptr, mask=ok[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
-            acc += do * tl.load(bias + expert.to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+            acc += (
+                do
+                * tl.load(bias + expert.to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)[
+                    None, :
+                ]
+            )
         tl.store(partial + slot, tl.sum(acc, 1), mask=ok)
 
 
 @triton.jit
-def zero_tail_kernel(y, expert_start, count, num_experts, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
-    """y[r] = 0 for rows past the last expert. Grid: R/BR; a program owns BR rows."""
+def zero_tail_kernel(
+    y, expert_start, count, num_experts, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr
+):
+    """y[r] = 0 for rows of no expert. Grid: R/BR; a program owns BR rows."""
+    start = tl.load(expert_start)
     end = tl.load(expert_start + num_experts)
     first = tl.program_id(0) * BR
-    if first + BR > end:
+    if (first < start) | (first + BR > end):
         rows = first + tl.arange(0, BR)
-        ok = (rows >= end) & (rows < count)
+        ok = ((rows < start) | (rows >= end)) & (rows < count)
         for n0 in tl.range(0, N, BN):
             n = n0 + tl.arange(0, BN)
             ptr = y + rows.to(tl.int64)[:, None] * N + n[None, :]
-            tl.store(ptr, tl.zeros((BR, BN), y.dtype.element_ty), mask=ok[:, None] & (n < N)[None, :])
+            tl.store(
+                ptr, tl.zeros((BR, BN), y.dtype.element_ty), mask=ok[:, None] & (n < N)[None, :]
+            )

@@ -33,11 +33,32 @@ def tile_of(tiles, expert_start, index, n_tiles):
 
 
 @gluon.jit
-def _load_weights(w, expert, column, k, barrier, smem, KN: gl.constexpr, TWO_HALVES: gl.constexpr):
+def weight_ring(
+    w, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BY_HALVES: gl.constexpr
+):
+    """Shared memory for the boxes of weights."""
+    if BY_HALVES:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN], w.dtype)
+        ring = gl.allocate_shared_memory(w.dtype, [STAGES, BK, BN], layout)
+    else:
+        ring = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_shape, w.layout)
+    return ring
+
+
+@gluon.jit
+def _load_weights(
+    w, expert, column, k, barrier, smem, slot,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr, TWO_HALVES: gl.constexpr,
+):  # fmt: skip
     """The box of weights for columns column.. and k..; `column` counts gates when in two halves."""
     if KN and TWO_HALVES:
-        copy_in(w, [expert, k, 0, column], barrier, smem)
-    elif KN:
+        # Columns lie in panels of 64, so gates and ups side by side are one (BK, BN) operand.
+        half = smem._reinterpret(smem.dtype, [2 * STAGES, 1, BK, 1, BN // 2], w.layout)
+        copy_in(w, [expert, k, 0, column], barrier, half.index(2 * slot))
+        copy_in(w, [expert, k, 1, column], barrier, half.index(2 * slot + 1))
+        return
+    smem = smem.index(slot)
+    if KN:
         copy_in(w, [expert, k, column], barrier, smem)
     elif TWO_HALVES:
         copy_in(w, [expert, 0, column, k], barrier, smem)
@@ -62,14 +83,19 @@ def producer(
         if GATHER:
             # Rows past the end read token 0: their results are dropped.
             upper = gl.load(row_token + row + r, mask=row + r < end, other=0).to(gl.int64) * K
-            lower = gl.load(row_token + row + ROWS + r, mask=row + ROWS + r < end, other=0).to(gl.int64) * K
+            lower = (
+                gl.load(row_token + row + ROWS + r, mask=row + ROWS + r < end, other=0).to(gl.int64)
+                * K
+            )
             upper_ptr = a + gl.expand_dims(upper, 1) + gl.expand_dims(offs_k, 0)
             lower_ptr = a + gl.expand_dims(lower, 1) + gl.expand_dims(offs_k, 0)
         for k in range(0, K, BK):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(slot), BYTES)
-            _load_weights(w, expert, column, k, full.index(slot), w_smem.index(slot), KN, TWO_HALVES)
+            _load_weights(
+                w, expert, column, k, full.index(slot), w_smem, slot, BN, BK, STAGES, KN, TWO_HALVES
+            )
             if GATHER:
                 if K % BK == 0:
                     copy_gathered(a_smem.index(2 * slot), upper_ptr + k)
@@ -93,7 +119,9 @@ def accumulate(
     K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
     """The (64, BN) accumulator of this warpgroup's next tile, and the ring position after it."""
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
     acc = gl.zeros((ROWS, BN), gl.float32, L)
     for k in range(0, K, BK):
         slot = step % STAGES
@@ -146,7 +174,9 @@ def _product_consumer(
     WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
@@ -154,7 +184,9 @@ def _product_consumer(
         acc, step = accumulate(step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN)
         if bias is not None:
             c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
-            acc += gl.expand_dims(gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32), 0)
+            acc += gl.expand_dims(
+                gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32), 0
+            )
         if row_scores is not None:
             r = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
             acc *= gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
@@ -172,8 +204,10 @@ def hopper_product_kernel(
     """Y = (A Wᵀ + bias)·score, rows sorted by expert. Grid: one program a multiprocessor."""
     n_tiles: gl.constexpr = (N + BN - 1) // BN
     a_smem = gl.allocate_shared_memory(y.dtype, [2 * STAGES, ROWS, BK], a.layout)
-    w_smem = gl.allocate_shared_memory(y.dtype, [STAGES] + w.block_shape, w.layout)
-    y_smem = gl.allocate_shared_memory(y.dtype, [2, ROWS, BN], gl.NVMMASharedLayout.get_default_for([ROWS, BN], y.dtype))
+    w_smem = weight_ring(w, BN, BK, STAGES, False)
+    y_smem = gl.allocate_shared_memory(
+        y.dtype, [2, ROWS, BN], gl.NVMMASharedLayout.get_default_for([ROWS, BN], y.dtype)
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -200,7 +234,9 @@ def _up_consumer(
 ):  # fmt: skip
     HALF: gl.constexpr = BN // 2
     I: gl.constexpr = N // 2  # noqa: E741
-    HL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
+    HL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16]
+    )
     first = out_smem.index(2 * WHICH)
     second = out_smem.index(2 * WHICH + 1)
     c = gl.arange(0, HALF, gl.SliceLayout(0, HL))
@@ -219,8 +255,18 @@ def _up_consumer(
             left_column = n * BN
             right_column = n * BN + HALF
         if b1 is not None:
-            left += gl.expand_dims(gl.load(b1 + expert * N + left_column + c, mask=left_column + c < N, other=0.0).to(gl.float32), 0)
-            right += gl.expand_dims(gl.load(b1 + expert * N + right_column + c, mask=right_column + c < N, other=0.0).to(gl.float32), 0)
+            left += gl.expand_dims(
+                gl.load(b1 + expert * N + left_column + c, mask=left_column + c < N, other=0.0).to(
+                    gl.float32
+                ),
+                0,
+            )
+            right += gl.expand_dims(
+                gl.load(
+                    b1 + expert * N + right_column + c, mask=right_column + c < N, other=0.0
+                ).to(gl.float32),
+                0,
+            )
         if KEEP_Z:
             # Each half waits for the store that used its buffer before it, one store back.
             tma.store_wait(0)
@@ -253,10 +299,14 @@ def hopper_up_kernel(
 ):  # fmt: skip
     """Z = X W1ᵀ + b1 and A = act(Z) for gated activations. Grid: one program a multiprocessor."""
     n_tiles: gl.constexpr = (N + BN - 1) // BN
-    x_smem = gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], a.dtype))
-    w_smem = gl.allocate_shared_memory(a.dtype, [STAGES] + w1.block_shape, w1.layout)
+    x_smem = gl.allocate_shared_memory(
+        a.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], a.dtype)
+    )
+    w_smem = weight_ring(w1, BN, BK, STAGES, KN and TWO_HALVES)
     HALF: gl.constexpr = BN // 2
-    out_smem = gl.allocate_shared_memory(a.dtype, [4, ROWS, HALF], gl.NVMMASharedLayout.get_default_for([ROWS, HALF], a.dtype))
+    out_smem = gl.allocate_shared_memory(
+        a.dtype, [4, ROWS, HALF], gl.NVMMASharedLayout.get_default_for([ROWS, HALF], a.dtype)
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ARRIVALS: gl.constexpr = 129 if GATHER else 1

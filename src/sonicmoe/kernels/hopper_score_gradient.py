@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_copies import copy_in
-from .hopper_rows import ROWS, accumulate, halves, pairs, producer, tile_of
+from .hopper_rows import ROWS, accumulate, halves, pairs, producer, tile_of, weight_ring
 from .ragged import store_rows, store_rows_of_half
 
 SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of interleaved Z a row
@@ -38,7 +38,9 @@ def _slice(
     CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr, STORE_A: gl.constexpr, z_first, a_first,
 ):  # fmt: skip
     """Epilogue of (64, 32): stores dZ and A', returns dA'·A elementwise."""
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16]
+    )
     # Interleaved: the four neighbours that hold gate and up of a thread's two columns.
     LZ: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -64,8 +66,12 @@ def _slice(
         a_smem.index(a_first).store((value * weight).to(a.dtype))
     fence_async_shared()
     if CONCATENATED:
-        store_rows_of_half(dz, end, row, 0, column, z_smem.index(z_first).reshape([1, 1, ROWS, 1, SLICE]))
-        store_rows_of_half(dz, end, row, 1, column, z_smem.index(z_first + 1).reshape([1, 1, ROWS, 1, SLICE]))
+        store_rows_of_half(
+            dz, end, row, 0, column, z_smem.index(z_first).reshape([1, 1, ROWS, 1, SLICE])
+        )
+        store_rows_of_half(
+            dz, end, row, 1, column, z_smem.index(z_first + 1).reshape([1, 1, ROWS, 1, SLICE])
+        )
     else:
         store_rows(dz, end, row, 2 * column, z_smem.index(z_first).reshape([1, 1, ROWS, 2 * SLICE]))
     if STORE_A:
@@ -81,7 +87,9 @@ def _consumer(
     STAGES: gl.constexpr, KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
     STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16]
+    )
     PARTS: gl.constexpr = 2 if CONCATENATED else 1
     SLICES: gl.constexpr = BN // SLICE
     AHEAD: gl.constexpr = BUFFERS if BUFFERS < SLICES else SLICES
@@ -95,7 +103,15 @@ def _consumer(
         tma.store_wait(0)
         for s in gl.static_range(AHEAD):
             b = (z_step + s) % BUFFERS
-            _load_z(z, row, n * BN + s * SLICE, z_full.index(WHICH * BUFFERS + b), z_smem, (WHICH * BUFFERS + b) * PARTS, CONCATENATED)
+            _load_z(
+                z,
+                row,
+                n * BN + s * SLICE,
+                z_full.index(WHICH * BUFFERS + b),
+                z_smem,
+                (WHICH * BUFFERS + b) * PARTS,
+                CONCATENATED,
+            )
         ok = row + r < end
         if row_slot is None:
             slot = row + r
@@ -135,7 +151,15 @@ def _consumer(
                 tma.store_wait(STORES)
                 if s - 1 + BUFFERS < SLICES:
                     c = (z_step - 2) % BUFFERS
-                    _load_z(z, row, n * BN + (s - 1 + BUFFERS) * SLICE, z_full.index(WHICH * BUFFERS + c), z_smem, (WHICH * BUFFERS + c) * PARTS, CONCATENATED)
+                    _load_z(
+                        z,
+                        row,
+                        n * BN + (s - 1 + BUFFERS) * SLICE,
+                        z_full.index(WHICH * BUFFERS + c),
+                        z_smem,
+                        (WHICH * BUFFERS + c) * PARTS,
+                        CONCATENATED,
+                    )
         if STORE_PARTIAL:
             gl.store(partial + n * slots.to(gl.int64) + slot, gl.sum(ds, 1), mask=ok)
     tma.store_wait(0)
@@ -153,10 +177,18 @@ def hopper_score_gradient_kernel(
     dtype: gl.constexpr = z.dtype
     ZC: gl.constexpr = SLICE if CONCATENATED else 2 * SLICE
     PARTS: gl.constexpr = 2 if CONCATENATED else 1
-    do_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], dtype))
-    w_smem = gl.allocate_shared_memory(dtype, [STAGES] + w2.block_shape, w2.layout)
-    z_smem = gl.allocate_shared_memory(dtype, [2 * BUFFERS * PARTS, ROWS, ZC], gl.NVMMASharedLayout.get_default_for([ROWS, ZC], dtype))
-    a_smem = gl.allocate_shared_memory(dtype, [4, ROWS, SLICE], gl.NVMMASharedLayout.get_default_for([ROWS, SLICE], dtype))
+    do_smem = gl.allocate_shared_memory(
+        dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], dtype)
+    )
+    w_smem = weight_ring(w2, BN, BK, STAGES, False)
+    z_smem = gl.allocate_shared_memory(
+        dtype,
+        [2 * BUFFERS * PARTS, ROWS, ZC],
+        gl.NVMMASharedLayout.get_default_for([ROWS, ZC], dtype),
+    )
+    a_smem = gl.allocate_shared_memory(
+        dtype, [4, ROWS, SLICE], gl.NVMMASharedLayout.get_default_for([ROWS, SLICE], dtype)
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     z_full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())

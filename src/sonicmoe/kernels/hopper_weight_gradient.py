@@ -33,7 +33,17 @@ def _tile(index, expert_start, m_tiles, n_tiles, BM: gl.constexpr, BN: gl.conste
 
 
 @gluon.jit
-def _gather(smem, source, token, ok, column, COLUMNS: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, L: gl.constexpr):
+def _gather(
+    smem,
+    source,
+    token,
+    ok,
+    column,
+    COLUMNS: gl.constexpr,
+    BK: gl.constexpr,
+    BC: gl.constexpr,
+    L: gl.constexpr,
+):
     c = column + gl.arange(0, BC, gl.SliceLayout(0, L))
     ptr = source + gl.expand_dims(token.to(gl.int64) * COLUMNS, 1) + gl.expand_dims(c, 0)
     copy_gathered(smem, ptr, mask=gl.expand_dims(ok, 1) & gl.expand_dims(c < COLUMNS, 0))
@@ -48,7 +58,9 @@ def _producer(
 ):  # fmt: skip
     CM: gl.constexpr = BM // 2
     GATHERED: gl.constexpr = CM if GATHER_LEFT else BN
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (min(GATHERED, 256) // 8), min(GATHERED, 256) // 8], [4, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // (min(GATHERED, 256) // 8), min(GATHERED, 256) // 8], [4, 1], [1, 0]
+    )
     GATHER: gl.constexpr = GATHER_LEFT or GATHER_RIGHT
     BYTES: gl.constexpr = 2 * BK * ((0 if GATHER_LEFT else BM) + (0 if GATHER_RIGHT else BN))
     r = gl.arange(0, BK, gl.SliceLayout(1, L))
@@ -89,7 +101,9 @@ def _consumer(
     WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     CM: gl.constexpr = BM // 2
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, start, end, m0, n0 = _tile(index, expert_start, m_tiles, n_tiles, BM, BN)

@@ -18,7 +18,7 @@ def up_kernel(
     ACTIVATION: tl.constexpr, KEEP_Z: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    UNROLL: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Z = X W1ᵀ + b1, A = act(Z). Grid: any number of programs."""
     TWO_HALVES: tl.constexpr = GATED and CONCATENATED
@@ -36,7 +36,7 @@ def up_kernel(
         acc = accumulate(
             x, source_rows(row_token, rows, ok, row), row,
             w1, expert, first_column, I, w_stride_e, w_stride_n, w_stride_k,
-            H, N, BM, BN, BK, A_TMA, B_TMA, B_KN, TWO_HALVES, PRECISION,
+            H, N, BM, BN, BK, A_TMA, B_TMA, B_KN, TWO_HALVES, PRECISION, UNROLL,
         )  # fmt: skip
         z_rows = z + rows.to(tl.int64)[:, None] * N
         a_rows = a + rows.to(tl.int64)[:, None] * I
@@ -46,17 +46,25 @@ def up_kernel(
             if CONCATENATED:
                 gate, up = halves(acc, BM, BN)
                 if b1 is not None:
-                    gate += tl.load(b1 + expert * N + i, mask=i < I, other=0.0).to(tl.float32)[None, :]
-                    up += tl.load(b1 + expert * N + I + i, mask=i < I, other=0.0).to(tl.float32)[None, :]
+                    gate += tl.load(b1 + expert * N + i, mask=i < I, other=0.0).to(tl.float32)[
+                        None, :
+                    ]
+                    up += tl.load(b1 + expert * N + I + i, mask=i < I, other=0.0).to(tl.float32)[
+                        None, :
+                    ]
                 if KEEP_Z:
                     tl.store(z_rows + i[None, :], gate.to(dtype), mask=i_ok)
                     tl.store(z_rows + I + i[None, :], up.to(dtype), mask=i_ok)
             else:
                 n = column + tl.arange(0, BN)
                 if b1 is not None:
-                    acc += tl.load(b1 + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+                    acc += tl.load(b1 + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[
+                        None, :
+                    ]
                 if KEEP_Z:
-                    tl.store(z_rows + n[None, :], acc.to(dtype), mask=ok[:, None] & (n < N)[None, :])
+                    tl.store(
+                        z_rows + n[None, :], acc.to(dtype), mask=ok[:, None] & (n < N)[None, :]
+                    )
                 gate, up = pairs(acc, BM, BN)
             tl.store(a_rows + i[None, :], ACTIVATION(gate, up).to(dtype), mask=i_ok)
         else:
@@ -76,7 +84,7 @@ def product_kernel(
     K: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    UNROLL: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Y = (A Wᵀ + bias)·score, rows already sorted by expert. Grid: any number of programs."""
     n_tiles: tl.constexpr = (N + BN - 1) // BN
@@ -89,7 +97,7 @@ def product_kernel(
         acc = accumulate(
             a, source_rows(None, rows, ok, row), row,
             w, expert, column, 0, w_stride_e, w_stride_n, w_stride_k,
-            K, N, BM, BN, BK, A_TMA, B_TMA, B_KN, False, PRECISION,
+            K, N, BM, BN, BK, A_TMA, B_TMA, B_KN, False, PRECISION, UNROLL,
         )  # fmt: skip
         n = column + tl.arange(0, BN)
         if bias is not None:

@@ -38,7 +38,11 @@ def _slice_epilogue(
             gate, up = pairs(both, BM, 2 * BN)
             value, dgate, dup = BACKWARD(gate.to(tl.float32), up.to(tl.float32), da)
             if STORE_DZ:
-                tl.store(dz + z_rows + n[None, :], tl.interleave(dgate.to(dtype), dup.to(dtype)), mask=n_ok)
+                tl.store(
+                    dz + z_rows + n[None, :],
+                    tl.interleave(dgate.to(dtype), dup.to(dtype)),
+                    mask=n_ok,
+                )
     else:
         z_in = tl.load(z + wide_rows * I + i[None, :], mask=i_ok, other=0.0).to(tl.float32)
         value, dz_out = BACKWARD(z_in, da)
@@ -57,6 +61,7 @@ def score_gradient_kernel(
     BACKWARD: tl.constexpr, STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, STORE_PARTIAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """dZ (R, N), A' (R, I) and partial (I/BN, S) from gathered dO. Grid: any number of programs."""
     n_tiles: tl.constexpr = (I + BN - 1) // BN
@@ -70,7 +75,7 @@ def score_gradient_kernel(
         acc = accumulate(
             dout, source_rows(row_token, rows, ok, row), row,
             w2, expert, column, 0, w_stride_e, w_stride_n, w_stride_k,
-            H, I, BM, BN, BK, A_TMA, B_TMA, B_KN, False, PRECISION,
+            H, I, BM, BN, BK, A_TMA, B_TMA, B_KN, False, PRECISION, UNROLL,
         )  # fmt: skip
         if row_slot is None:
             slot = rows
@@ -82,18 +87,137 @@ def score_gradient_kernel(
             score = tl.load(scores + slot, mask=ok, other=0.0)
         W: tl.constexpr = BN // SLICES
         if SLICES == 1:
-            ds = _slice_epilogue(acc, score, rows, ok, column, z, dz, a, I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W)
+            ds = _slice_epilogue(
+                acc,
+                score,
+                rows,
+                ok,
+                column,
+                z,
+                dz,
+                a,
+                I,
+                GATED,
+                CONCATENATED,
+                BACKWARD,
+                STORE_DZ,
+                STORE_A,
+                BM,
+                W,
+            )
         elif SLICES == 2:
             left, right = halves(acc, BM, BN)
-            ds = _slice_epilogue(left, score, rows, ok, column, z, dz, a, I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W)
-            ds += _slice_epilogue(right, score, rows, ok, column + W, z, dz, a, I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W)
+            ds = _slice_epilogue(
+                left,
+                score,
+                rows,
+                ok,
+                column,
+                z,
+                dz,
+                a,
+                I,
+                GATED,
+                CONCATENATED,
+                BACKWARD,
+                STORE_DZ,
+                STORE_A,
+                BM,
+                W,
+            )
+            ds += _slice_epilogue(
+                right,
+                score,
+                rows,
+                ok,
+                column + W,
+                z,
+                dz,
+                a,
+                I,
+                GATED,
+                CONCATENATED,
+                BACKWARD,
+                STORE_DZ,
+                STORE_A,
+                BM,
+                W,
+            )
         else:
             left, right = halves(acc, BM, BN)
             first, second = halves(left, BM, BN // 2)
-            ds = _slice_epilogue(first, score, rows, ok, column, z, dz, a, I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W)
-            ds += _slice_epilogue(second, score, rows, ok, column + W, z, dz, a, I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W)
+            ds = _slice_epilogue(
+                first,
+                score,
+                rows,
+                ok,
+                column,
+                z,
+                dz,
+                a,
+                I,
+                GATED,
+                CONCATENATED,
+                BACKWARD,
+                STORE_DZ,
+                STORE_A,
+                BM,
+                W,
+            )
+            ds += _slice_epilogue(
+                second,
+                score,
+                rows,
+                ok,
+                column + W,
+                z,
+                dz,
+                a,
+                I,
+                GATED,
+                CONCATENATED,
+                BACKWARD,
+                STORE_DZ,
+                STORE_A,
+                BM,
+                W,
+            )
             first, second = halves(right, BM, BN // 2)
-            ds += _slice_epilogue(first, score, rows, ok, column + 2 * W, z, dz, a, I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W)
-            ds += _slice_epilogue(second, score, rows, ok, column + 3 * W, z, dz, a, I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W)
+            ds += _slice_epilogue(
+                first,
+                score,
+                rows,
+                ok,
+                column + 2 * W,
+                z,
+                dz,
+                a,
+                I,
+                GATED,
+                CONCATENATED,
+                BACKWARD,
+                STORE_DZ,
+                STORE_A,
+                BM,
+                W,
+            )
+            ds += _slice_epilogue(
+                second,
+                score,
+                rows,
+                ok,
+                column + 3 * W,
+                z,
+                dz,
+                a,
+                I,
+                GATED,
+                CONCATENATED,
+                BACKWARD,
+                STORE_DZ,
+                STORE_A,
+                BM,
+                W,
+            )
         if STORE_PARTIAL:
             tl.store(partial + n_tile * slots.to(tl.int64) + slot, ds, mask=ok)

@@ -44,7 +44,7 @@ def accumulate(
     K: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, TWO_HALVES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """acc[m, j] = Σ_k A[a_rows[m], k] · B[expert, n(j), k] in fp32.
 
@@ -52,7 +52,7 @@ def accumulate(
     the same columns `column_stride` further on: the gate and the up half of concatenated weights.
     """
     offs_k = tl.arange(0, BK)
-    EVEN_K: tl.constexpr = K % BK == 0
+    EVEN_K: tl.constexpr = K % (BK * UNROLL) == 0
     if not A_TMA:
         a_ptr = a + a_rows.to(tl.int64)[:, None] * K + offs_k[None, :]
     if not B_TMA:
@@ -67,24 +67,30 @@ def accumulate(
         b_ptr = b + expert.to(tl.int64) * b_stride_e + n.to(tl.int64)[None, :] * b_stride_n
 
     acc = tl.zeros((BM, BN), tl.float32)
-    for k in tl.range(0, K, BK):
-        if A_TMA:
-            a_tile = a.load([a_first_row, k])
-        elif EVEN_K:
-            a_tile = tl.load(a_ptr + k)
-        else:
-            a_tile = tl.load(a_ptr + k, mask=(k + offs_k < K)[None, :], other=0.0)
-        if B_TMA:
-            if B_KN and TWO_HALVES:
-                b_tile = tl.reshape(b.load([expert, k, 0, column]), (BK, BN))
-            elif B_KN:
-                b_tile = tl.reshape(b.load([expert, k, column]), (BK, BN))
-            elif TWO_HALVES:
-                b_tile = tl.reshape(b.load([expert, 0, column, k]), (BN, BK)).T
+    for k0 in tl.range(0, K, BK * UNROLL):
+        # fp32 adds up in two levels: one long chain errs half as much again as cuBLAS at K = 2056.
+        part = acc if UNROLL == 1 else tl.zeros((BM, BN), tl.float32)
+        for j in tl.static_range(UNROLL):
+            k = k0 + j * BK
+            if A_TMA:
+                a_tile = a.load([a_first_row, k])
+            elif EVEN_K:
+                a_tile = tl.load(a_ptr + k)
             else:
-                b_tile = tl.reshape(b.load([expert, column, k]), (BN, BK)).T
-        else:
-            b_k = (k + offs_k)[:, None]
-            b_tile = tl.load(b_ptr + b_k.to(tl.int64) * b_stride_k, mask=n_ok[None, :] & (b_k < K), other=0.0)
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+                a_tile = tl.load(a_ptr + k, mask=(k + offs_k < K)[None, :], other=0.0)
+            if B_TMA:
+                if B_KN and TWO_HALVES:
+                    b_tile = tl.reshape(b.load([expert, k, 0, column]), (BK, BN))
+                elif B_KN:
+                    b_tile = tl.reshape(b.load([expert, k, column]), (BK, BN))
+                elif TWO_HALVES:
+                    b_tile = tl.reshape(b.load([expert, 0, column, k]), (BN, BK)).T
+                else:
+                    b_tile = tl.reshape(b.load([expert, column, k]), (BN, BK)).T
+            else:
+                b_k = (k + offs_k)[:, None]
+                b_ok = n_ok[None, :] & (b_k < K)
+                b_tile = tl.load(b_ptr + b_k.to(tl.int64) * b_stride_k, mask=b_ok, other=0.0)
+            part = tl.dot(a_tile, b_tile, part, input_precision=PRECISION)
+        acc = part if UNROLL == 1 else acc + part
     return acc

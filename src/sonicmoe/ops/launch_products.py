@@ -8,7 +8,7 @@ from ..kernels import aggregation, rows, score_gradient, weight_gradient
 from ..shapes import ceil_div
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from . import memory
-from .launch import aligned, descriptor, dot_precision, power_of_two, target_of
+from .launch import aligned, descriptor, dot_precision, launch, power_of_two, target_of
 
 
 def _value(activation: ActivationType):
@@ -52,6 +52,11 @@ def _row_source(t: torch.Tensor, config: RowConfig, row_token):
     return descriptor(t, [config.block_m, config.block_k]), True
 
 
+def _unroll(t: torch.Tensor) -> int:
+    """Products added up before they join the accumulator: see `kernels.tile.accumulate`."""
+    return 4 if t.dtype == torch.float32 else 1
+
+
 def _options(config: RowConfig | WeightConfig) -> dict:
     return dict(
         BM=config.block_m, BN=config.block_n, BK=config.block_k,
@@ -64,7 +69,17 @@ def _grid(config: RowConfig | WeightConfig, work: int, target) -> tuple[int]:
 
 
 def up(
-    x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z, config=None
+    x,
+    w1,
+    b1,
+    row_token,
+    expert_start,
+    tiles,
+    tile_height,
+    activation,
+    concatenated,
+    keep_z,
+    config=None,
 ):
     """Z (empty unless `keep_z`) and A."""
     x, w1 = aligned(x), aligned(w1)
@@ -85,13 +100,14 @@ def up(
         )  # fmt: skip
         return z, a
     source, a_tma = _row_source(x, config, row_token)
-    rows.up_kernel[grid](
+    launch(
+        rows.up_kernel, grid,
         source, row_token, _weight_source(w1, config, two_halves), b1, z, a, tiles, expert_start,
         *w1.stride(),
         H=hidden, N=n, GATED=activation.is_gated, CONCATENATED=concatenated,
         ACTIVATION=_value(activation), KEEP_Z=keep_z,
         A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w1), PRECISION=dot_precision(x),
-        FLATTEN=config.flatten, **_options(config),
+        UNROLL=_unroll(x), FLATTEN=config.flatten, **_options(config),
     )  # fmt: skip
     return z, a
 
@@ -110,11 +126,12 @@ def _product(kernel, a, w, bias, row_scores, expert_start, tiles, config=None):
         _hopper().product(a, w, bias, row_scores, y, tiles, expert_start, config, *grid)
         return y
     source, a_tma = _row_source(a, config, None)
-    rows.product_kernel[grid](
+    launch(
+        rows.product_kernel, grid,
         source, _weight_source(w, config), bias, row_scores, y, tiles, expert_start,
         *w.stride(),
         K=k, N=n, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
-        PRECISION=dot_precision(a), FLATTEN=config.flatten, **_options(config),
+        PRECISION=dot_precision(a), UNROLL=_unroll(a), FLATTEN=config.flatten, **_options(config),
     )  # fmt: skip
     return y
 
@@ -133,7 +150,8 @@ def aggregate(y, scores, slot_row, token_start, tokens):
         return out
     per_token = slots // tokens if token_start is None else 0
     block = min(power_of_two(hidden), 1024)
-    aggregation.aggregate_kernel[(tokens, ceil_div(hidden, block))](
+    launch(
+        aggregation.aggregate_kernel, (tokens, ceil_div(hidden, block)),
         y, scores, slot_row, token_start, out, per_token,
         H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BH=block, num_warps=4,
     )  # fmt: skip
@@ -153,7 +171,9 @@ def down_backward(
             dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
             activation, concatenated, need_dz, need_dw2, need_dscores, config,
         )  # fmt: skip
-    dw2 = _weight_gradient(dout, row_token, a, None, w2, expert_start, weights) if need_dw2 else none
+    dw2 = (
+        _weight_gradient(dout, row_token, a, None, w2, expert_start, weights) if need_dw2 else none
+    )
     db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start) if need_db2 else none
     return dz, dw2, db2, dscores
 
@@ -189,23 +209,34 @@ def _score_gradient(
     else:
         source, a_tma = _row_source(dout, config, row_token)
         w2t = w2.mT  # the product contracts over H: (E, I, H) weights
-        score_gradient.score_gradient_kernel[grid](
+        launch(
+        score_gradient.score_gradient_kernel, grid,
             source, row_token, _weight_source(w2t, config), scores, row_slot, z, dz, a, partial,
             tiles, expert_start, slots, *w2t.stride(),
             H=hidden, I=intermediate, GATED=activation.is_gated, CONCATENATED=concatenated,
             BACKWARD=_derivative(activation), STORE_DZ=need_dz, STORE_A=need_a,
             STORE_PARTIAL=need_dscores, SLICES=config.slices,
             A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w2t),
-            PRECISION=dot_precision(z), **_options(config),
+            PRECISION=dot_precision(z), UNROLL=_unroll(z), **_options(config),
         )  # fmt: skip
     if need_dscores:
         if b2 is not None:
-            aggregation.bias_score_kernel[(tiles.shape[0] - 1,)](
+            launch(
+        aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
                 dout, row_token, row_slot, b2, partial[parts], tiles, expert_start,
                 H=hidden, BM=tile_height, BH=64, num_warps=8,
             )  # fmt: skip
-        aggregation.sum_partials_kernel[(ceil_div(slots, 1024),)](
-            partial, slot_row, expert_start, dscores, slots, experts, PARTS=planes, BLOCK=1024
+        launch(
+            aggregation.sum_partials_kernel,
+            (ceil_div(slots, 1024),),
+            partial,
+            slot_row,
+            expert_start,
+            dscores,
+            slots,
+            experts,
+            PARTS=planes,
+            BLOCK=1024,
         )
     return dz, a, dscores
 
@@ -236,8 +267,17 @@ def _zero_tail(y: torch.Tensor, expert_start: torch.Tensor) -> torch.Tensor:
     """Rows that belong to no expert, in place."""
     count, n = y.shape
     if count:
-        aggregation.zero_tail_kernel[(ceil_div(count, 32),)](
-            y, expert_start, count, expert_start.shape[0] - 1, N=n, BR=32, BN=128, num_warps=4
+        launch(
+            aggregation.zero_tail_kernel,
+            (ceil_div(count, 32),),
+            y,
+            expert_start,
+            count,
+            expert_start.shape[0] - 1,
+            N=n,
+            BR=32,
+            BN=128,
+            num_warps=4,
         )
     return y
 
@@ -246,14 +286,18 @@ def _weight_gradient(left, left_token, right, right_token, w, expert_start, conf
     """(E, M, N) = Σ over an expert's rows of leftᵀ right, with the strides of `w`."""
     dw = memory.empty_like(w)
     out = dw
-    if _stored_transposed(dw):  # write the other way round, so that rows of the store are contiguous
+    if _stored_transposed(
+        dw
+    ):  # write the other way round, so that rows of the store are contiguous
         left, left_token, right, right_token, out = right, right_token, left, left_token, dw.mT
     experts, m, n = out.shape
     target = target_of(left)
     config = config or weight_config(
         left.element_size(), m, n, left_token is not None, right_token is not None, target
     )
-    grid = _grid(config, experts * ceil_div(m, config.block_m) * ceil_div(n, config.block_n), target)
+    grid = _grid(
+        config, experts * ceil_div(m, config.block_m) * ceil_div(n, config.block_n), target
+    )
     if config.hopper and left.shape[0] and right.shape[0]:
         _hopper().weight_gradient(
             left, left_token, right, right_token, out, expert_start, config, *grid
@@ -261,7 +305,8 @@ def _weight_gradient(left, left_token, right, right_token, w, expert_start, conf
         return dw
     l_tma = config.tma and left_token is None and left.shape[0] > 0
     r_tma = config.tma and right_token is None and right.shape[0] > 0
-    weight_gradient.weight_gradient_kernel[grid](
+    launch(
+        weight_gradient.weight_gradient_kernel, grid,
         descriptor(left, [config.block_k, config.block_m]) if l_tma else left, left_token,
         descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
         out, expert_start, experts,
@@ -274,7 +319,8 @@ def _weight_gradient(left, left_token, right, right_token, w, expert_start, conf
 def _bias_gradient(source, row_token, scores, row_slot, bias, expert_start):
     experts, n = bias.shape
     out = memory.empty(bias.shape, bias.dtype, bias.device)
-    weight_gradient.bias_gradient_kernel[(experts, ceil_div(n, 64))](
+    launch(
+        weight_gradient.bias_gradient_kernel, (experts, ceil_div(n, 64)),
         source, row_token, scores, row_slot, out, expert_start,
         N=n, BR=64, BN=64, num_warps=4,
     )  # fmt: skip

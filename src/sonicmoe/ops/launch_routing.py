@@ -6,9 +6,9 @@ from ..kernels import permute as permute_kernels
 from ..kernels import topk as topk_kernels
 from ..shapes import ceil_div, max_tiles
 from . import memory
-from .launch import power_of_two
+from .launch import launch, power_of_two
 
-_SPANS = 128  # programs of the counting sort: each reads the counts of all, so not many more
+_SPANS = 256  # programs of the counting sort: each reads the counts of all, so not many more
 _CHUNK = 128  # slots ranked at once by comparing all pairs
 
 
@@ -24,7 +24,8 @@ def topk(logits, k, softmax_over_topk):
     if tokens:
         block = min(_tokens_at_once(experts), 32)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        topk_kernels.topk_kernel[(ceil_div(tokens, block),)](
+        launch(
+        topk_kernels.topk_kernel, (ceil_div(tokens, block),),
             logits, scores, ids, tokens, logits.stride(0),
             E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
             BT=block, BE=power_of_two(experts), BK=power_of_two(k),
@@ -41,7 +42,8 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk):
         block = min(_tokens_at_once(experts), 32)
         if not softmax_over_topk and logits.stride(1) != 1:
             logits = logits.contiguous()
-        topk_kernels.topk_backward_kernel[(ceil_div(tokens, block),)](
+        launch(
+        topk_kernels.topk_backward_kernel, (ceil_div(tokens, block),),
             dscores.contiguous(), scores, ids, None if softmax_over_topk else logits, dlogits,
             tokens, logits.stride(0),
             E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
@@ -67,22 +69,41 @@ def permute(ids, num_experts, slot_token, tile_height):
     counts, next_row = new(spans, num_experts), new(spans, num_experts)
     block = power_of_two(num_experts)
     ids = ids.contiguous()
-    permute_kernels.count_kernel[(spans,)](
-        ids, counts, slots, span, num_experts, BE=block, CHUNK=_CHUNK, num_warps=4
+    launch(
+        permute_kernels.count_kernel,
+        (spans,),
+        ids,
+        counts,
+        slots,
+        span,
+        num_experts,
+        BE=block,
+        CHUNK=_CHUNK,
+        num_warps=4,
     )
-    permute_kernels.place_kernel[(spans,)](
+    launch(
+        permute_kernels.place_kernel, (spans,),
         ids, slot_token, counts, next_row, row_token, row_slot, slot_row, expert_start, table,
         slots, span, spans, num_experts, ids.shape[-1],
-        HEIGHT=tile_height, BE=block, BP=min(power_of_two(spans), max(1, 8192 // block)), CHUNK=_CHUNK,
-        num_warps=4,
+        HEIGHT=tile_height, BE=block, BP=min(power_of_two(spans), max(1, 16384 // block)), CHUNK=_CHUNK,
+        num_warps=8,
     )  # fmt: skip
     return row_token, row_slot, slot_row, expert_start, table
 
 
 def tiles(expert_start, rows, tile_height):
     num_experts = expert_start.shape[0] - 1
-    table = memory.empty((1 + max_tiles(rows, num_experts, tile_height), 2), torch.int32, expert_start.device)
-    permute_kernels.tiles_kernel[(min(num_experts, 128),)](
-        expert_start, table, num_experts, HEIGHT=tile_height, BE=power_of_two(num_experts), num_warps=4
+    table = memory.empty(
+        (1 + max_tiles(rows, num_experts, tile_height), 2), torch.int32, expert_start.device
+    )
+    launch(
+        permute_kernels.tiles_kernel,
+        (min(num_experts, 128),),
+        expert_start,
+        table,
+        num_experts,
+        HEIGHT=tile_height,
+        BE=power_of_two(num_experts),
+        num_warps=4,
     )
     return table

@@ -24,7 +24,17 @@ def _intermediate_size(n: int, activation: str) -> int:
 
 # --- up -------------------------------------------------------------------------------------------
 def _up_fake(
-    x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z, backend
+    x,
+    w1,
+    b1,
+    row_token,
+    expert_start,
+    tiles,
+    tile_height,
+    activation,
+    concatenated,
+    keep_z,
+    backend,
 ):
     rows = (x if row_token is None else row_token).shape[0]
     n = w1.shape[1]
@@ -45,7 +55,17 @@ def _up_flops(x, w1, b1, row_token, *args, out_shape=None, **kwargs) -> int:
     flops=_up_flops,
 )
 def up(
-    x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z, backend
+    x,
+    w1,
+    b1,
+    row_token,
+    expert_start,
+    tiles,
+    tile_height,
+    activation,
+    concatenated,
+    keep_z,
+    backend,
 ):
     """Z = X W1ᵀ + b1 (empty unless `keep_z`) and A = act(Z), rows gathered on the fly."""
     if backend == "torch":

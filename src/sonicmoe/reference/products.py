@@ -46,8 +46,9 @@ def down(a, w2, b2, row_scores, expert_start):
     """Y of every row: (R, H), multiplied by the row's score where scores are given."""
     y = a.new_zeros(a.shape[0], w2.shape[1])
     for e, r in _expert_rows(expert_start):
-        y[r] = torch.nn.functional.linear(a[r], w2[e], None if b2 is None else b2[e])
-    return y if row_scores is None else (_wide(y) * row_scores[:, None]).to(a.dtype)
+        out = torch.nn.functional.linear(a[r], w2[e], None if b2 is None else b2[e])
+        y[r] = out if row_scores is None else (_wide(out) * row_scores[r, None]).to(a.dtype)
+    return y
 
 
 def aggregate(y, scores, slot_row, token_start, tokens: int):

@@ -11,11 +11,10 @@ def topk(
     """(T, E) logits → scores (T, K) in fp32 or better, ids (T, K) int32. Ties go to the lower id."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     order = wide.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    chosen = wide.gather(1, order)
     if softmax_over_topk:
-        scores = chosen.softmax(-1)
+        scores = wide.gather(1, order).softmax(-1)
     else:
-        scores = (chosen - wide.logsumexp(-1, keepdim=True)).exp()
+        scores = wide.softmax(-1).gather(1, order)
     return scores, order.to(torch.int32)
 
 

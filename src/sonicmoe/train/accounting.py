@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .. import cost
+from ..shapes import Problem
 from .config import ModelConfig, TrainConfig
 
 # Bytes a parameter: weights, gradient, two moments; under autocast also a bf16 copy of the weights.
@@ -45,13 +47,12 @@ class LayerBytes:
 
 
 def layer_bytes(m: ModelConfig, tokens: int, element: int) -> LayerBytes:
-    """Ours: X, Z and 20 bytes of routing a row. Gathered: the rows of X, A and Y in addition."""
-    rows = tokens * m.experts_per_token
-    x, z = element * tokens * m.hidden_size, 2 * element * rows * m.intermediate_size
-    ours = x + z + 20 * rows
-    gathered_x = y = element * rows * m.hidden_size
-    a = element * rows * m.intermediate_size
-    return LayerBytes(ours, ours + gathered_x + a + y)
+    """Ours: X, Z and about 20 bytes of routing a row. Gathered: rows of X, A and Y in addition."""
+    p = Problem(tokens, m.hidden_size, m.intermediate_size, m.num_experts, m.experts_per_token)
+    ours = cost.caller_bytes(p, element) + sum(
+        cost.kept_bytes(p, element, router=m.router).values()
+    )
+    return LayerBytes(ours, ours + element * p.R * (2 * p.H + p.I))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ def _peer_layer(moe: MoE, x: torch.Tensor, experts: Callable):
     flat = x.reshape(-1, x.shape[-1])
     logits = moe.router(flat)
     scores, ids = topk_scores(logits, moe.top_k)
-    w1, w2 = moe.c_fc.weight, moe.c_proj.weight
+    w1: torch.Tensor = moe.c_fc.weight
+    w2: torch.Tensor = moe.c_proj.weight
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         flat, w1, w2 = flat.to(dtype), w1.to(dtype), w2.to(dtype)

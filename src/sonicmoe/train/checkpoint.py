@@ -15,6 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 from ..errors import bad_argument
 from .parallel import World
@@ -99,16 +104,14 @@ def _flush(path: Path) -> None:
 
 
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Weights, optimizer and the state of the random numbers; whole, whatever the sharding."""
-    if world.size == 1:
-        found = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    else:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    """Weights, optimizer and the state of the random numbers.
 
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights, moments = get_state_dict(model, optimizer, options=options)
-        found = {"model": weights, "optimizer": moments}
-    found["rng"] = torch.get_rng_state()
+    Whole, whatever the sharding: a run may continue on another number of ranks.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=world.size > 1)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    rng = torch.get_rng_state()
+    found: dict[str, Any] = {"model": weights, "optimizer": moments, "rng": rng}
     if world.device.type == "cuda":
         found["cuda_rng"] = torch.cuda.get_rng_state(world.device)
     return found
@@ -118,16 +121,10 @@ def restore(
     state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, world: World
 ) -> None:
     """The inverse of `gather`."""
-    if world.size == 1:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    else:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-            options=StateDictOptions(full_state_dict=True),
-        )  # fmt: skip
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+        options=StateDictOptions(full_state_dict=True),
+    )  # fmt: skip
     torch.set_rng_state(state["rng"].cpu())
     if world.device.type == "cuda" and "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"].cpu(), world.device)

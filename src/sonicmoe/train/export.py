@@ -18,6 +18,12 @@ from .corpus import END_OF_TEXT
 from .extras import need
 from .run import load_config
 
+# Whether a token's scores sum to one, by the name of the router.
+_NORMALISED = {
+    "softmax_over_topk": True,
+    "topk_over_softmax_normalized": True,
+    "topk_over_softmax": False,
+}
 _PER_BLOCK = {
     "attention_norm": "input_layernorm",
     "attention": "self_attn",
@@ -28,9 +34,9 @@ _PER_BLOCK = {
 
 def export(folder: Path, output: Path) -> None:
     """Write the newest sound checkpoint of the run in `folder` to `output`."""
-    safetensors = need("safetensors.torch", "Exporting")
     if output.exists() and any(output.iterdir()):
         raise bad_argument("output", "a new or empty folder", str(output), "Choose another name.")
+    safetensors = need("safetensors.torch", "Exporting")
     config = load_config(folder)
     weights = checkpoint.load_latest(folder / "checkpoints")["model"]
     output.mkdir(parents=True, exist_ok=True)
@@ -78,7 +84,12 @@ def _block(prefix: str, rest: str, tensor: torch.Tensor) -> dict[str, torch.Tens
 
 
 def hf_config(m: ModelConfig, dtype: str, end: int) -> dict[str, Any]:
-    """config.json. The scores of our routers sum to one except after a softmax over all experts."""
+    """config.json."""
+    if m.router not in _NORMALISED:
+        raise bad_argument(
+            "router", f"one that Qwen3-MoE has ({', '.join(_NORMALISED)})", repr(m.router),
+            "Other routers have no place in a Qwen3-MoE configuration.",
+        )  # fmt: skip
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -105,7 +116,7 @@ def hf_config(m: ModelConfig, dtype: str, end: int) -> dict[str, Any]:
         "moe_intermediate_size": m.intermediate_size,
         "num_experts": m.num_experts,
         "num_experts_per_tok": m.experts_per_token,
-        "norm_topk_prob": m.router != "topk_over_softmax",
+        "norm_topk_prob": _NORMALISED[m.router],
         "router_aux_loss_coef": m.aux_loss_coef,
         "initializer_range": m.init_std,
         "bos_token_id": end,

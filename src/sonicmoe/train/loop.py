@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import resource
 import signal
 import sys
@@ -96,7 +97,7 @@ class Trainer:
         total = torch.zeros(2, device=self.world.device)
         for i, (x, y) in enumerate(pieces):
             if self.world.size > 1:
-                self.model.set_requires_gradient_sync(i == len(pieces) - 1)
+                parallel.synchronise_gradients(self.model, i == len(pieces) - 1)
             with self._autocast():
                 loss, aux_loss = self.model(x, y, loss_chunk=c.loss_chunk)
             ((loss + aux_loss) / len(pieces)).backward()
@@ -141,7 +142,7 @@ class Trainer:
             "balance": _balance(aux_loss, c),
         }
         if self.log:
-            self.log.write("train", **record)
+            self.log.write("train", record)
         self.display.train(record)
 
     @torch.no_grad()
@@ -163,7 +164,7 @@ class Trainer:
         self.validation_loss = summed / count
         record = {"step": self.step, "loss": self.validation_loss, "seconds": self.seconds}
         if self.log:
-            self.log.write("validation", **record)
+            self.log.write("validation", record)
         self.display.validation(record)
 
     def _off_the_clock(self, action) -> None:
@@ -226,13 +227,16 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
         for block in model.blocks:  # one block compiles once for all of them
             block.compile()
     if world.size > 1:
-        parallel.shard(model, world, config.precision)
+        parallel.shard(model, model.blocks, world, config.precision)
     return model
 
 
 def _make_deterministic(wanted: bool) -> None:
+    if wanted:  # read by cuBLAS when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    # Our kernels write every element they own; filling each buffer first would only cost time.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 for mypy
 
 
 def _check_batch(config: TrainConfig, world: parallel.World) -> None:
@@ -278,7 +282,7 @@ def _balance(aux_loss: float, config: TrainConfig) -> float | None:
 def _stop_signals() -> Iterator:
     """Inside, the first SIGINT or SIGTERM only raises a flag; a second one ends the process."""
     seen: list[int] = []
-    former = {}
+    former: dict[int, Any] = {}
 
     def note(number, frame) -> None:
         seen.append(number)
@@ -292,5 +296,5 @@ def _stop_signals() -> Iterator:
     try:
         yield lambda: bool(seen)
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        for caught, handler in former.items():
+            signal.signal(caught, handler)

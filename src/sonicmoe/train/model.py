@@ -111,9 +111,10 @@ class Decoder(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=c.init_std)
         shrink = (2 * c.num_layers) ** -0.5
-        for block in self.blocks:
-            block.attention.o_proj.weight.mul_(shrink)
-            block.moe.c_proj.weight.mul_(shrink)
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.attention.o_proj.weight.mul_(shrink)
+                module.moe.c_proj.weight.mul_(shrink)
 
     def forward(self, ids, targets=None, *, cache: Cache | None = None, loss_chunk: int = 0):
         """With targets: their mean cross-entropy and the auxiliary loss, summed over the layers.

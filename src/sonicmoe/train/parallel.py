@@ -1,6 +1,7 @@
 """One process or many: the group that torchrun starts, and a model sharded over it (FSDP2)."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +71,7 @@ def stop(world: World) -> None:
         dist.destroy_process_group()
 
 
-def shard(model: nn.Module, world: World, precision: str) -> None:
+def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, precision: str) -> None:
     """Cut every block's parameters, and then the rest, over all ranks. In place."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -79,9 +80,17 @@ def shard(model: nn.Module, world: World, precision: str) -> None:
     policy = MixedPrecisionPolicy()
     if precision == "autocast":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
+    """Whether the next backward pass reduces gradients over the ranks; only the last one need."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
 
 
 def check_expert_parallel(expert_parallel: int) -> None:

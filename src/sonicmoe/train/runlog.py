@@ -23,14 +23,14 @@ class RunLog:
 
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
 
-    def write(self, kind: str, step: int, **values: Any) -> None:
-        """`kind` is "train" or "validation"."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        """`kind` is "train" or "validation"; the record says its step."""
+        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
         self._file.flush()
         if self._board:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            for name, value in record.items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(f"{kind}/{name}", value, record["step"])
 
     def close(self) -> None:
         self._file.close()
