@@ -33,7 +33,7 @@ class _AbsentDevice:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self):
-        return 0
+        return self.arch  # kernels are cached by device: one for each architecture
 
     def get_current_stream(self, device=0):
         return 0
@@ -68,7 +68,9 @@ def report(compiled) -> dict[str, int]:
         cubin.flush()
 
         def read(flag):
-            return subprocess.run([tool, flag, cubin.name], capture_output=True, text=True, check=True).stdout
+            return subprocess.run(
+                [tool, flag, cubin.name], capture_output=True, text=True, check=True
+            ).stdout
 
         code, usage = read("-sass"), read("-res-usage")
     counts = {name: len(re.findall(rf"\b{name}", code)) for name in _INSTRUCTIONS}

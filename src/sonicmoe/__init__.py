@@ -9,6 +9,7 @@ from .functional import (
     topk_scores,
 )
 from .moe import Experts, MoE
+from .warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -22,4 +23,5 @@ __all__ = [
     "moe_TC_softmax_topk_layer",
     "moe_general_routing_inputs",
     "topk_scores",
+    "warmup",
 ]

@@ -5,6 +5,7 @@ import torch
 from . import autograd, ops
 from .enums import ActivationType
 from .errors import bad_argument
+from .notices import say_once
 from .permutation import Permutation
 from .tuning import tile_height
 from .validation import (
@@ -174,7 +175,13 @@ def _row_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 def _dense(w: torch.Tensor) -> torch.Tensor:
     """Weights as (E, N, K) or (E, K, N) in memory pass as they are; anything else is copied."""
-    return w if w.is_contiguous() or w.mT.is_contiguous() else w.contiguous()
+    if w.is_contiguous() or w.mT.is_contiguous():
+        return w
+    if not torch.compiler.is_compiling():
+        say_once(
+            f"weights of shape {tuple(w.shape)}, strides {w.stride()}, are copied at every call"
+        )
+    return w.contiguous()
 
 
 def _autocast(*tensors: torch.Tensor | None) -> tuple:

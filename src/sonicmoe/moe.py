@@ -128,7 +128,9 @@ class MoE(nn.Module):
         counts = torch.zeros(self.num_experts, device=ids.device)
         counts.scatter_add_(0, ids.flatten().long(), torch.ones(ids.numel(), device=ids.device))
         share = F.normalize(wide.softmax(-1).sum(0), p=1, dim=0)
-        loss = self.aux_loss_coef * self.num_experts * (share * F.normalize(counts, p=1, dim=0)).sum()
+        loss = (
+            self.aux_loss_coef * self.num_experts * (share * F.normalize(counts, p=1, dim=0)).sum()
+        )
         if self.z_loss_coef:
             loss = loss + self.z_loss_coef * wide.logsumexp(-1).square().sum() / max(len(wide), 1)
         return loss

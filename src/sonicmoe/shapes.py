@@ -16,7 +16,7 @@ class Problem:
 
     T: int
     H: int
-    I: int  # noqa: E741 the letter of the paper
+    I: int
     E: int
     K: int
     gated: bool = True
@@ -26,7 +26,10 @@ class Problem:
         fields = text.split(",")
         if len(fields) != 5 or not all(field.strip().isdigit() for field in fields):
             raise bad_argument(
-                "shape", "five integers T,H,I,E,K", repr(text), "Write for example 24576,1536,256,128,8."
+                "shape",
+                "five integers T,H,I,E,K",
+                repr(text),
+                "Write for example 24576,1536,256,128,8.",
             )
         return cls(*(int(field) for field in fields), gated=gated)
 

@@ -51,7 +51,10 @@ def check_rank(name: str, t: torch.Tensor, dims: str) -> None:
     letters = dims.strip("()").replace(" ", "").rstrip(",").split(",")
     if t.dim() != len(letters):
         raise bad_argument(
-            name, f"{len(letters)} dimensions {dims}", f"shape {tuple(t.shape)}", f"Reshape {name} to {dims}."
+            name,
+            f"{len(letters)} dimensions {dims}",
+            f"shape {tuple(t.shape)}",
+            f"Reshape {name} to {dims}.",
         )
 
 
@@ -107,11 +110,16 @@ def check_weights(
         raise bad_argument(
             "x", f"(T, H) with H = {hidden}, the H of w2", tuple(x.shape), "x and w2 share H."
         )
-    check_shape("w1", w1, (experts, columns, hidden), "(E, 2I, H)" if activation.is_gated else "(E, I, H)")
+    check_shape(
+        "w1", w1, (experts, columns, hidden), "(E, 2I, H)" if activation.is_gated else "(E, I, H)"
+    )
     for name, size in (("H", hidden), ("I", intermediate)):
         if size % _ALIGNMENT or size == 0:
             raise bad_argument(
-                f"{name} of w2", f"a positive multiple of {_ALIGNMENT}", size, "Pad the weights with zeros."
+                f"{name} of w2",
+                f"a positive multiple of {_ALIGNMENT}",
+                size,
+                "Pad the weights with zeros.",
             )
     if b1 is not None:
         check_shape("b1", b1, (experts, columns), "(E, N)")
@@ -122,7 +130,10 @@ def check_weights(
             continue
         if t.dtype != x.dtype:
             raise bad_argument(
-                name, f"the dtype of x ({x.dtype})", t.dtype, "Cast one of them, or use torch.autocast."
+                name,
+                f"the dtype of x ({x.dtype})",
+                t.dtype,
+                "Cast one of them, or use torch.autocast.",
             )
         check_device(name, t, x)
 
@@ -130,7 +141,10 @@ def check_weights(
 def check_device(name: str, t: torch.Tensor, x: torch.Tensor) -> None:
     if t.device != x.device:
         raise bad_argument(
-            name, f"the device of x ({x.device})", t.device, f"Move {name} there with .to({str(x.device)!r})."
+            name,
+            f"the device of x ({x.device})",
+            t.device,
+            f"Move {name} there with .to({str(x.device)!r}).",
         )
 
 
@@ -144,7 +158,9 @@ def check_choice(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> No
             "Flatten batch and sequence of both in the same way.",
         )  # fmt: skip
     if ids.shape[1] < 1:
-        raise bad_argument("ids", "(T, K) with K ≥ 1", tuple(ids.shape), "Choose at least one expert.")
+        raise bad_argument(
+            "ids", "(T, K) with K ≥ 1", tuple(ids.shape), "Choose at least one expert."
+        )
     check_shape("scores", scores, tuple(ids.shape), "(T, K), the shape of ids")
     check_floating("scores", scores)
     check_device("ids", ids, x)

@@ -37,9 +37,9 @@ def aggregate_kernel(
     tl.store(out + token * H + h, acc.to(out.dtype.element_ty), mask=h < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "plane"])
 def sum_partials_kernel(
-    partial, slot_row, expert_start, out, slots, num_experts,
+    partial, slot_row, expert_start, out, slots, plane, num_experts,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dscores[slot] = Σ over the parts; zero for slots whose expert is not here. Grid: S/BLOCK."""
@@ -53,7 +53,7 @@ def sum_partials_kernel(
         alive = inside & (tl.load(slot_row + slot, mask=inside, other=-1) >= 0)
     acc = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
-        acc += tl.load(partial + part * slots.to(tl.int64) + slot, mask=alive, other=0.0)
+        acc += tl.load(partial + part * plane.to(tl.int64) + slot, mask=alive, other=0.0)
     tl.store(out + slot, acc, mask=inside)
 
 
@@ -89,7 +89,7 @@ def bias_score_kernel(
         tl.store(partial + slot, tl.sum(acc, 1), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def zero_tail_kernel(
     y, expert_start, count, num_experts, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr
 ):

@@ -233,7 +233,7 @@ def _up_consumer(
     KEEP_Z: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BN // 2
-    I: gl.constexpr = N // 2  # noqa: E741
+    I: gl.constexpr = N // 2
     HL: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16]
     )

@@ -81,9 +81,9 @@ def _slice(
 
 @gluon.jit
 def _consumer(
-    z, dz, a, scores, row_slot, partial, slots, tiles, expert_start, total, n_tiles,
+    z, dz, a, scores, row_slot, partial, plane, tiles, expert_start, total, n_tiles,
     do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-    WHICH: gl.constexpr, H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,  # noqa: E741
+    WHICH: gl.constexpr, H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
     STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr,
 ):  # fmt: skip
@@ -92,26 +92,20 @@ def _consumer(
     )
     PARTS: gl.constexpr = 2 if CONCATENATED else 1
     SLICES: gl.constexpr = BN // SLICE
-    AHEAD: gl.constexpr = BUFFERS if BUFFERS < SLICES else SLICES
     STORES: gl.constexpr = PARTS + (1 if STORE_A else 0)
     r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    MINE: gl.constexpr = WHICH * BUFFERS  # of the buffers
     step = 0
-    z_step = 0
+    z_round = 0  # how often the buffers were filled; a tile fills them all, SLICES // BUFFERS times
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
         row += WHICH * ROWS
         tma.store_wait(0)
-        for s in gl.static_range(AHEAD):
-            b = (z_step + s) % BUFFERS
+        for s in gl.static_range(BUFFERS):
             _load_z(
-                z,
-                row,
-                n * BN + s * SLICE,
-                z_full.index(WHICH * BUFFERS + b),
-                z_smem,
-                (WHICH * BUFFERS + b) * PARTS,
+                z, row, n * BN + s * SLICE, z_full.index(MINE + s), z_smem, (MINE + s) * PARTS,
                 CONCATENATED,
-            )
+            )  # fmt: skip
         ok = row + r < end
         if row_slot is None:
             slot = row + r
@@ -138,41 +132,35 @@ def _consumer(
             parts = (s0, s1, s2, s3)
         ds = gl.zeros((ROWS, SLICE), gl.float32, L)
         for s in gl.static_range(SLICES):
-            b = z_step % BUFFERS
-            mbarrier.wait(z_full.index(WHICH * BUFFERS + b), z_step // BUFFERS & 1)
+            mbarrier.wait(z_full.index(MINE + s % BUFFERS), z_round + s // BUFFERS & 1)
             ds += _slice(
                 parts[s], score, dz, a, z_smem, a_smem, end, row, n * BN + s * SLICE,
                 CONCATENATED, BACKWARD, STORE_A,
-                (WHICH * BUFFERS + b) * PARTS, WHICH * 2 + s % 2,
+                (MINE + s % BUFFERS) * PARTS, WHICH * 2 + s % 2,
             )  # fmt: skip
-            z_step += 1
             if s >= 1:
                 # All but this slice's stores have been read: the buffer of the slice before is free.
                 tma.store_wait(STORES)
                 if s - 1 + BUFFERS < SLICES:
-                    c = (z_step - 2) % BUFFERS
                     _load_z(
-                        z,
-                        row,
-                        n * BN + (s - 1 + BUFFERS) * SLICE,
-                        z_full.index(WHICH * BUFFERS + c),
-                        z_smem,
-                        (WHICH * BUFFERS + c) * PARTS,
-                        CONCATENATED,
-                    )
+                        z, row, n * BN + (s - 1 + BUFFERS) * SLICE,
+                        z_full.index(MINE + (s - 1) % BUFFERS), z_smem,
+                        (MINE + (s - 1) % BUFFERS) * PARTS, CONCATENATED,
+                    )  # fmt: skip
+        z_round += SLICES // BUFFERS
         if STORE_PARTIAL:
-            gl.store(partial + n * slots.to(gl.int64) + slot, gl.sum(ds, 1), mask=ok)
+            gl.store(partial + n * plane.to(gl.int64) + slot, gl.sum(ds, 1), mask=ok)
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["plane"])
 def hopper_score_gradient_kernel(
-    dout, row_token, w2, scores, row_slot, z, dz, a, partial, slots, tiles, expert_start,
-    H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,  # noqa: E741
+    dout, row_token, w2, scores, row_slot, z, dz, a, partial, plane, tiles, expert_start,
+    H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
     STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """dZ (R, 2I), A' (R, I), partial (I/BN, S). Grid: one program a multiprocessor."""
+    """dZ (R, 2I), A' (R, I), partial (I/BN, plane ≥ S). Grid: one program a multiprocessor."""
     n_tiles: gl.constexpr = (I + BN - 1) // BN
     dtype: gl.constexpr = z.dtype
     ZC: gl.constexpr = SLICE if CONCATENATED else 2 * SLICE
@@ -201,8 +189,8 @@ def hopper_score_gradient_kernel(
     total = gl.load(tiles) * n_tiles
     gl.warp_specialize(
         [
-            (_consumer, (z, dz, a, scores, row_slot, partial, slots, tiles, expert_start, total, n_tiles, do_smem, w_smem, z_smem, a_smem, full, empty, z_full, 0, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL)),
-            (_consumer, (z, dz, a, scores, row_slot, partial, slots, tiles, expert_start, total, n_tiles, do_smem, w_smem, z_smem, a_smem, full, empty, z_full, 1, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL)),
+            (_consumer, (z, dz, a, scores, row_slot, partial, plane, tiles, expert_start, total, n_tiles, do_smem, w_smem, z_smem, a_smem, full, empty, z_full, 0, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL)),
+            (_consumer, (z, dz, a, scores, row_slot, partial, plane, tiles, expert_start, total, n_tiles, do_smem, w_smem, z_smem, a_smem, full, empty, z_full, 1, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL)),
             (producer, (dout, row_token, w2, tiles, expert_start, total, n_tiles, do_smem, w_smem, full, empty, H, BN, BK, STAGES, KN, False, GATHER)),
         ],
         [4, 4],

@@ -17,7 +17,7 @@ def _load_ids(ids, slot, inside, num_experts):
     return tl.where(here, expert, 0).to(tl.int32), here
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "span"])
 def count_kernel(ids, counts, slots, span, num_experts, BE: tl.constexpr, CHUNK: tl.constexpr):
     """counts[p, e] = slots of span p with expert e. Grid: spans; a program owns one row."""
     p = tl.program_id(0)
@@ -62,7 +62,7 @@ def tiles_kernel(expert_start, tiles, num_experts, HEIGHT: tl.constexpr, BE: tl.
     _write_tiles(tiles, start, end - start, num_experts, HEIGHT, BE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "span", "spans"])
 def place_kernel(
     ids, slot_token, counts, next_row, row_token, row_slot, slot_row, expert_start, tiles,
     slots, span, spans, num_experts, slots_per_token,

@@ -22,7 +22,7 @@ def up_kernel(
 ):  # fmt: skip
     """Z = X W1ᵀ + b1, A = act(Z). Grid: any number of programs."""
     TWO_HALVES: tl.constexpr = GATED and CONCATENATED
-    I: tl.constexpr = N // 2 if GATED else N  # noqa: E741
+    I: tl.constexpr = N // 2 if GATED else N
     HALF: tl.constexpr = BN // 2
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     dtype = a.dtype.element_ty

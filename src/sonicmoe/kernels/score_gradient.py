@@ -14,7 +14,7 @@ from .tile import accumulate, halves, pairs, source_rows, tile_of
 @triton.jit
 def _slice_epilogue(
     acc, score, rows, ok, column, z, dz, a,
-    I: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr, BACKWARD: tl.constexpr,  # noqa: E741
+    I: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr, BACKWARD: tl.constexpr,
     STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     dtype = z.dtype.element_ty
@@ -53,17 +53,17 @@ def _slice_epilogue(
     return tl.sum(acc * value, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def score_gradient_kernel(
-    dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, expert_start, slots,
+    dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, expert_start, plane,
     w_stride_e, w_stride_n, w_stride_k,
-    H: tl.constexpr, I: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr,  # noqa: E741
+    H: tl.constexpr, I: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr,
     BACKWARD: tl.constexpr, STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, STORE_PARTIAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """dZ (R, N), A' (R, I) and partial (I/BN, S) from gathered dO. Grid: any number of programs."""
+    """dZ (R, N), A' (R, I) and partial (I/BN, plane ≥ S) from gathered dO. Grid: any number of programs."""
     n_tiles: tl.constexpr = (I + BN - 1) // BN
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
@@ -220,4 +220,4 @@ def score_gradient_kernel(
                 W,
             )
         if STORE_PARTIAL:
-            tl.store(partial + n_tile * slots.to(tl.int64) + slot, ds, mask=ok)
+            tl.store(partial + n_tile * plane.to(tl.int64) + slot, ds, mask=ok)

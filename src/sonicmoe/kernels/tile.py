@@ -69,9 +69,12 @@ def accumulate(
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in tl.range(0, K, BK * UNROLL):
         # fp32 adds up in two levels: one long chain errs half as much again as cuBLAS at K = 2056.
-        part = acc if UNROLL == 1 else tl.zeros((BM, BN), tl.float32)
-        for j in tl.static_range(UNROLL):
-            k = k0 + j * BK
+        if UNROLL == 1:
+            part = acc
+        else:
+            part = tl.zeros((BM, BN), tl.float32)
+        for step in tl.static_range(UNROLL):
+            k = k0 + step * BK
             if A_TMA:
                 a_tile = a.load([a_first_row, k])
             elif EVEN_K:
@@ -92,5 +95,8 @@ def accumulate(
                 b_ok = n_ok[None, :] & (b_k < K)
                 b_tile = tl.load(b_ptr + b_k.to(tl.int64) * b_stride_k, mask=b_ok, other=0.0)
             part = tl.dot(a_tile, b_tile, part, input_precision=PRECISION)
-        acc = part if UNROLL == 1 else acc + part
+        if UNROLL == 1:
+            acc = part
+        else:
+            acc += part
     return acc

@@ -13,7 +13,7 @@ def _ordered(logits, column):
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def topk_kernel(
     logits, scores, ids, tokens, logits_stride,
     E: tl.constexpr, K: tl.constexpr, SOFTMAX_OVER_TOPK: tl.constexpr,
@@ -53,7 +53,7 @@ def topk_kernel(
     tl.store(ids + out, chosen, mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def topk_backward_kernel(
     dscores, scores, ids, logits, dlogits, tokens, logits_stride,
     E: tl.constexpr, K: tl.constexpr, SOFTMAX_OVER_TOPK: tl.constexpr,

@@ -6,6 +6,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..notices import say_once
 from ..tuning import Target
 
 _AS_TRIED = triton.__version__.startswith("3.6.")
@@ -38,7 +39,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
             return launch(kernel, grid, *args, **options)
     key = (kernel, device, *options.values(), *map(_specialisation, args))
     found = _compiled.get(key)
-    if found is None or triton.knobs.runtime.launch_enter_hook is not None:
+    if found is None or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler listens
         compiled = kernel[grid](*args, **options)
         if _AS_TRIED and device.type == "cuda":
             names = kernel.arg_names[len(args) :]
@@ -80,7 +81,12 @@ def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
     """`t`, or a copy where it does not start on 16 bytes (a slice of a flat buffer may not)."""
-    return t if t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.preserve_format)
+    if t.data_ptr() % 16 == 0:
+        return t
+    say_once(
+        f"a tensor of shape {tuple(t.shape)} does not start on 16 bytes and is copied each time"
+    )
+    return t.clone(memory_format=torch.preserve_format)
 
 
 def dot_precision(t: torch.Tensor) -> str:

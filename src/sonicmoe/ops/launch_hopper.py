@@ -96,7 +96,7 @@ def product(a, w, bias, row_scores, y, tiles, expert_start, config: RowConfig, p
 
 
 def score_gradient(
-    dout, row_token, w2, scores, row_slot, z, dz, a, partial, slots, tiles, expert_start,
+    dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, expert_start,
     derivative, concatenated, store_a, store_partial, config, programs,
 ):  # fmt: skip
     width = SLICE.value
@@ -111,7 +111,7 @@ def score_gradient(
     launch(
         hopper_score_gradient_kernel, (programs,),
         boxes(dout, _ROWS, config.block_k) if row_token is None else dout, row_token, weights,
-        scores, row_slot, z_boxes, dz_boxes, row_boxes(stored_a, _ROWS, width), partial, slots,
+        scores, row_slot, z_boxes, dz_boxes, row_boxes(stored_a, _ROWS, width), partial, partial.stride(0),
         tiles, expert_start,
         H=w2.shape[1], I=intermediate, BN=config.block_n, BK=config.block_k, STAGES=config.stages,
         KN=transposed, CONCATENATED=concatenated, BACKWARD=derivative,

@@ -54,7 +54,7 @@ def _row_source(t: torch.Tensor, config: RowConfig, row_token):
 
 def _unroll(t: torch.Tensor) -> int:
     """Products added up before they join the accumulator: see `kernels.tile.accumulate`."""
-    return 4 if t.dtype == torch.float32 else 1
+    return 2 if t.dtype == torch.float32 else 1
 
 
 def _options(config: RowConfig | WeightConfig) -> dict:
@@ -195,24 +195,25 @@ def _score_gradient(
     a = memory.empty((count, intermediate), z.dtype, device) if need_a else none
     dscores = memory.empty(scores.shape, torch.float32, device) if need_dscores else none
     if count == 0:
-        return dz, a, dscores
+        return (dz if need_dz else none), a, dscores
     parts = ceil_div(intermediate, config.block_n)
     slots = scores.numel() if scores is not None else count
     planes = parts + (b2 is not None)
-    partial = memory.empty((planes, slots), torch.float32, device) if need_dscores else none
+    plane = 4 * ceil_div(slots, 4)  # every plane starts on 16 bytes, whatever T is
+    partial = memory.empty((planes, plane), torch.float32, device) if need_dscores else none
     grid = _grid(config, (tiles.shape[0] - 1) * parts, target)
     if config.hopper:
         _hopper().score_gradient(
-            dout, row_token, w2, scores, row_slot, z, dz, a, partial, slots, tiles, expert_start,
+            dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, expert_start,
             _derivative(activation), concatenated, need_a, need_dscores, config, *grid,
         )  # fmt: skip
     else:
         source, a_tma = _row_source(dout, config, row_token)
         w2t = w2.mT  # the product contracts over H: (E, I, H) weights
         launch(
-        score_gradient.score_gradient_kernel, grid,
+            score_gradient.score_gradient_kernel, grid,
             source, row_token, _weight_source(w2t, config), scores, row_slot, z, dz, a, partial,
-            tiles, expert_start, slots, *w2t.stride(),
+            tiles, expert_start, plane, *w2t.stride(),
             H=hidden, I=intermediate, GATED=activation.is_gated, CONCATENATED=concatenated,
             BACKWARD=_derivative(activation), STORE_DZ=need_dz, STORE_A=need_a,
             STORE_PARTIAL=need_dscores, SLICES=config.slices,
@@ -222,23 +223,15 @@ def _score_gradient(
     if need_dscores:
         if b2 is not None:
             launch(
-        aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
+                aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
                 dout, row_token, row_slot, b2, partial[parts], tiles, expert_start,
                 H=hidden, BM=tile_height, BH=64, num_warps=8,
             )  # fmt: skip
         launch(
-            aggregation.sum_partials_kernel,
-            (ceil_div(slots, 1024),),
-            partial,
-            slot_row,
-            expert_start,
-            dscores,
-            slots,
-            experts,
-            PARTS=planes,
-            BLOCK=1024,
-        )
-    return dz, a, dscores
+            aggregation.sum_partials_kernel, (ceil_div(slots, 1024),),
+            partial, slot_row, expert_start, dscores, slots, plane, experts, PARTS=planes, BLOCK=1024,
+        )  # fmt: skip
+    return (dz if need_dz else none), a, dscores
 
 
 def up_backward(

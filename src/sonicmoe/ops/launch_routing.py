@@ -84,8 +84,8 @@ def permute(ids, num_experts, slot_token, tile_height):
     launch(
         permute_kernels.place_kernel, (spans,),
         ids, slot_token, counts, next_row, row_token, row_slot, slot_row, expert_start, table,
-        slots, span, spans, num_experts, ids.shape[-1],
-        HEIGHT=tile_height, BE=block, BP=min(power_of_two(spans), max(1, 16384 // block)), CHUNK=_CHUNK,
+        slots, span, spans, num_experts, ids.shape[-1] if slot_token is None else 1,
+        HEIGHT=tile_height, BE=block, BP=min(_SPANS, max(1, 16384 // block)), CHUNK=_CHUNK,
         num_warps=8,
     )  # fmt: skip
     return row_token, row_slot, slot_row, expert_start, table

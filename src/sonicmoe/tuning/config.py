@@ -65,7 +65,9 @@ def is_valid(config: RowConfig | WeightConfig, itemsize: int, target: Target) ->
     accumulators = config.block_m * config.block_n // (32 * config.warps)
     if accumulators > 128:
         return False
-    if config.hopper and (target.arch != 90 or not target.gluon or itemsize != 2 or config.warps != 8):
+    if config.hopper and (
+        target.arch != 90 or not target.gluon or itemsize != 2 or config.warps != 8
+    ):
         return False
     if isinstance(config, WeightConfig):
         return True

@@ -16,18 +16,21 @@ def tile_height(dtype: torch.dtype, backend: str) -> int:
 
 
 @cache
-def row_config(kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target) -> RowConfig:
+def row_config(
+    kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target
+) -> RowConfig:
     """kernel: 'up', 'down', 'dx' or 'score_gradient'; the product is (rows, K) × (K, N)."""
     if itemsize > 2:
-        return RowConfig(32, 64, 32, warps=4, stages=2, tma=False, programs=2)
+        return RowConfig(32, 64, 32, warps=8, stages=2, tma=False, programs=2, slices=2)
     if target.arch == 90 and target.gluon and (gated or kernel in ("down", "dx")):
         return _hopper_rows(kernel, K, N)
     if target.arch == 90:
         if kernel == "score_gradient":
             return RowConfig(128, 128, 64, warps=8, stages=4, tma=True, slices=2)
-        return RowConfig(128, 256 if N >= 256 else 128, 64, warps=8, stages=3, tma=True)
+        # Plain activations: 256 columns spill 33 registers with the error function inside.
+        return RowConfig(128, 128, 64, warps=8, stages=4, tma=True)
     if target.shared_memory < 128 * 1024:
-        return RowConfig(128, 64, 32, warps=4, stages=3, tma=False)
+        return RowConfig(128, 64, 32, warps=8, stages=3, tma=False, slices=2)
     return RowConfig(128, 128, 64, warps=8, stages=3, tma=False, slices=2)
 
 

@@ -1,0 +1,163 @@
+"""Every configuration that can be selected compiles for its GPU, to tensor cores, without spills."""
+
+import pytest
+import torch
+from machine_code import compiling, report
+
+from sonicmoe.enums import ActivationType
+from sonicmoe.ops import launch_products, launch_routing
+from sonicmoe.tuning import Target, is_valid, row_config, tile_height, weight_config
+
+TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+WIDE, NARROW = (2048, 1024), (264, 72)  # H, I: every branch of the selection, and odd sizes
+
+
+def compile_layer(arch, dtype, activation, concatenated, transposed, bias, sizes):
+    """All kernels of a forward and backward pass, as compiled for `arch`."""
+    hidden, intermediate = sizes
+    experts, rows, tokens = 2, 64, 32
+    columns = 2 * intermediate if activation.is_gated else intermediate
+
+    def weights(n, k):
+        return new(experts, k, n).mT if transposed else new(experts, n, k)
+
+    def new(*shape, dtype=dtype):
+        return torch.zeros(shape, dtype=dtype)
+
+    def index(*shape):
+        return torch.zeros(shape, dtype=torch.int32)
+
+    x, w1, w2 = new(tokens, hidden), weights(columns, hidden), weights(hidden, intermediate)
+    b1, b2 = (new(experts, columns), new(experts, hidden)) if bias else (None, None)
+    scores, maps, start, tiles = (
+        new(tokens, 2, dtype=torch.float32),
+        index(rows),
+        index(3),
+        index(4, 2),
+    )
+    height = tile_height(dtype, "triton")
+    with compiling(arch) as compiled:
+        launch_products.up(
+            x, w1, b1, maps, start, tiles, height, activation, concatenated, True
+        )  # fmt: skip
+        launch_products.down(new(rows, intermediate), w2, b2, None, start, tiles, height, False)
+        launch_products.down_backward(
+            x, new(rows, columns), w2, b2, scores, maps, maps, maps, start, tiles, height,
+            activation, concatenated, True, True, bias, True,
+        )  # fmt: skip
+        launch_products.up_backward(
+            new(rows, columns), x, w1, maps, maps, None, start, tiles, height, True, True, bias
+        )
+    return compiled
+
+
+def check(compiled, arch, tensor_cores):
+    products = 0
+    for kernel in compiled:
+        found, name = report(kernel), kernel.metadata.name
+        assert found["LDL"] == found["STL"] == 0, f"{name} spills: {found}"
+        if "product" in name or "up_kernel" in name or ("gradient" in name and "bias" not in name):
+            products += 1
+            assert not tensor_cores or found[TENSOR_CORES[arch]], (
+                f"{name} misses tensor cores: {found}"
+            )
+    assert products == 6
+
+
+@pytest.mark.parametrize("sizes", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+@pytest.mark.parametrize("concatenated", [False, True], ids=["interleaved", "concatenated"])
+def test_hopper(concatenated, transposed, sizes):
+    activation = ActivationType.SWIGLU
+    check(
+        compile_layer(90, torch.bfloat16, activation, concatenated, transposed, False, sizes),
+        90,
+        True,
+    )
+
+
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU_CLAMPED, ActivationType.GELU])
+def test_hopper_with_bias(activation):
+    check(compile_layer(90, torch.float16, activation, False, False, True, WIDE), 90, True)
+
+
+@pytest.mark.parametrize("arch", [80, 100, 120])
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU])
+def test_other_architectures(arch, activation):
+    check(compile_layer(arch, torch.bfloat16, activation, False, False, False, WIDE), arch, True)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_fp32(arch):
+    activation = ActivationType.SWIGLU
+    check(compile_layer(arch, torch.float32, activation, True, False, False, NARROW), arch, False)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_routing(arch):
+    with compiling(arch) as compiled:
+        scores, ids = launch_routing.topk(torch.zeros(64, 128), 8, True)
+        launch_routing.topk_backward(scores, scores, ids, torch.zeros(64, 128), False)
+        launch_routing.permute(ids, 128, None, 128)
+        launch_routing.tiles(torch.zeros(129, dtype=torch.int32), 512, 128)
+    for kernel in compiled:
+        found = report(kernel)
+        assert found["LDL"] == found["STL"] == 0, f"{kernel.metadata.name} spills: {found}"
+    assert len(compiled) == 5
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_only_valid_configurations_are_selected(arch, itemsize):
+    target = Target(arch, 100)
+    for n in (64, 128, 256, 768, 4096):
+        for k in (64, 256, 1024):
+            for gated in (True, False):
+                for kernel in ("up", "down", "dx", "score_gradient"):
+                    config = row_config(kernel, itemsize, k, n, gated, target)
+                    assert is_valid(config, itemsize, target), (kernel, k, n, config)
+                    assert config.block_m == (128 if itemsize == 2 else 32)
+            for left, right in ((True, False), (False, True), (False, False)):
+                config = weight_config(itemsize, k, n, left, right, target)
+                assert is_valid(config, itemsize, target), (k, n, config)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_another_number_of_tokens_compiles_nothing(bias):
+    """16 | T, T odd and T = 1 take the same kernels: a new T must not stop a training step."""
+
+    def kernels(tokens):
+        hidden, intermediate, experts, k = 64, 32, 16, 2
+
+        def new(*shape, dtype=torch.bfloat16):
+            return torch.zeros(shape, dtype=dtype)
+
+        x, w1, w2 = (
+            new(tokens, hidden),
+            new(experts, 64, hidden),
+            new(experts, hidden, intermediate),
+        )
+        b1, b2 = (new(experts, 64), new(experts, hidden)) if bias else (None, None)
+        with compiling(90) as compiled:
+            scores, ids = launch_routing.topk(new(tokens, experts), k, True)
+            maps = launch_routing.permute(ids, experts, None, 128)
+            row_token, row_slot, slot_row, start, tiles = maps
+            swiglu = ActivationType.SWIGLU
+            z, a = launch_products.up(x, w1, b1, row_token, start, tiles, 128, swiglu, False, True)
+            y = launch_products.down(a, w2, b2, None, start, tiles, 128, True)
+            launch_products.aggregate(y, scores, slot_row, None, tokens)
+            launch_products.down_backward(
+                x, z, w2, b2, scores, row_token, row_slot, slot_row, start, tiles, 128,
+                swiglu, False, True, True, bias, True,
+            )  # fmt: skip
+            launch_products.up_backward(
+                z, x, w1, row_token, slot_row, None, start, tiles, 128, True, True, bias
+            )
+            launch_routing.topk_backward(scores, scores, ids, new(tokens, experts), True)
+        return compiled
+
+    first, *others = (kernels(tokens) for tokens in (512, 333, 1, 4096))
+    for other in others:
+        assert [k.metadata.name for k in other] == [k.metadata.name for k in first]
+        changed = [a.metadata.name for a, b in zip(first, other, strict=True) if a is not b]
+        assert not changed
