@@ -2,5 +2,5 @@
 
 
 def bad_argument(argument: str, expected: str, got: object, remedy: str) -> ValueError:
-    """`argument: expected …, got …. Remedy.` — returned, so that the caller's `raise` is visible."""
+    """`argument: expected …, got …. Remedy.` — returned, so that the caller's `raise` is seen."""
     return ValueError(f"{argument}: expected {expected}, got {got}. {remedy}")

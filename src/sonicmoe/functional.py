@@ -75,8 +75,8 @@ def grouped_experts(
     backend = resolve_backend(backend, rows)
     if (counts is None) == (offsets is None):
         raise bad_argument(
-            "counts", "either counts (E,) or offsets (E+1,)", "both" if counts is not None else "neither",
-            "Pass one of them.",
+            "counts", "either counts (E,) or offsets (E+1,)",
+            "both" if counts is not None else "neither", "Pass one of them.",
         )  # fmt: skip
     for name, t, size in (("counts", counts, num_experts), ("offsets", offsets, num_experts + 1)):
         if t is not None:
@@ -109,7 +109,7 @@ def topk_scores(
     renormalize: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """scores (T, K) in fp32, differentiable, and ids (T, K) int32 of the K largest of (T, E) logits.
+    """fp32 scores (T, K), differentiable, and int32 ids (T, K) of the K largest of (T, E) logits.
 
     The softmax runs over the choice, or over all experts before it; in that case `renormalize`
     makes a token's scores sum to one. (exp(l_k)/Z)/(Σ exp(l)/Z) does not depend on Z, so
@@ -140,6 +140,8 @@ def permute(
     maps = ops.permute(ids, num_experts, slot_token, height, backend)
     token_start = None
     if slot_token is not None:
+        if tokens is None:
+            raise bad_argument("tokens", "the number of tokens", tokens, "slot_token needs it.")
         every = torch.arange(tokens + 1, device=ids.device, dtype=slot_token.dtype)
         token_start = torch.searchsorted(slot_token, every, out_int32=True)
     row_token, row_slot, slot_row, expert_start, tiles = maps
@@ -184,15 +186,15 @@ def _dense(w: torch.Tensor) -> torch.Tensor:
     return w.contiguous()
 
 
-def _autocast(*tensors: torch.Tensor | None) -> tuple:
-    device = tensors[0].device.type
+def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple:
+    device = x.device.type
     if not torch.is_autocast_enabled(device):
-        return tensors
+        return x, *others
     dtype = torch.get_autocast_dtype(device)
-    return tuple(None if t is None else t.to(dtype) for t in tensors)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *others))
 
 
-# --- the published interface ------------------------------------------------------------------------
+# --- the published interface ----------------------------------------------------------------------
 def moe_TC_softmax_topk_layer(
     x: torch.Tensor,
     router_w: torch.Tensor,
@@ -208,7 +210,7 @@ def moe_TC_softmax_topk_layer(
     norm_topk_probs: bool = False,
     concat_layout: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The layer with its router; w1 (2I, H, E) and w2 (H, I, E) are views `weight.permute(1, 2, 0)`.
+    """The layer and its router; w1 (2I, H, E) and w2 (H, I, E) are views `weight.permute(1, 2, 0)`.
 
     Returns the output, the router's logits and the rows of each expert. Kernels run on the current
     stream; `stream_id` is accepted for callers of the published package.

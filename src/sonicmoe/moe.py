@@ -13,7 +13,7 @@ ROUTERS = ("softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normaliz
 
 
 class Experts(nn.Module):
-    """The weights of one product for every expert: weight (E, out, in) and, if asked, bias (E, out)."""
+    """The weights of one product for every expert: weight (E, out, in), if asked bias (E, out)."""
 
     def __init__(
         self,
@@ -110,7 +110,8 @@ class MoE(nn.Module):
                 backend=backend,
             )  # fmt: skip
             out = experts(
-                x, ids, scores, self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
+                x, ids, scores,
+                self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
                 activation=self.activation_function, gate_up=self.gate_up, backend=backend,
             )  # fmt: skip
             aux_loss = None if is_inference_mode else self._aux_loss(logits, ids)

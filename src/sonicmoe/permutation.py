@@ -16,15 +16,17 @@ class Permutation:
     token_start   (T+1,)  slots of token t are [start[t], start[t+1]); None: K slots each
     tiles         (1+n,2) row 0: (number of tiles, 0); row 1+i: (expert, first row) of tile i
 
+    row_token, row_slot and slot_row are None for rows that arrive sorted: row i is token i there.
+
     All int32. R = S is the size of the buffers; rows at or past expert_start[E] are not in use and
     hold nothing to be trusted. Within an expert, rows keep the order of their slots.
 
     T=3, K=1, E=2, ids=[1, 0, 1]: row_token=[1, 0, 2], expert_start=[0, 1, 3].
     """
 
-    row_token: torch.Tensor
-    row_slot: torch.Tensor
-    slot_row: torch.Tensor
+    row_token: torch.Tensor | None
+    row_slot: torch.Tensor | None
+    slot_row: torch.Tensor | None
     expert_start: torch.Tensor
     tiles: torch.Tensor
     token_start: torch.Tensor | None
@@ -32,6 +34,7 @@ class Permutation:
 
     @property
     def rows(self) -> int:
+        assert self.row_slot is not None  # sorted rows bring their number themselves
         return self.row_slot.shape[0]
 
     @property

@@ -31,7 +31,8 @@ class Problem:
                 repr(text),
                 "Write for example 24576,1536,256,128,8.",
             )
-        return cls(*(int(field) for field in fields), gated=gated)
+        T, H, I, E, K = (int(field) for field in fields)
+        return cls(T, H, I, E, K, gated)
 
     def __str__(self) -> str:
         return f"{self.T},{self.H},{self.I},{self.E},{self.K}"

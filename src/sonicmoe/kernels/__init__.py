@@ -1,1 +1,1 @@
-"""Device code only: Triton kernels and the functions they are made of. Nothing here imports torch."""
+"""Device code only: Triton kernels and the functions they are made of. Nothing imports torch."""

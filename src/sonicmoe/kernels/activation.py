@@ -1,8 +1,8 @@
 """Activations as device functions, handed to kernels as compile-time arguments.
 
-A gated activation is a pair: `f(gate, up) -> a` and `df(gate, up, da) -> a, dgate, dup`; a plain one
-`f(z) -> a` and `df(z, da) -> a, dz`. All in fp32. The derivative returns the value too, because the
-backward pass computes A again from Z.
+A gated activation is a pair: `f(gate, up) -> a` and `df(gate, up, da) -> a, dgate, dup`; a plain
+one `f(z) -> a` and `df(z, da) -> a, dz`. All in fp32. The derivative returns the value too, because
+the backward pass computes A again from Z.
 """
 
 import triton
@@ -23,7 +23,7 @@ def _tanh(x):
     return 1.0 - 2.0 / (tl.exp2(2.0 * _LOG2E * x) + 1.0)
 
 
-# --- functions of one variable: value, and value with slope -----------------------------------------
+# --- functions of one variable: value, and value with slope ---------------------------------------
 @triton.jit
 def _silu(x):
     s = _sigmoid(x)
@@ -59,7 +59,7 @@ def _relu_sq(x):
     return r * r, 2.0 * r
 
 
-# --- plain --------------------------------------------------------------------------------------------
+# --- plain ----------------------------------------------------------------------------------------
 @triton.jit
 def silu(z):
     return _silu(z)[0]
@@ -115,7 +115,7 @@ def relu_sq_backward(z, da):
     return a, slope * da
 
 
-# --- gated --------------------------------------------------------------------------------------------
+# --- gated ----------------------------------------------------------------------------------------
 @triton.jit
 def swiglu(g, u):
     return _silu(g)[0] * u

@@ -62,7 +62,7 @@ def bias_score_kernel(
     dout, row_token, row_slot, bias, partial, tiles, expert_start,
     H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """partial[slot] = ⟨dO, b2⟩: what a bias adds to the score gradient. Grid: one program a tile."""
+    """partial[slot] = ⟨dO, b2⟩: a bias's part of the score gradient. Grid: one program a tile."""
     index = tl.program_id(0)
     if index < tl.load(tiles):
         expert = tl.load(tiles + 2 + 2 * index)

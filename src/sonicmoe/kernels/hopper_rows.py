@@ -1,9 +1,10 @@
 """Row products on Hopper: one warpgroup fetches, two compute.
 
-A tile is 128 rows by BN columns. The fetching warpgroup fills a ring of `STAGES` blocks of BK: weights
-by the copy engine, rows by the copy engine where they lie in order, else gathered row by row. Each
-computing warpgroup owns 64 rows of the tile. It may run ahead of the other by the depth of the
-ring, so that one's epilogue overlaps the other's products; results leave through shared memory.
+A tile is 128 rows by BN columns. The fetching warpgroup fills a ring of `STAGES` blocks of BK:
+weights by the copy engine, rows by the copy engine where they lie in order, else gathered row by
+row. Each computing warpgroup owns 64 rows of the tile. It may run ahead of the other by the depth
+of the ring, so that one's epilogue overlaps the other's products; results leave through shared
+memory.
 """
 
 from triton.experimental import gluon
@@ -48,7 +49,8 @@ def weight_ring(
 @gluon.jit
 def _load_weights(
     w, expert, column, k, barrier, smem, slot,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr, TWO_HALVES: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
+    TWO_HALVES: gl.constexpr,
 ):  # fmt: skip
     """The box of weights for columns column.. and k..; `column` counts gates when in two halves."""
     if KN and TWO_HALVES:
@@ -216,9 +218,21 @@ def hopper_product_kernel(
     total = gl.load(tiles) * n_tiles
     gl.warp_specialize(
         [
-            (_product_consumer, (y, bias, row_scores, tiles, expert_start, total, n_tiles, a_smem, w_smem, y_smem, full, empty, 0, K, N, BN, BK, STAGES, KN)),
-            (_product_consumer, (y, bias, row_scores, tiles, expert_start, total, n_tiles, a_smem, w_smem, y_smem, full, empty, 1, K, N, BN, BK, STAGES, KN)),
-            (producer, (a, None, w, tiles, expert_start, total, n_tiles, a_smem, w_smem, full, empty, K, BN, BK, STAGES, KN, False, False)),
+            (_product_consumer, (
+                y, bias, row_scores, tiles, expert_start, total, n_tiles,
+                a_smem, w_smem, y_smem, full, empty,
+                0, K, N, BN, BK, STAGES, KN,
+            )),
+            (_product_consumer, (
+                y, bias, row_scores, tiles, expert_start, total, n_tiles,
+                a_smem, w_smem, y_smem, full, empty,
+                1, K, N, BN, BK, STAGES, KN,
+            )),
+            (producer, (
+                a, None, w, tiles, expert_start, total, n_tiles,
+                a_smem, w_smem, full, empty,
+                K, BN, BK, STAGES, KN, False, False,
+            )),
         ],
         [4, 4],
         [232, 40],
@@ -316,9 +330,21 @@ def hopper_up_kernel(
     total = gl.load(tiles) * n_tiles
     gl.warp_specialize(
         [
-            (_up_consumer, (z, a, b1, tiles, expert_start, total, n_tiles, x_smem, w_smem, out_smem, full, empty, 0, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z)),
-            (_up_consumer, (z, a, b1, tiles, expert_start, total, n_tiles, x_smem, w_smem, out_smem, full, empty, 1, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z)),
-            (producer, (x, row_token, w1, tiles, expert_start, total, n_tiles, x_smem, w_smem, full, empty, H, BN, BK, STAGES, KN, TWO_HALVES, GATHER)),
+            (_up_consumer, (
+                z, a, b1, tiles, expert_start, total, n_tiles,
+                x_smem, w_smem, out_smem, full, empty,
+                0, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z,
+            )),
+            (_up_consumer, (
+                z, a, b1, tiles, expert_start, total, n_tiles,
+                x_smem, w_smem, out_smem, full, empty,
+                1, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z,
+            )),
+            (producer, (
+                x, row_token, w1, tiles, expert_start, total, n_tiles,
+                x_smem, w_smem, full, empty,
+                H, BN, BK, STAGES, KN, TWO_HALVES, GATHER,
+            )),
         ],
         [4, 4],
         [224, 56],

@@ -1,8 +1,9 @@
 """dZ, A' and the score gradient on Hopper: the product dA' = dO W2 with its epilogue in slices.
 
-The ring and the warpgroups are those of `hopper_rows`. In the epilogue a computing warpgroup walks over
-slices of 32 columns: Z arrives in shared memory by the copy engine, `BUFFERS` slices ahead and the
-first ones under the product; dZ replaces Z there and leaves the same way, and the wait for that makes the buffer free again.
+The ring and the warpgroups are those of `hopper_rows`. In the epilogue a computing warpgroup walks
+over slices of 32 columns: Z arrives in shared memory by the copy engine, `BUFFERS` slices ahead and
+the first ones under the product; dZ replaces Z there and leaves the same way, and the wait for that
+makes the buffer free again.
 """
 
 from triton.experimental import gluon
@@ -98,7 +99,7 @@ def _consumer(
     step = 0
     z_round = 0  # how often the buffers were filled; a tile fills them all, SLICES // BUFFERS times
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
+        _expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
         row += WHICH * ROWS
         tma.store_wait(0)
         for s in gl.static_range(BUFFERS):
@@ -139,7 +140,7 @@ def _consumer(
                 (MINE + s % BUFFERS) * PARTS, WHICH * 2 + s % 2,
             )  # fmt: skip
             if s >= 1:
-                # All but this slice's stores have been read: the buffer of the slice before is free.
+                # All but this slice's stores have been read: the buffer of the one before is free.
                 tma.store_wait(STORES)
                 if s - 1 + BUFFERS < SLICES:
                     _load_z(
@@ -189,9 +190,21 @@ def hopper_score_gradient_kernel(
     total = gl.load(tiles) * n_tiles
     gl.warp_specialize(
         [
-            (_consumer, (z, dz, a, scores, row_slot, partial, plane, tiles, expert_start, total, n_tiles, do_smem, w_smem, z_smem, a_smem, full, empty, z_full, 0, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL)),
-            (_consumer, (z, dz, a, scores, row_slot, partial, plane, tiles, expert_start, total, n_tiles, do_smem, w_smem, z_smem, a_smem, full, empty, z_full, 1, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL)),
-            (producer, (dout, row_token, w2, tiles, expert_start, total, n_tiles, do_smem, w_smem, full, empty, H, BN, BK, STAGES, KN, False, GATHER)),
+            (_consumer, (
+                z, dz, a, scores, row_slot, partial, plane, tiles, expert_start, total, n_tiles,
+                do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
+                0, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
+            )),
+            (_consumer, (
+                z, dz, a, scores, row_slot, partial, plane, tiles, expert_start, total, n_tiles,
+                do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
+                1, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
+            )),
+            (producer, (
+                dout, row_token, w2, tiles, expert_start, total, n_tiles,
+                do_smem, w_smem, full, empty,
+                H, BN, BK, STAGES, KN, False, GATHER,
+            )),
         ],
         [4, 4],
         [224, 56],

@@ -1,9 +1,9 @@
 """Weight gradients on Hopper: one warpgroup fetches, two compute.
 
-A tile is (BM, BN) of one expert's gradient. The fetching warpgroup fills a ring of `STAGES` blocks of
-BK rows: operands that lie in order by the copy engine, through a descriptor that gives zeros past
-the expert's last row, gathered ones row by row. Each computing warpgroup owns half of the tile's
-M and stores it through shared memory while the next tile's products run.
+A tile is (BM, BN) of one expert's gradient. The fetching warpgroup fills a ring of `STAGES` blocks
+of BK rows: operands that lie in order by the copy engine, through a descriptor that gives zeros
+past the expert's last row, gathered ones row by row. Each computing warpgroup owns half of the
+tile's M and stores it through shared memory while the next tile's products run.
 """
 
 from triton.experimental import gluon
@@ -34,16 +34,9 @@ def _tile(index, expert_start, m_tiles, n_tiles, BM: gl.constexpr, BN: gl.conste
 
 @gluon.jit
 def _gather(
-    smem,
-    source,
-    token,
-    ok,
-    column,
-    COLUMNS: gl.constexpr,
-    BK: gl.constexpr,
-    BC: gl.constexpr,
-    L: gl.constexpr,
-):
+    smem, source, token, ok, column,
+    COLUMNS: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
     c = column + gl.arange(0, BC, gl.SliceLayout(0, L))
     ptr = source + gl.expand_dims(token.to(gl.int64) * COLUMNS, 1) + gl.expand_dims(c, 0)
     copy_gathered(smem, ptr, mask=gl.expand_dims(ok, 1) & gl.expand_dims(c < COLUMNS, 0))
@@ -66,7 +59,7 @@ def _producer(
     r = gl.arange(0, BK, gl.SliceLayout(1, L))
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, start, end, m0, n0 = _tile(index, expert_start, m_tiles, n_tiles, BM, BN)
+        _expert, start, end, m0, n0 = _tile(index, expert_start, m_tiles, n_tiles, BM, BN)
         if GATHER:
             token = gl.load(row_token + start + r, mask=start + r < end, other=0)
         for k in range(start, end, BK):
@@ -161,9 +154,21 @@ def hopper_weight_gradient_kernel(
     total = num_experts * m_tiles * n_tiles
     gl.warp_specialize(
         [
-            (_consumer, (out, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, out_smem, full, empty, 0, BM, BN, BK, STAGES)),
-            (_consumer, (out, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, out_smem, full, empty, 1, BM, BN, BK, STAGES)),
-            (_producer, (left, right, row_token, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, full, empty, M, N, BM, BN, BK, STAGES, GATHER_LEFT, GATHER_RIGHT)),
+            (_consumer, (
+                out, expert_start, total, m_tiles, n_tiles,
+                left_smem, right_smem, out_smem, full, empty,
+                0, BM, BN, BK, STAGES,
+            )),
+            (_consumer, (
+                out, expert_start, total, m_tiles, n_tiles,
+                left_smem, right_smem, out_smem, full, empty,
+                1, BM, BN, BK, STAGES,
+            )),
+            (_producer, (
+                left, right, row_token, expert_start, total, m_tiles, n_tiles,
+                left_smem, right_smem, full, empty,
+                M, N, BM, BN, BK, STAGES, GATHER_LEFT, GATHER_RIGHT,
+            )),
         ],
         [4, 4],
         [224, 56],

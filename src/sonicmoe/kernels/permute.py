@@ -1,8 +1,8 @@
 """The permutation as a counting sort without floating point, sorting network or host.
 
-Slots are cut into as many spans as there are programs. `count_kernel` counts each span's experts;
-`place_kernel` adds up the counts of the spans before its own and gives every slot its row. Within
-an expert rows keep the order of their slots, so the result is the same every time.
+Slots are cut into spans. `count_kernel` counts each span's experts, `scan_kernel` turns the counts
+into the row at which each span's slots of an expert begin, `place_kernel` gives every slot its row.
+Within an expert rows keep the order of their slots, so the result is the same every time.
 """
 
 import triton
@@ -18,8 +18,10 @@ def _load_ids(ids, slot, inside, num_experts):
 
 
 @triton.jit(do_not_specialize=["slots", "span"])
-def count_kernel(ids, counts, slots, span, num_experts, BE: tl.constexpr, CHUNK: tl.constexpr):
-    """counts[p, e] = slots of span p with expert e. Grid: spans; a program owns one row."""
+def count_kernel(
+    ids, counts, totals, slots, span, num_experts, BE: tl.constexpr, CHUNK: tl.constexpr
+):
+    """counts[p, e] = slots of span p with expert e, added up in totals. Grid: spans."""
     p = tl.program_id(0)
     histogram = tl.zeros((BE,), tl.int32)
     end = tl.minimum((p + 1) * span, slots)
@@ -28,7 +30,8 @@ def count_kernel(ids, counts, slots, span, num_experts, BE: tl.constexpr, CHUNK:
         expert, here = _load_ids(ids, slot, slot < end, num_experts)
         histogram += tl.histogram(expert, BE, mask=here)
     e = tl.arange(0, BE)
-    tl.store(counts + p * num_experts + e, histogram, mask=e < num_experts)
+    tl.store(counts + p.to(tl.int64) * num_experts + e, histogram, mask=e < num_experts)
+    tl.atomic_add(totals + e, histogram, mask=histogram > 0, sem="relaxed")
 
 
 @triton.jit
@@ -55,52 +58,65 @@ def _write_tiles(tiles, start, rows, num_experts, HEIGHT: tl.constexpr, BE: tl.c
 
 @triton.jit
 def tiles_kernel(expert_start, tiles, num_experts, HEIGHT: tl.constexpr, BE: tl.constexpr):
-    """The tile table from expert_start. Grid: any number of programs; each owns every n-th expert."""
+    """The tile table from expert_start. Grid: any number; a program owns every n-th expert."""
     e = tl.arange(0, BE)
     start = tl.load(expert_start + e, mask=e < num_experts, other=0)
     end = tl.load(expert_start + e + 1, mask=e < num_experts, other=0)
     _write_tiles(tiles, start, end - start, num_experts, HEIGHT, BE)
 
 
-@triton.jit(do_not_specialize=["slots", "span", "spans"])
-def place_kernel(
-    ids, slot_token, counts, next_row, row_token, row_slot, slot_row, expert_start, tiles,
-    slots, span, spans, num_experts, slots_per_token,
-    HEIGHT: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=["spans"])
+def scan_kernel(
+    counts, totals, expert_start, tiles, spans, num_experts,
+    HEIGHT: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Every map of the permutation. Grid: spans; a program owns the slots of its span.
+    """counts[p, e] becomes the first row of span p's slots of e. Grid: E/EXPERTS.
 
-    next_row[p, e] is scratch: the row that the next slot of span p with expert e gets.
+    A program owns EXPERTS columns, their entries of expert_start and a share of the tile table.
     """
-    p = tl.program_id(0)
     e = tl.arange(0, BE)
-    total = tl.zeros((BE,), tl.int32)
-    before = tl.zeros((BE,), tl.int32)
-    for q0 in tl.range(0, spans, BP):
-        q = q0 + tl.arange(0, BP)
-        ok = (q < spans)[:, None] & (e < num_experts)[None, :]
-        block = tl.load(counts + q[:, None] * num_experts + e[None, :], mask=ok, other=0)
-        total += tl.sum(block, 0)
-        before += tl.sum(tl.where((q < p)[:, None], block, 0), 0)
+    total = tl.load(totals + e, mask=e < num_experts, other=0)
     end_row = tl.cumsum(total, 0)
-    if p == 0:
-        tl.store(expert_start, 0)
-        tl.store(expert_start + 1 + e, end_row, mask=e < num_experts)
     _write_tiles(tiles, end_row - total, total, num_experts, HEIGHT, BE)
 
-    mine = next_row + p * num_experts
-    base = end_row - total + before
-    tl.store(mine + e, base, mask=e < num_experts)
-    end = tl.minimum((p + 1) * span, slots)
-    for first in tl.range(p * span, end, CHUNK):
-        i = tl.arange(0, CHUNK)
+    mine = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    before = e[None, :] < mine[:, None]
+    row = tl.sum(tl.where(before, total[None, :], 0), 1)
+    own = tl.load(totals + mine, mask=mine < num_experts, other=0)
+    tl.store(expert_start + mine + 1, row + own, mask=mine < num_experts)
+    if tl.program_id(0) == 0:
+        tl.store(expert_start, 0)
+    for first in tl.range(0, spans, BP):
+        p = first + tl.arange(0, BP)
+        ok = (p < spans)[:, None] & (mine < num_experts)[None, :]
+        at = counts + p.to(tl.int64)[:, None] * num_experts + mine[None, :]
+        count = tl.load(at, mask=ok, other=0)
+        tl.store(at, row[None, :] + tl.cumsum(count, 0) - count, mask=ok)
+        row += tl.sum(count, 0)
+
+
+@triton.jit(do_not_specialize=["slots", "span"])
+def place_kernel(
+    ids, slot_token, first_row, row_token, row_slot, slot_row,
+    slots, span, num_experts, slots_per_token,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The maps between slots and rows. Grid: spans; a program owns the slots of its span."""
+    p = tl.program_id(0)
+    i = tl.arange(0, CHUNK)
+    start = p * span
+    end = tl.minimum(start + span, slots)
+    for first in tl.range(start, end, CHUNK):
         slot = first + i
         expert, here = _load_ids(ids, slot, slot < end, num_experts)
         tagged = tl.where(here, expert, -1)
         earlier = (tagged[:, None] == tagged[None, :]) & (i[None, :] < i[:, None])
         rank = tl.sum(earlier.to(tl.int32), 1)
-        tl.debug_barrier()
-        row = tl.load(mine + expert, mask=here, other=0) + rank
+        for passed in tl.range(start, first, CHUNK):
+            other, there = _load_ids(ids, passed + i, passed + i < end, num_experts)
+            same = (expert[:, None] == other[None, :]) & there[None, :]
+            rank += tl.sum(same.to(tl.int32), 1)
+        row = rank + tl.load(first_row + p.to(tl.int64) * num_experts + expert, mask=here, other=0)
         if slot_token is None:
             token = slot // slots_per_token
         else:
@@ -108,6 +124,3 @@ def place_kernel(
         tl.store(row_token + row, token, mask=here)
         tl.store(row_slot + row, slot, mask=here)
         tl.store(slot_row + slot, tl.where(here, row, -1), mask=slot < end)
-        base += tl.histogram(expert, BE, mask=here)
-        tl.debug_barrier()
-        tl.store(mine + e, base, mask=e < num_experts)

@@ -28,5 +28,5 @@ def store_rows(descriptor, end, row, column, smem):
 
 @gluon.jit
 def store_rows_of_half(descriptor, end, row, half, column, smem):
-    """The same for rows of two halves, gates and ups: what passes a half's last column is dropped."""
+    """The same for rows of two halves, gates and ups; what passes a half's columns is dropped."""
     copy_out(descriptor, [ORIGIN, end, ORIGIN - end + row, half, column], smem)

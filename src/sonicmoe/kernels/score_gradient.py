@@ -1,4 +1,4 @@
-"""The heart of the backward pass: dA' = dO W2 in the accumulator, and everything that follows from it.
+"""The heart of the backward pass: dA' = dO W2 in the accumulator, and all that follows from it.
 
 The epilogue reads Z, computes A again, and writes dZ, A' = s·A and the score gradient's partial sum
 dS = ⟨dA', A⟩. It works on column slices of the tile: in one piece it spills 400 registers at
@@ -58,12 +58,12 @@ def score_gradient_kernel(
     dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, expert_start, plane,
     w_stride_e, w_stride_n, w_stride_k,
     H: tl.constexpr, I: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr,
-    BACKWARD: tl.constexpr, STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, STORE_PARTIAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
-    A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
-    UNROLL: tl.constexpr,
+    BACKWARD: tl.constexpr, STORE_DZ: tl.constexpr, STORE_A: tl.constexpr,
+    STORE_PARTIAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SLICES: tl.constexpr, A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr,
+    PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """dZ (R, N), A' (R, I) and partial (I/BN, plane ≥ S) from gathered dO. Grid: any number of programs."""
+    """dZ (R, N), A' (R, I) and partial (I/BN, plane ≥ S) from dO. Grid: any number of programs."""
     n_tiles: tl.constexpr = (I + BN - 1) // BN
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
@@ -88,136 +88,38 @@ def score_gradient_kernel(
         W: tl.constexpr = BN // SLICES
         if SLICES == 1:
             ds = _slice_epilogue(
-                acc,
-                score,
-                rows,
-                ok,
-                column,
-                z,
-                dz,
-                a,
-                I,
-                GATED,
-                CONCATENATED,
-                BACKWARD,
-                STORE_DZ,
-                STORE_A,
-                BM,
-                W,
-            )
+                acc, score, rows, ok, column, z, dz, a,
+                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
+            )  # fmt: skip
         elif SLICES == 2:
             left, right = halves(acc, BM, BN)
             ds = _slice_epilogue(
-                left,
-                score,
-                rows,
-                ok,
-                column,
-                z,
-                dz,
-                a,
-                I,
-                GATED,
-                CONCATENATED,
-                BACKWARD,
-                STORE_DZ,
-                STORE_A,
-                BM,
-                W,
-            )
+                left, score, rows, ok, column, z, dz, a,
+                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
+            )  # fmt: skip
             ds += _slice_epilogue(
-                right,
-                score,
-                rows,
-                ok,
-                column + W,
-                z,
-                dz,
-                a,
-                I,
-                GATED,
-                CONCATENATED,
-                BACKWARD,
-                STORE_DZ,
-                STORE_A,
-                BM,
-                W,
-            )
+                right, score, rows, ok, column + W, z, dz, a,
+                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
+            )  # fmt: skip
         else:
             left, right = halves(acc, BM, BN)
             first, second = halves(left, BM, BN // 2)
             ds = _slice_epilogue(
-                first,
-                score,
-                rows,
-                ok,
-                column,
-                z,
-                dz,
-                a,
-                I,
-                GATED,
-                CONCATENATED,
-                BACKWARD,
-                STORE_DZ,
-                STORE_A,
-                BM,
-                W,
-            )
+                first, score, rows, ok, column, z, dz, a,
+                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
+            )  # fmt: skip
             ds += _slice_epilogue(
-                second,
-                score,
-                rows,
-                ok,
-                column + W,
-                z,
-                dz,
-                a,
-                I,
-                GATED,
-                CONCATENATED,
-                BACKWARD,
-                STORE_DZ,
-                STORE_A,
-                BM,
-                W,
-            )
+                second, score, rows, ok, column + W, z, dz, a,
+                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
+            )  # fmt: skip
             first, second = halves(right, BM, BN // 2)
             ds += _slice_epilogue(
-                first,
-                score,
-                rows,
-                ok,
-                column + 2 * W,
-                z,
-                dz,
-                a,
-                I,
-                GATED,
-                CONCATENATED,
-                BACKWARD,
-                STORE_DZ,
-                STORE_A,
-                BM,
-                W,
-            )
+                first, score, rows, ok, column + 2 * W, z, dz, a,
+                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
+            )  # fmt: skip
             ds += _slice_epilogue(
-                second,
-                score,
-                rows,
-                ok,
-                column + 3 * W,
-                z,
-                dz,
-                a,
-                I,
-                GATED,
-                CONCATENATED,
-                BACKWARD,
-                STORE_DZ,
-                STORE_A,
-                BM,
-                W,
-            )
+                second, score, rows, ok, column + 3 * W, z, dz, a,
+                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
+            )  # fmt: skip
         if STORE_PARTIAL:
             tl.store(partial + n_tile * plane.to(tl.int64) + slot, ds, mask=ok)

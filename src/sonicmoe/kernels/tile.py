@@ -18,7 +18,7 @@ def tile_of(tiles, expert_start, index):
 
 @triton.jit
 def source_rows(row_token, rows, ok, first_row):
-    """Row of the operand that each row of the tile reads; rows past the end read one that exists."""
+    """Row of the operand that each row of the tile reads; one that exists for rows past the end."""
     if row_token is None:
         return tl.where(ok, rows, first_row)
     else:

@@ -7,7 +7,8 @@ import triton.language as tl
 @triton.jit
 def _row_block(
     source, row_token, k, end, column,
-    COLUMNS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr, LAST: tl.constexpr,
+    COLUMNS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
     """(BK, BC) of rows k.., gathered where a token map is given; zero past the columns.
 
@@ -79,7 +80,7 @@ def bias_gradient_kernel(
     source, row_token, scores, row_slot, out, expert_start,
     N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out[e, :] = Σ_r score_r · source[row of r, :]. Grid: (E, N/BN); a program owns its columns."""
+    """out[e, :] = Σ_r score_r · source[row of r, :]. Grid: (E, N/BN); each owns its columns."""
     expert = tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     start = tl.load(expert_start + expert)

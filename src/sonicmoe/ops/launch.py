@@ -28,9 +28,9 @@ def target_of(t: torch.Tensor) -> Target:
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     """`kernel[grid](*args, **options)`, less what Triton does anew at every call.
 
-    Triton binds, specialises and looks up for 38 µs; what it finds depends only on what `key` holds,
-    so a second launch goes to the compiled kernel in about 8. `args` come first in the signature,
-    the compile-time `options` after them; the first argument tells the device.
+    Triton binds, specialises and looks up for 38 µs; what it finds depends only on what `key`
+    holds, so a second launch goes to the compiled kernel in about 8. `args` come first in the
+    signature, the compile-time `options` after them; the first argument tells the device.
     """
     first = args[0]
     device = (first if isinstance(first, torch.Tensor) else first.base).device
@@ -49,18 +49,9 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     x, y, z = (*grid, 1, 1)[:3]
     compiled.run(
-        x,
-        y,
-        z,
-        stream,
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-        *args,
-        *constants,
-    )
+        x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None,
+        *args, *constants,
+    )  # fmt: skip
     return None
 
 

@@ -111,8 +111,8 @@ def score_gradient(
     launch(
         hopper_score_gradient_kernel, (programs,),
         boxes(dout, _ROWS, config.block_k) if row_token is None else dout, row_token, weights,
-        scores, row_slot, z_boxes, dz_boxes, row_boxes(stored_a, _ROWS, width), partial, partial.stride(0),
-        tiles, expert_start,
+        scores, row_slot, z_boxes, dz_boxes, row_boxes(stored_a, _ROWS, width),
+        partial, partial.stride(0), tiles, expert_start,
         H=w2.shape[1], I=intermediate, BN=config.block_n, BK=config.block_k, STAGES=config.stages,
         KN=transposed, CONCATENATED=concatenated, BACKWARD=derivative,
         STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=row_token is not None, num_warps=4,

@@ -69,18 +69,9 @@ def _grid(config: RowConfig | WeightConfig, work: int, target) -> tuple[int]:
 
 
 def up(
-    x,
-    w1,
-    b1,
-    row_token,
-    expert_start,
-    tiles,
-    tile_height,
-    activation,
-    concatenated,
-    keep_z,
+    x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z,
     config=None,
-):
+):  # fmt: skip
     """Z (empty unless `keep_z`) and A."""
     x, w1 = aligned(x), aligned(w1)
     n, hidden = w1.shape[1:]
@@ -168,8 +159,8 @@ def down_backward(
     dz = a = dscores = none
     if need_dz or need_dw2 or need_dscores:
         dz, a, dscores = _score_gradient(
-            dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
-            activation, concatenated, need_dz, need_dw2, need_dscores, config,
+            dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles,
+            tile_height, activation, concatenated, need_dz, need_dw2, need_dscores, config,
         )  # fmt: skip
     dw2 = (
         _weight_gradient(dout, row_token, a, None, w2, expert_start, weights) if need_dw2 else none
@@ -229,7 +220,8 @@ def _score_gradient(
             )  # fmt: skip
         launch(
             aggregation.sum_partials_kernel, (ceil_div(slots, 1024),),
-            partial, slot_row, expert_start, dscores, slots, plane, experts, PARTS=planes, BLOCK=1024,
+            partial, slot_row, expert_start, dscores, slots, plane, experts,
+            PARTS=planes, BLOCK=1024,
         )  # fmt: skip
     return (dz if need_dz else none), a, dscores
 
@@ -261,17 +253,10 @@ def _zero_tail(y: torch.Tensor, expert_start: torch.Tensor) -> torch.Tensor:
     count, n = y.shape
     if count:
         launch(
-            aggregation.zero_tail_kernel,
-            (ceil_div(count, 32),),
-            y,
-            expert_start,
-            count,
-            expert_start.shape[0] - 1,
-            N=n,
-            BR=32,
-            BN=128,
-            num_warps=4,
-        )
+            aggregation.zero_tail_kernel, (ceil_div(count, 32),),
+            y, expert_start, count, expert_start.shape[0] - 1,
+            N=n, BR=32, BN=128, num_warps=4,
+        )  # fmt: skip
     return y
 
 
@@ -279,9 +264,8 @@ def _weight_gradient(left, left_token, right, right_token, w, expert_start, conf
     """(E, M, N) = Σ over an expert's rows of leftᵀ right, with the strides of `w`."""
     dw = memory.empty_like(w)
     out = dw
-    if _stored_transposed(
-        dw
-    ):  # write the other way round, so that rows of the store are contiguous
+    if _stored_transposed(dw):
+        # Written the other way round, so that rows of the store are contiguous.
         left, left_token, right, right_token, out = right, right_token, left, left_token, dw.mT
     experts, m, n = out.shape
     target = target_of(left)

@@ -8,8 +8,8 @@ from ..shapes import ceil_div, max_tiles
 from . import memory
 from .launch import launch, power_of_two
 
-_SPANS = 256  # programs of the counting sort: each reads the counts of all, so not many more
 _CHUNK = 128  # slots ranked at once by comparing all pairs
+_SPANS = 16384  # at most: above two million slots a span holds several chunks
 
 
 def _tokens_at_once(experts: int) -> int:
@@ -25,7 +25,7 @@ def topk(logits, k, softmax_over_topk):
         block = min(_tokens_at_once(experts), 32)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         launch(
-        topk_kernels.topk_kernel, (ceil_div(tokens, block),),
+            topk_kernels.topk_kernel, (ceil_div(tokens, block),),
             logits, scores, ids, tokens, logits.stride(0),
             E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
             BT=block, BE=power_of_two(experts), BK=power_of_two(k),
@@ -43,7 +43,7 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk):
         if not softmax_over_topk and logits.stride(1) != 1:
             logits = logits.contiguous()
         launch(
-        topk_kernels.topk_backward_kernel, (ceil_div(tokens, block),),
+            topk_kernels.topk_backward_kernel, (ceil_div(tokens, block),),
             dscores.contiguous(), scores, ids, None if softmax_over_topk else logits, dlogits,
             tokens, logits.stride(0),
             E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
@@ -64,29 +64,27 @@ def permute(ids, num_experts, slot_token, tile_height):
     table = new(1 + max_tiles(slots, num_experts, tile_height), 2)
     if slots == 0:
         return row_token, row_slot, slot_row, expert_start.zero_(), table.zero_()
-    span = max(_CHUNK, ceil_div(ceil_div(slots, _SPANS), _CHUNK) * _CHUNK)
+    span = _CHUNK * ceil_div(ceil_div(slots, _CHUNK), _SPANS)
     spans = ceil_div(slots, span)
-    counts, next_row = new(spans, num_experts), new(spans, num_experts)
-    block = power_of_two(num_experts)
+    counts, totals = new(spans, num_experts), new(num_experts).zero_()
     ids = ids.contiguous()
+    block = power_of_two(num_experts)
+    columns = max(1, min(8, 8192 // block))
     launch(
-        permute_kernels.count_kernel,
-        (spans,),
-        ids,
-        counts,
-        slots,
-        span,
-        num_experts,
-        BE=block,
-        CHUNK=_CHUNK,
-        num_warps=4,
-    )
+        permute_kernels.count_kernel, (spans,),
+        ids, counts, totals, slots, span, num_experts,
+        BE=block, CHUNK=_CHUNK, num_warps=4,
+    )  # fmt: skip
+    launch(
+        permute_kernels.scan_kernel, (ceil_div(num_experts, columns),),
+        counts, totals, expert_start, table, spans, num_experts,
+        HEIGHT=tile_height, BE=block, BP=1024, EXPERTS=columns, num_warps=8,
+    )  # fmt: skip
     launch(
         permute_kernels.place_kernel, (spans,),
-        ids, slot_token, counts, next_row, row_token, row_slot, slot_row, expert_start, table,
-        slots, span, spans, num_experts, ids.shape[-1] if slot_token is None else 1,
-        HEIGHT=tile_height, BE=block, BP=min(_SPANS, max(1, 16384 // block)), CHUNK=_CHUNK,
-        num_warps=8,
+        ids, slot_token, counts, row_token, row_slot, slot_row,
+        slots, span, num_experts, ids.shape[-1] if slot_token is None else 1,
+        CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
     return row_token, row_slot, slot_row, expert_start, table
 
@@ -97,13 +95,8 @@ def tiles(expert_start, rows, tile_height):
         (1 + max_tiles(rows, num_experts, tile_height), 2), torch.int32, expert_start.device
     )
     launch(
-        permute_kernels.tiles_kernel,
-        (min(num_experts, 128),),
-        expert_start,
-        table,
-        num_experts,
-        HEIGHT=tile_height,
-        BE=power_of_two(num_experts),
-        num_warps=4,
-    )
+        permute_kernels.tiles_kernel, (min(num_experts, 128),),
+        expert_start, table, num_experts,
+        HEIGHT=tile_height, BE=power_of_two(num_experts), num_warps=4,
+    )  # fmt: skip
     return table

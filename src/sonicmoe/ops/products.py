@@ -92,7 +92,7 @@ def _product_flops(a, w, *args, out_shape=None, **kwargs) -> int:
     flops=_product_flops,
 )
 def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail, backend):
-    """Y = A W2ᵀ + b2, times the row's score where given; rows past the last expert zero if asked."""
+    """Y = A W2ᵀ + b2, times the row's score if given; rows past the last expert zero if asked."""
     if backend == "torch":
         return reference.down(a, w2, b2, row_scores, expert_start)
     return _triton().down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail)
@@ -111,7 +111,7 @@ def aggregate(y, scores, slot_row, token_start, tokens, backend):
     return _triton().aggregate(y, scores, slot_row, token_start, tokens)
 
 
-# --- backward of down and aggregation ---------------------------------------------------------------
+# --- backward of down and aggregation -------------------------------------------------------------
 def _down_backward_fake(
     dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
     activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, backend,
@@ -157,7 +157,7 @@ def down_backward(
     )  # fmt: skip
 
 
-# --- backward of up ---------------------------------------------------------------------------------
+# --- backward of up -------------------------------------------------------------------------------
 def _up_backward_fake(
     dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
     need_dx, need_dw1, need_db1, backend,

@@ -1,6 +1,7 @@
 """Activations and their derivatives, elementwise, in the accuracy of their arguments."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,8 @@ def _silu_slope(g: torch.Tensor) -> torch.Tensor:
 
 
 # name -> (value, slope) of the function of one variable behind it
-_UNARY = {
+_Elementwise = Callable[[torch.Tensor], torch.Tensor]
+_UNARY: dict[str, tuple[_Elementwise, _Elementwise]] = {
     "silu": (F.silu, _silu_slope),
     "gelu": (F.gelu, _erf_gelu_slope),
     "gelu_tanh": (lambda g: F.gelu(g, approximate="tanh"), _tanh_gelu_slope),

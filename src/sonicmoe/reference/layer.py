@@ -18,7 +18,7 @@ def experts(
     activation: ActivationType = ActivationType.SWIGLU,
     concatenated: bool = False,
 ) -> torch.Tensor:
-    """O_t = Σ_k s_tk · (W2 act(W1 x_t + b1) + b2) of expert ids_tk; ids outside [0, E) add nothing."""
+    """O_t = Σ_k s_tk · (W2 act(W1 x_t + b1) + b2) of expert ids_tk; ids outside [0, E): nothing."""
     out = torch.zeros_like(x)
     for e in range(w1.shape[0]):
         token, k = (ids == e).nonzero(as_tuple=True)

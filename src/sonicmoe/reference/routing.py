@@ -8,7 +8,7 @@ from ..shapes import ceil_div, max_tiles
 def topk(
     logits: torch.Tensor, k: int, softmax_over_topk: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T, E) logits → scores (T, K) in fp32 or better, ids (T, K) int32. Ties go to the lower id."""
+    """Logits (T, E) → scores (T, K) in fp32 or better, ids (T, K) int32. Ties: the lower id."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     order = wide.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     if softmax_over_topk:
@@ -38,7 +38,7 @@ def topk_backward(
 def permute(
     ids: torch.Tensor, num_experts: int, slot_token: torch.Tensor | None, tile_height: int
 ) -> tuple[torch.Tensor, ...]:
-    """ids (T, K), or (S,) with `slot_token` naming each slot's token → the maps of `Permutation`."""
+    """ids (T, K), or (S,) with `slot_token`, the token of each slot → the maps of `Permutation`."""
     flat = ids.flatten().long()
     here = (flat >= 0) & (flat < num_experts)
     order = torch.where(here, flat, num_experts).argsort(stable=True)

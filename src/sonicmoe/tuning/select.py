@@ -11,7 +11,7 @@ from .config import RowConfig, Target, WeightConfig
 
 
 def tile_height(dtype: torch.dtype, backend: str) -> int:
-    """M: rows of a tile of every row product, one for the whole layer so that one schedule serves."""
+    """M: rows of a tile of every row product, one for the whole layer: one schedule serves all."""
     return 32 if dtype.itemsize > 2 else 128
 
 

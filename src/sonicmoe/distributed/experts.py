@@ -1,0 +1,136 @@
+"""`experts` over a process group: dispatch, the local experts, combine.
+
+Scores travel with the rows and are applied beside the experts, so a token's rows are summed where
+they were computed: one row comes back from a rank, and neither side keeps Y.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from .. import ops
+from ..enums import ActivationType
+from ..functional import _autocast, _layer, permute
+from ..validation import check_choice, check_weights, resolve_backend
+from .plan import Plan, make_plan
+
+
+class Arrived(NamedTuple):
+    """What a rank has to compute: rows (R, H), and for each (row, expert) pair its row, in ascending
+    order, the local id of its expert and its score."""
+
+    rows: torch.Tensor
+    pair_row: torch.Tensor
+    ids: torch.Tensor
+    scores: torch.Tensor
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    activation: ActivationType = ActivationType.SWIGLU,
+    gate_up: str = "interleaved",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`sonicmoe.experts` with the experts spread over the ranks of `group`, as many on each.
+
+    x, ids and scores are this rank's own tokens, any number of them; ids name experts of the whole
+    group, and those outside of it drop out. Weights and biases are this rank's experts: rank r holds
+    [r·E, (r+1)·E) of them. Their gradients count the tokens of every rank. Every rank must call it,
+    and every rank must run the backward pass.
+    """
+    x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
+    check_weights(x, w1, w2, b1, b2, activation, gate_up)
+    check_choice(x, ids, scores)
+    backend = resolve_backend(backend, x)
+    arrived, plan = dispatch(x, ids, scores, w1.shape[0], group)
+    p = permute(
+        arrived.ids, w1.shape[0], slot_token=arrived.pair_row, tokens=len(arrived.rows),
+        dtype=x.dtype, backend=backend,
+    )  # fmt: skip
+    y = _layer(arrived.rows, arrived.scores, w1, w2, b1, b2, p, activation, gate_up, backend)
+    return combine(y, plan)
+
+
+def dispatch(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    experts_per_rank: int,
+    group: dist.ProcessGroup,
+) -> tuple[Arrived, Plan]:
+    """Send x (T, H) to the ranks that hold the experts ids (T, K), once to each, with the scores.
+
+    Differentiable in x and scores. Expert e lives on rank e // experts_per_rank as number
+    e % experts_per_rank.
+    """
+    plan = make_plan(ids, experts_per_rank, group)
+    rows, pair_scores = _Dispatch.apply(x, scores, plan)
+    local_ids = ids.flatten()[plan.pair_slot] % experts_per_rank
+    pairs = torch.stack([plan.pair_row, local_ids], dim=1).to(torch.int32)
+    pair_row, local_ids = plan.pairs.forth(pairs).unbind(1)
+    # A pair counts rows from its sender's first; here they stand behind those of earlier senders.
+    row_start = torch.tensor([0, *plan.rows.receives[:-1]], device=x.device).cumsum(0)
+    senders = torch.tensor(plan.pairs.receives, device=x.device)
+    row_start = row_start.repeat_interleave(senders, output_size=sum(plan.pairs.receives))
+    pair_row = (pair_row + row_start).to(torch.int32)
+    return Arrived(rows, pair_row, local_ids.contiguous(), pair_scores), plan
+
+
+def combine(y: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Send y, one line for each row that arrived, back to where it came from, and sum by token."""
+    return _Combine.apply(y, plan)
+
+
+def _sum_by_token(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
+    backend = resolve_backend(None, rows)
+    return ops.aggregate(rows, None, plan.slot_row, None, plan.tokens, backend)
+
+
+class _Dispatch(torch.autograd.Function):
+    """x, scores → the rows and pair scores that arrive. Kept: the maps of the plan.
+
+    One node for both, so that ranks cannot disagree about the order of the exchanges on the way back.
+    """
+
+    @staticmethod
+    def forward(ctx, x, scores, plan):
+        ctx.plan = plan
+        rows = plan.rows.forth(x.index_select(0, plan.row_token))
+        ctx.shape = scores.shape
+        return rows, plan.pairs.forth(scores.flatten()[plan.pair_slot])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, drows, dpair_scores):
+        plan, dx, dscores = ctx.plan, None, None
+        if ctx.needs_input_grad[0]:
+            dx = _sum_by_token(plan.rows.back(drows), plan)
+        if ctx.needs_input_grad[1]:
+            returned = torch.nn.functional.pad(plan.pairs.back(dpair_scores), (0, 1))
+            dscores = returned[plan.slot_pair].view(ctx.shape)  # -1 is the zero at the end
+        return dx, dscores, None
+
+
+class _Combine(torch.autograd.Function):
+    """The transpose of `_Dispatch`: back, sum; in the backward pass repeat, forth."""
+
+    @staticmethod
+    def forward(ctx, y, plan):
+        ctx.plan = plan
+        return _sum_by_token(plan.rows.back(y), plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        plan = ctx.plan
+        return plan.rows.forth(dout.index_select(0, plan.row_token)), None

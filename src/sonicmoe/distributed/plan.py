@@ -1,0 +1,101 @@
+"""What travels between the ranks of a group: each token once to a rank, with a list of its pairs."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..functional import permute
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """How many lines go to each rank of the group, and how many come from each."""
+
+    sends: list[int]
+    receives: list[int]
+    group: dist.ProcessGroup
+
+    def forth(self, lines: torch.Tensor) -> torch.Tensor:
+        return self._exchange(lines, self.sends, self.receives)
+
+    def back(self, lines: torch.Tensor) -> torch.Tensor:
+        return self._exchange(lines, self.receives, self.sends)
+
+    def _exchange(self, lines: torch.Tensor, out: list[int], into: list[int]) -> torch.Tensor:
+        arrived = lines.new_empty(sum(into), *lines.shape[1:])
+        dist.all_to_all_single(arrived, lines.contiguous(), into, out, group=self.group)
+        return arrived
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The maps of the sending side. A *row* is a token on its way to a rank, a *pair* one of its
+    experts there; both are sorted by rank, then by token.
+
+    row_token  (rows,)   row  -> token
+    slot_row   (T·K,)    slot -> row, on the first of a token's slots that goes to a rank; else -1
+    pair_slot  (pairs,)  pair -> flat (token, k) slot
+    pair_row   (pairs,)  pair -> row, counted from the first row of its rank
+    slot_pair  (T·K,)    slot -> pair, the inverse; -1 where the slot's expert does not exist
+
+    Two ranks of two experts, ids = [[0, 3], [2, 3]]: row_token = [0, 0, 1]; pair_slot = [0, 1, 2, 3]
+    with pair_row = [0, 0, 1, 1]: the second token goes to rank 1 once, for both of its experts.
+    """
+
+    tokens: int
+    rows: Traffic
+    pairs: Traffic
+    row_token: torch.Tensor
+    slot_row: torch.Tensor
+    pair_slot: torch.Tensor
+    pair_row: torch.Tensor
+    slot_pair: torch.Tensor
+
+
+def make_plan(ids: torch.Tensor, experts_per_rank: int, group: dist.ProcessGroup) -> Plan:
+    """ids (T, K), where expert e lives on rank e // experts_per_rank of the group.
+
+    Waits for the device once: `all_to_all_single` wants the number of lines on the host.
+    """
+    ranks, slots, device = dist.get_world_size(group), ids.numel(), ids.device
+    here = (ids >= 0) & (ids < ranks * experts_per_rank)
+    rank = torch.where(here, ids // experts_per_rank, -1)
+    # Ranks take the place of experts: the sort that the layer has anyway makes the list of pairs.
+    p = permute(rank, ranks)
+    assert p.row_token is not None and p.row_slot is not None and p.slot_row is not None
+    pair_start, pair_token, slot_pair = p.expert_start.long(), p.row_token, p.slot_row.long()
+
+    # Pairs of one token on one rank are neighbours: the first of them takes the row along.
+    starts = torch.zeros(slots + 1, dtype=torch.bool, device=device)
+    starts[1:-1] = pair_token[1:] != pair_token[:-1]
+    starts[pair_start] = True
+    first = starts[:-1] & (torch.arange(slots, device=device) < pair_start[-1])
+    before = torch.nn.functional.pad(first.cumsum(0), (1, 0))  # rows that start before a pair
+    row, row_start = before[1:] - 1, before[pair_start]
+
+    leaving = torch.stack([row_start.diff(), pair_start.diff()], dim=1)
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving, group=group)
+    rows_out, pairs_out, rows_in, pairs_in = torch.cat([leaving, coming], dim=1).T.tolist()
+
+    num_rows, num_pairs = sum(rows_out), sum(pairs_out)
+    row_token = torch.empty(slots + 1, dtype=torch.long, device=device)
+    row_token.scatter_(0, torch.where(first, row, slots), pair_token.long())  # the last: discarded
+    slot_row = _at(torch.where(first, row, -1), slot_pair)
+    rank_start = row_start[:-1].repeat_interleave(pair_start.diff(), output_size=num_pairs)
+    return Plan(
+        tokens=ids.shape[0],
+        rows=Traffic(rows_out, rows_in, group),
+        pairs=Traffic(pairs_out, pairs_in, group),
+        row_token=row_token[:num_rows],
+        slot_row=slot_row.to(torch.int32),
+        pair_slot=p.row_slot[:num_pairs].long(),
+        pair_row=row[:num_pairs] - rank_start,
+        slot_pair=slot_pair,
+    )
+
+
+def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """values[index], and -1 where the index is -1."""
+    return torch.nn.functional.pad(values, (0, 1), value=-1)[index]

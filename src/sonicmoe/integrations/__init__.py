@@ -1,0 +1,1 @@
+"""Adapters to frameworks, one small file each. None is imported with the package."""

@@ -1,0 +1,64 @@
+"""Routers: from logits (T, E) to who goes where. A name or an object is `MoE`'s `router=`."""
+
+from functools import partial
+
+import torch
+
+from ..errors import bad_argument
+from .base import Router, Routing
+from .expert_choice import ExpertChoice
+from .losses import switch_loss, z_loss
+from .sigmoid import Sigmoid
+from .statistics import RouterStatistics, statistics
+from .token_rounding import TokenRounding, round_tokens
+from .topk import TopK
+
+__all__ = [
+    "ROUTERS",
+    "ExpertChoice",
+    "Router",
+    "RouterStatistics",
+    "Routing",
+    "Sigmoid",
+    "TokenRounding",
+    "TopK",
+    "make_router",
+    "round_tokens",
+    "route",
+    "statistics",
+    "switch_loss",
+    "z_loss",
+]
+
+ROUTERS = {
+    "softmax_over_topk": TopK,
+    "topk_over_softmax": partial(TopK, softmax_over_topk=False),
+    "topk_over_softmax_normalized": partial(TopK, softmax_over_topk=False, renormalize=True),
+    "sigmoid": Sigmoid,
+    "expert_choice": ExpertChoice,
+    "token_rounding": TokenRounding,
+}
+
+
+def make_router(router: str | Router, num_experts: int, k: int) -> Router:
+    """The router of that name, or the given one if it is for E experts and K choices."""
+    if isinstance(router, Router):
+        if (router.num_experts, router.k) != (num_experts, k):
+            raise bad_argument(
+                "router", f"a router of {num_experts} experts, {k} a token",
+                f"one of {router.num_experts}, {router.k}", "Build it with the sizes of the layer.",
+            )  # fmt: skip
+        return router
+    if router not in ROUTERS:
+        raise bad_argument(
+            "router", f"one of {', '.join(ROUTERS)} or a sonicmoe.routing.Router", repr(router),
+            "Names take every default; an object takes options.",
+        )  # fmt: skip
+    return ROUTERS[router](num_experts, k)
+
+
+def route(
+    logits: torch.Tensor, k: int, router: str | Router = "softmax_over_topk", *, backend: str | None = None
+) -> Routing:
+    """logits (T, E) → `Routing`: ids, scores, and what the experts need to go on."""
+    return make_router(router, logits.shape[-1], k)(logits, backend=backend)

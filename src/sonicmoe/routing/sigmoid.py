@@ -1,0 +1,103 @@
+"""DeepSeek-V3's router: sigmoid scores, and a bias that steers the choice but not the weights."""
+
+from collections.abc import Callable
+
+import torch
+
+from ..errors import bad_argument
+from ..functional import topk_scores
+from .base import Router, Routing, rows_per_expert, widened
+
+
+class Sigmoid(Router):
+    """The K largest of sigmoid(logits) + selection_bias; weights are the sigmoids alone.
+
+    With `groups` > 1 the experts are cut into that many groups, and only the `groups_kept` whose two
+    best experts sum highest take part. `normalize` makes a token's scores sum to one, and `scale`
+    multiplies them. While training, the rows of each expert add up until `update_bias` uses them.
+    """
+
+    selection_bias: torch.Tensor
+    load: torch.Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        k: int,
+        *,
+        groups: int = 1,
+        groups_kept: int = 1,
+        normalize: bool = True,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(num_experts, k)
+        if groups < 1 or num_experts % groups:
+            raise bad_argument(
+                "groups", f"a divisor of the {num_experts} experts", groups, "1 means no groups."
+            )
+        if not 1 <= groups_kept <= groups:
+            raise bad_argument(
+                "groups_kept", f"between 1 and groups ({groups})", groups_kept, "Keep fewer."
+            )
+        if k > groups_kept * (num_experts // groups):
+            raise bad_argument(
+                "k", f"at most the {groups_kept * (num_experts // groups)} experts of the kept groups",
+                k, "Keep more groups.",
+            )  # fmt: skip
+        self.groups = groups
+        self.groups_kept = groups_kept
+        self.normalize = normalize
+        self.scale = scale
+        self.register_buffer("selection_bias", torch.zeros(num_experts))
+        self.register_buffer("load", torch.zeros(num_experts), persistent=False)
+
+    def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
+        self.check(logits)
+        affinity = widened(logits).sigmoid()
+        with torch.no_grad():
+            _, ids = topk_scores(self._ranking(affinity, backend), self.k, backend=backend)
+            if self.training:
+                self.load += rows_per_expert(ids, self.num_experts)
+        scores = affinity.gather(1, ids.long())
+        if self.normalize:
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        return Routing(logits, ids, scores * self.scale)
+
+    def _ranking(self, affinity: torch.Tensor, backend: str | None) -> torch.Tensor:
+        ranking = affinity + self.selection_bias
+        if self.groups == self.groups_kept:
+            return ranking
+        grouped = ranking.unflatten(1, (self.groups, -1))
+        best_two = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)
+        _, kept = topk_scores(best_two, self.groups_kept, backend=backend)
+        alive = torch.zeros_like(best_two, dtype=torch.bool).scatter_(1, kept.long(), True)
+        return grouped.masked_fill(~alive.unsqueeze(-1), float("-inf")).flatten(1)
+
+    @torch.no_grad()
+    def update_bias(
+        self,
+        rate: float = 1e-3,
+        *,
+        all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """After an optimizer step: one `rate` up for experts below the mean load, down above it.
+
+        `all_reduce` maps this rank's rows of each expert to those of the global batch. Balance
+        without an auxiliary loss; only the sign counts, so a recomputed forward pass does no harm.
+        """
+        load = self.load if all_reduce is None else all_reduce(self.load)
+        self.selection_bias += rate * (load.mean() - load).sign()
+        self.load.zero_()
+
+    def _apply(self, fn, recurse=True):
+        """The bias moves by steps that 16 bits cannot hold: a cast of the layer leaves it in fp32."""
+        before = {name: getattr(self, name) for name in ("selection_bias", "load")}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new.dtype in (torch.bfloat16, torch.float16):
+                setattr(self, name, old.to(new.device))
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, groups={self.groups_kept}/{self.groups}, scale={self.scale}"

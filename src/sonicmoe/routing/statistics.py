@@ -1,0 +1,46 @@
+"""What people log of a router, as tensors on its device: reading them is what synchronises."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .base import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatistics:
+    """Of one call of a router.
+
+    rows             (E,) rows of each expert
+    entropy          mean over the tokens of the entropy of softmax(logits), in nats
+    dropped, added   pairs of the tokens' choice that were given up, and others that were taken in
+    padding_before   share of the tiles' rows that belong to no token, by the tokens' choice
+    padding_after    the same with the rows as they are
+    """
+
+    rows: torch.Tensor
+    entropy: torch.Tensor
+    dropped: torch.Tensor
+    added: torch.Tensor
+    padding_before: torch.Tensor
+    padding_after: torch.Tensor
+
+
+@torch.no_grad()
+def statistics(routing: Routing, tile: int = 128) -> RouterStatistics:
+    rows, choice = routing.counts(), routing.choice_counts()
+    log_share = routing.logits.float().log_softmax(-1)
+    entropy = -(log_share.exp() * log_share).sum() / max(len(log_share), 1)
+    return RouterStatistics(
+        rows=rows,
+        entropy=entropy,
+        dropped=(choice - rows).clamp_min(0).sum(),
+        added=(rows - choice).clamp_min(0).sum(),
+        padding_before=_padding(choice, tile),
+        padding_after=_padding(rows, tile),
+    )
+
+
+def _padding(rows: torch.Tensor, tile: int) -> torch.Tensor:
+    padded = ((rows + tile - 1) // tile * tile).sum()
+    return 1 - rows.sum() / padded.clamp_min(1) - (padded == 0).float()

@@ -1,0 +1,162 @@
+"""Token rounding: top-K, changed so that every expert's rows fill whole tiles."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import ops
+from ..errors import bad_argument
+from ..functional import topk_scores
+from ..reference.token_rounding import STOCHASTIC, SUBROUTINES
+from ..validation import (
+    check_device,
+    check_floating,
+    check_integer,
+    check_rank,
+    check_shape,
+    resolve_backend,
+)
+from .base import Router, Routing, widened
+
+
+class TokenRounding(Router):
+    """Softmax over all experts, top-K, then each expert's rows rounded to a multiple of a tile.
+
+    An expert that rounds down drops its least preferred chosen tokens; one that rounds up takes in
+    the best tokens that had not chosen it. Every pair, added ones too, has its own softmax score.
+    `normalize` divides the scores of a token by the sum of its K largest, so that in `eval()`,
+    which is plain top-K, they sum to one. Nothing else is renormalised.
+
+    subroutine  which way an expert goes: "nr-f" to the nearest multiple, "sr-f" and "nr-s" at random
+                in proportion to rows and to scores, "balance-f" so that the errors of the experts
+                cancel, "up", "down". It goes up only where there are tokens enough.
+    generator   of the random numbers, on the device of the logits; None is torch's own, which CUDA
+                graphs and `torch.compile` know. Numbers can also be passed to `forward`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        k: int,
+        *,
+        tile: int = 128,
+        subroutine: str = "nr-f",
+        normalize: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(num_experts, k)
+        _check_rounding(tile, subroutine)
+        self.tile = tile
+        self.subroutine = subroutine
+        self.normalize = normalize
+        self.generator = generator
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        *,
+        uniform: torch.Tensor | None = None,
+        backend: str | None = None,
+    ) -> Routing:
+        """`uniform` (E,) in [0, 1): the random numbers of this call, for "sr-f" and "nr-s"."""
+        self.check(logits)
+        if not self.training:
+            scores, ids = topk_scores(
+                logits, self.k, softmax_over_topk=False, renormalize=self.normalize, backend=backend
+            )
+            return Routing(logits, ids, scores)
+        with torch.no_grad():
+            _, ids = topk_scores(logits, self.k, backend=backend)
+        scores = widened(logits).softmax(-1)
+        if self.normalize:
+            scores = scores / scores.gather(1, ids.long()).sum(-1, keepdim=True)
+        if uniform is None and self.subroutine in STOCHASTIC:
+            uniform = torch.rand(self.num_experts, device=logits.device, generator=self.generator)
+        score, expert, token, token_start, _, chosen = round_tokens(
+            scores, ids, tile=self.tile, subroutine=self.subroutine, uniform=uniform, backend=backend
+        )
+        return Routing(logits, expert, score, token, token_start, chosen)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, tile={self.tile}, subroutine={self.subroutine}"
+
+
+def round_tokens(
+    scores: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    tile: int = 128,
+    subroutine: str = "nr-f",
+    uniform: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Round a choice ids (T, K) by any scores (T, E) ≥ 0, such as a softmax or sigmoids.
+
+    Returns the pairs that are kept, ordered by token and then by expert, and what they count:
+    scores (S,), differentiable; experts (S,), −1 where unused; tokens (S,), T where unused;
+    token_start (T+1,); rows (E,) after rounding and (E,) before it. S is T·K and what rounding up
+    can add, at most E·(tile − 1), so no size depends on values. Ties go to the lower token.
+    """
+    check_rank("scores", scores, "(T, E)")
+    check_floating("scores", scores)
+    check_rank("ids", ids, "(T, K)")
+    check_integer("ids", ids)
+    check_device("ids", ids, scores)
+    if ids.shape[0] != scores.shape[0] or not 1 <= ids.shape[1] <= scores.shape[1]:
+        raise bad_argument(
+            "ids", f"(T, K) for scores (T, E) = {tuple(scores.shape)}, K ≤ E", tuple(ids.shape),
+            "Take the K largest scores of each token.",
+        )  # fmt: skip
+    _check_rounding(tile, subroutine)
+    if subroutine in STOCHASTIC:
+        if uniform is None:
+            raise bad_argument(
+                "uniform", f"(E,) random numbers in [0, 1) for {subroutine!r}", None,
+                "Pass torch.rand(E, device=scores.device).",
+            )  # fmt: skip
+        check_shape("uniform", uniform, (scores.shape[1],), "(E,)")
+        check_floating("uniform", uniform)
+        check_device("uniform", uniform, scores)
+        uniform = uniform.float()
+    elif uniform is not None:
+        raise bad_argument(
+            "uniform", f"None for {subroutine!r}, which is not random", "a tensor", "Leave it out."
+        )
+    return _RoundTokens.apply(
+        widened(scores), ids, tile, subroutine, uniform, resolve_backend(backend, scores)
+    )
+
+
+def _check_rounding(tile: int, subroutine: str) -> None:
+    if tile < 1:
+        raise bad_argument("tile", "at least 1 row", tile, "Take the tile of the kernels, 128.")
+    if subroutine not in SUBROUTINES:
+        raise bad_argument(
+            "subroutine", f"one of {', '.join(SUBROUTINES)}", repr(subroutine), "The default is nr-f."
+        )
+
+
+class _RoundTokens(torch.autograd.Function):
+    """Which pairs are kept is not differentiable; their scores are. Kept: 8·S bytes of the pairs."""
+
+    @staticmethod
+    def forward(ctx, scores, ids, tile, subroutine, uniform, backend):
+        ctx.set_materialize_grads(False)
+        expert, token, score, token_start, rows, chosen = ops.round_tokens(
+            scores, ids, tile, subroutine, uniform, backend
+        )
+        ctx.mark_non_differentiable(expert, token, token_start, rows, chosen)
+        ctx.save_for_backward(expert, token)
+        ctx.shape = scores.shape
+        return score, expert, token, token_start, rows, chosen
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dscore, *_):
+        if dscore is None:
+            return (None,) * 6
+        expert, token = ctx.saved_tensors
+        tokens, experts = ctx.shape
+        # Pairs are unique, so each place is written once; the unused ones share one too many.
+        place = torch.where(expert < 0, tokens * experts, token.long() * experts + expert)
+        flat = dscore.new_zeros(tokens * experts + 1).scatter_(0, place, dscore)
+        return flat[:-1].view(tokens, experts), None, None, None, None, None

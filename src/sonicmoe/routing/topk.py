@@ -1,0 +1,33 @@
+"""The top-K family: the K largest logits of a token, weighted by a softmax."""
+
+import torch
+
+from ..functional import topk_scores
+from .base import Router, Routing
+
+
+class TopK(Router):
+    """The softmax runs over the choice, or over all experts before it.
+
+    In the second case `renormalize` makes a token's scores sum to one.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        k: int,
+        *,
+        softmax_over_topk: bool = True,
+        renormalize: bool = False,
+    ) -> None:
+        super().__init__(num_experts, k)
+        self.softmax_over_topk = softmax_over_topk
+        self.renormalize = renormalize
+
+    def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
+        self.check(logits)
+        scores, ids = topk_scores(
+            logits, self.k, softmax_over_topk=self.softmax_over_topk,
+            renormalize=self.renormalize, backend=backend,
+        )  # fmt: skip
+        return Routing(logits, ids, scores)

@@ -1,0 +1,163 @@
+"""What each rank does in test_expert_parallel.py."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from helpers import Case, Inputs, make_inputs, ours, run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from sonicmoe import MoE
+from sonicmoe.distributed import dispatch, experts, parallelize
+
+
+def mine(rank: int, tokens: list[int]) -> slice:
+    """This rank's tokens among those of all ranks."""
+    return slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+
+
+def close(got: dict, want: dict) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def experts_equal_one_process(rank: int, case: Case, tokens: list[int]) -> None:
+    """Forward and every gradient, each rank with its own tokens and its own experts."""
+    given = make_inputs(case)
+    given.scores = given.scores.double()
+    want = run(ours(case, None), given)
+    t = mine(rank, tokens)
+    per_rank = case.problem.E // len(tokens)
+    e = slice(rank * per_rank, (rank + 1) * per_rank)
+    local = replace(given, **{n: getattr(given, n)[t] for n in ("x", "ids", "scores", "dout")})
+    local = replace(local, **{
+        n: w[e] for n in ("w1", "w2", "b1", "b2") if (w := getattr(given, n)) is not None
+    })  # fmt: skip
+    got = run(partial(experts, group=dist.group.WORLD, **case.options), local)
+    by_expert = {"dw1", "dw2", "db1", "db2"}
+    close(got, {name: g[e if name in by_expert else t] for name, g in want.items()})
+
+
+def a_token_goes_to_a_rank_once(rank: int, case: Case) -> None:
+    """Rows are the distinct (token, rank), pairs the (token, expert) that exist; nothing else."""
+    given, ranks = make_inputs(case), dist.get_world_size()
+    per_rank = case.problem.E // ranks
+    arrived, plan = dispatch(given.x, given.ids, given.scores, per_rank, dist.group.WORLD)
+    here = [
+        (t, k, int(i)) for t, row in enumerate(given.ids) for k, i in enumerate(row)
+        if 0 <= i < case.problem.E
+    ]  # fmt: skip
+    for r in range(ranks):
+        there = [(t, k, i) for t, k, i in here if i // per_rank == r]
+        assert plan.rows.sends[r] == len({t for t, _, _ in there})
+        assert plan.pairs.sends[r] == len(there)
+        if r != rank:
+            continue
+        # Every rank sends the same tokens, so what arrives is `ranks` copies of one list.
+        token = torch.tensor([t for t, _, _ in there] * ranks, dtype=torch.long)
+        assert torch.equal(arrived.rows[arrived.pair_row], given.x[token])
+        assert arrived.ids.tolist() == [i % per_rank for _, _, i in there] * ranks
+        scores = [given.scores[t, k] for t, k, _ in there] * ranks
+        assert arrived.scores.tolist() == [float(s) for s in scores]
+        assert all(a <= b for a, b in pairwise(arrived.pair_row.tolist()))
+
+
+def nothing_of_size_h_is_kept_but_the_rows(rank: int, case: Case) -> None:
+    given, saved = make_inputs(case), []
+    for t in (given.x, given.scores, given.w1, given.w2):
+        t.requires_grad_()
+    weights = (given.w1, given.w2)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        experts(given.x, given.ids, given.scores, *weights, group=dist.group.WORLD)
+    kept = [t for t in saved if t.is_floating_point() and all(t is not w for w in weights)]
+    rows, pairs = (len(t) for t in (kept[0], kept[1]))
+    p = case.problem
+    assert [tuple(t.shape) for t in kept] == [(rows, p.H), (pairs, p.N), (pairs,)]
+
+
+def _layer(**options) -> MoE:
+    return MoE(8, 3, 16, 8, add_bias=True, **options).double()
+
+
+def _step(moe: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A weighted sum of the output, so that every element counts differently; and the losses."""
+    x = x.detach().requires_grad_()
+    out, aux = moe(x)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    ((out * weight).sum() + aux).backward()
+    return {"out": out.detach(), "aux": aux.detach(), "dx": x.grad}
+
+
+def _gradients(moe: MoE) -> dict[str, torch.Tensor]:
+    whole = {}
+    for name, p in moe.named_parameters():
+        whole[name] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+    return whole
+
+
+def layer_equals_one_process(rank: int, tokens: list[int], options: dict) -> None:
+    one = _layer(**options)
+    many = parallelize(copy.deepcopy(one), init_device_mesh("cpu", (len(tokens),)))
+    x = torch.randn(sum(tokens), 16, dtype=torch.double)
+    want = [_step(one, x[mine(r, tokens)]) for r in range(len(tokens))]
+    close(_step(many, x[mine(rank, tokens)]), want[rank])
+    close(_gradients(many), _gradients(one))
+
+
+def layer_with_fsdp_on_the_other_dimension(rank: int, tokens: list[int]) -> None:
+    """A mesh of 2 × 2: gradients are the mean over all four ranks, and a step keeps them equal."""
+    one = _layer()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    many = parallelize(copy.deepcopy(one), mesh["expert"])
+    fully_shard(many, mesh=mesh["data"])
+    many.set_gradient_divide_factor(4)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (one, many)]
+    x = torch.randn(sum(tokens), 16, dtype=torch.double)
+    for _ in range(2):
+        want = [_step(one, x[mine(r, tokens)]) for r in range(4)]
+        close(_step(many, x[mine(rank, tokens)]), want[rank])
+        close({n: 4 * g for n, g in _gradients(many).items()}, _gradients(one))
+        for p in one.parameters():
+            p.grad /= 4
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9) for m in (one, many)]
+        torch.testing.assert_close(norms[1].full_tensor(), norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def checkpointed_layer(rank: int, tokens: list[int]) -> None:
+    """The exchanges run again in the backward pass, on every rank in the same order."""
+    from torch.utils.checkpoint import checkpoint
+
+    plain = parallelize(_layer(), init_device_mesh("cpu", (len(tokens),)))
+    kept = copy.deepcopy(plain)
+    x = torch.randn(sum(tokens), 16, dtype=torch.double)[mine(rank, tokens)]
+    want = _step(plain, x)
+    close(_step(lambda x: checkpoint(kept, x, use_reentrant=False), x), want)
+    close(_gradients(kept), _gradients(plain))
+
+
+def frozen_layer(rank: int, tokens: list[int]) -> None:
+    """Only x has a gradient: no rank waits for an exchange that another leaves out."""
+    one = _layer().requires_grad_(False)
+    many = parallelize(copy.deepcopy(one), init_device_mesh("cpu", (len(tokens),)))
+    x = torch.randn(sum(tokens), 16, dtype=torch.double)[mine(rank, tokens)]
+    close(_step(many, x), _step(one, x))
+
+
+def bad_arguments(rank: int) -> None:
+    import pytest
+
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match="divides the 3 experts"):
+        parallelize(MoE(3, 1, 16, 8), mesh)
+    with pytest.raises(ValueError, match="Call it once"):
+        parallelize(parallelize(_layer(), mesh), mesh)
+    with pytest.raises(ValueError, match="one dimension"):
+        parallelize(_layer(), init_device_mesh("cpu", (2, 1)))

@@ -1,0 +1,231 @@
+"""Small random models of transformers: our backend against `eager`, which is their own loop."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from sonicmoe import ActivationType  # noqa: E402
+from sonicmoe.integrations import transformers as adapter  # noqa: E402
+
+NAME = "sonicmoe_experts"
+COMMON = dict(
+    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0,
+    output_router_logits=False, initializer_range=0.2,
+)  # fmt: skip
+MODELS = {
+    "Mixtral": dict(intermediate_size=24, num_local_experts=4, num_experts_per_tok=2),
+    "Qwen3Moe": dict(
+        intermediate_size=24, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=3,
+        norm_topk_prob=True,
+    ),
+    "Olmoe": dict(intermediate_size=16, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False),
+    "GraniteMoe": dict(intermediate_size=16, num_local_experts=4, num_experts_per_tok=2),
+    "DeepseekV3": dict(
+        intermediate_size=24, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=1,
+        num_experts_per_tok=3, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=8,
+        kv_lora_rank=8, head_dim=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+    ),
+    "GptOss": dict(
+        intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    adapter.register()
+
+
+def small(name: str, **changes):
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name], **changes})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases start as zeros, and would prove nothing
+            if not parameter.any():
+                parameter.normal_(std=0.5)
+    return model
+
+
+def with_backend(model, implementation: str):
+    model = copy.deepcopy(model)
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def step(model) -> dict[str, torch.Tensor]:
+    """Logits, loss and every gradient."""
+    ids = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.logits.detach(), "loss": out.loss.detach(), **gradients}
+
+
+def close(got: dict, want: dict, tolerance: float = 2e-5) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        scale = want[name].abs().max().item()
+        torch.testing.assert_close(
+            got[name], want[name], rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often our experts ran: a model that falls back to its own loop would pass unseen."""
+    seen, original = [], adapter.experts
+
+    def counted(*args, **kwargs):
+        seen.append(kwargs["activation"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(adapter, "experts", counted)
+    return seen
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_gradients(name, calls):
+    model = small(name)
+    got = step(with_backend(model, NAME))
+    layers = 1 if name == "DeepseekV3" else 2
+    activation = "SWIGLU_CLAMPED" if name == "GptOss" else "SWIGLU"
+    assert calls == [ActivationType[activation]] * layers
+    close(got, step(with_backend(model, "eager")))
+    experts = [n for n in got if "experts" in n and "shared" not in n]
+    assert len(experts) >= 2 * layers and all(got[n].any() for n in experts)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_checkpointing(name):
+    model = with_backend(small(name), NAME)
+    want = step(model)
+    model.zero_grad(set_to_none=True)
+    model.train()
+    model.gradient_checkpointing_enable()
+    close(step(model), want)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_save_reload_and_generate(name, tmp_path):
+    model = small(name).eval()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(
+        tmp_path, experts_implementation=NAME, attn_implementation="eager"
+    ).eval()  # fmt: skip
+    assert again.config._experts_implementation == NAME
+    prompt = torch.randint(1, 64, (2, 5), generator=torch.Generator().manual_seed(2))
+    options = dict(max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(prompt))
+    want = with_backend(model, "eager").generate(prompt, **options)
+    assert torch.equal(again.generate(prompt, **options), want)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_autocast_and_bf16(name, calls):
+    model = small(name)
+    ids = torch.randint(1, 64, (2, 16))
+    exact = model(input_ids=ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = with_backend(model, NAME)(input_ids=ids).logits
+    low = with_backend(model, NAME).bfloat16()(input_ids=ids).logits
+    assert len(calls) == 4
+    for logits in (mixed, low):
+        assert (logits.float() - exact).norm() < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_compiled_without_a_graph_break(name):
+    block = with_backend(small(name), NAME).model.layers[0].mlp.experts
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    x, ids, scores = torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2)
+    torch.testing.assert_close(compiled(x, ids, scores), block(x, ids, scores))
+
+
+def test_absent_experts_drop_out():
+    """transformers marks experts of other ranks with the number of local experts, and weight 0."""
+    block = with_backend(small("Mixtral"), NAME).model.layers[0].mlp.experts
+    x, scores = torch.randn(12, 32), torch.rand(12, 2)
+    ids = torch.randint(5, (12, 2))
+    here = ids < 4
+    with torch.no_grad():
+        got = block(x, ids, torch.where(here, scores, torch.nan))
+        want = block(x, ids.clamp(max=3), scores * here)
+    torch.testing.assert_close(got, want)
+
+
+def test_parts_of_the_experts_sum_to_the_whole():
+    block = with_backend(small("Mixtral"), NAME).model.layers[0].mlp.experts
+    x, ids, scores = torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2)
+    whole, parts = block(x, ids, scores), 0
+    for rank in range(2):
+        part = copy.deepcopy(block)
+        part.num_experts = 2
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(part, name, torch.nn.Parameter(getattr(block, name)[2 * rank : 2 * rank + 2]))
+        here = ids // 2 == rank
+        parts = parts + part(x, torch.where(here, ids % 2, 2), scores * here)
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize(
+    ("hidden_act", "activation"),
+    [
+        ("silu", "SWIGLU"), ("swish", "SWIGLU"), ("gelu", "GEGLU"), ("relu", "REGLU"),
+        ("gelu_pytorch_tanh", "GEGLU_TANH"), ("gelu_new", "GEGLU_TANH"),
+    ],
+)  # fmt: skip
+def test_activation_is_recognised(hidden_act, activation, calls):
+    model = small("Mixtral", hidden_act=hidden_act)
+    close(step(with_backend(model, NAME)), step(with_backend(model, "eager")))
+    assert calls[0] is ActivationType[activation]
+
+
+@pytest.mark.parametrize("hidden_act", ["quick_gelu", "relu6", "tanh", "prelu"])
+def test_unknown_activation_raises(hidden_act):
+    model = with_backend(small("Mixtral", hidden_act=hidden_act), NAME)
+    with pytest.raises(ValueError, match=r"another one in MixtralExperts\. Load this model with"):
+        step(model)
+
+
+def test_another_clamp_raises():
+    model = with_backend(small("GptOss"), NAME)
+    for layer in model.model.layers:
+        layer.mlp.experts.limit = 5.0
+    with pytest.raises(ValueError, match="another one in GptOssExperts"):
+        step(model)
+
+
+def test_flags_that_contradict_the_gate_raise():
+    model = with_backend(small("Mixtral"), NAME)
+    model.model.layers[0].mlp.experts.is_concatenated = False
+    with pytest.raises(ValueError, match="expected an activation among"):
+        step(model)
+
+
+def test_post_expert_norm_raises():
+    model = with_backend(small("Mixtral"), NAME)
+    model.model.layers[0].mlp.experts.has_post_expert_norm = True
+    with pytest.raises(ValueError, match="has_post_expert_norm: expected False, got True"):
+        step(model)
+
+
+def test_experts_without_a_gate():
+    """As in Nemotron-H: up_proj alone, with the activation between."""
+    block = with_backend(small("Mixtral", hidden_act="relu2"), NAME).model.layers[0].mlp.experts
+    block.has_gate = False
+    block.up_proj = torch.nn.Parameter(torch.randn(4, 24, 32))
+    x, ids, scores = torch.randn(6, 32), torch.randint(4, (6, 1)), torch.ones(6, 1)
+    want = [block.down_proj[e] @ torch.relu(block.up_proj[e] @ t) ** 2 for t, e in zip(x, ids[:, 0], strict=True)]
+    torch.testing.assert_close(block(x, ids, scores), torch.stack(want), rtol=1e-4, atol=1e-4)
+
+
+def test_names_of_transformers_are_not_taken():
+    with pytest.raises(ValueError, match="name: expected one that transformers does not use"):
+        adapter.register("sonicmoe")
+    adapter.register("another_name")
