@@ -32,6 +32,7 @@ def test_public_names_are_frozen():
         "moe_TC_softmax_topk_layer",
         "moe_general_routing_inputs",
         "topk_scores",
+        "warmup",
     ]
     assert all(hasattr(sonicmoe, name) for name in sonicmoe.__all__)
 

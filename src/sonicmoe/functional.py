@@ -30,6 +30,8 @@ def experts(
     b1: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     *,
+    slot_token: torch.Tensor | None = None,
+    token_start: torch.Tensor | None = None,
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     backend: str | None = None,
@@ -39,13 +41,21 @@ def experts(
     x (T, H); ids (T, K) in any order, where an id outside [0, E) means "not here": no compute, no
     output, no gradient; scores (T, K). W1 (E, 2I, H) — (E, I, H) for plain activations — and
     W2 (E, H, I) may be transposed views: no copy is made, gradients come in the same layout.
+    Tokens with different numbers of experts: ids and scores (S,) and `slot_token` (S,), ascending,
+    the token of each; `token_start` (T+1,), where it is known, saves finding each token's first.
     Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
     """
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
-    check_choice(x, ids, scores)
+    if slot_token is None:
+        check_choice(x, ids, scores)
+    else:
+        _check_pairs(x, ids, scores, slot_token, token_start)
     backend = resolve_backend(backend, x)
-    permutation = permute(ids, w1.shape[0], backend=backend, dtype=x.dtype)
+    permutation = permute(
+        ids, w1.shape[0], slot_token=slot_token, tokens=x.shape[0], token_start=token_start,
+        dtype=x.dtype, backend=backend,
+    )  # fmt: skip
     return _layer(x, scores, w1, w2, b1, b2, permutation, activation, gate_up, backend)
 
 
@@ -128,18 +138,19 @@ def permute(
     *,
     slot_token: torch.Tensor | None = None,
     tokens: int | None = None,
+    token_start: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     backend: str | None = None,
 ) -> Permutation:
     """Sort the (token, expert) pairs by expert, on the device.
 
-    ids (T, K), or (S,) with `slot_token` (S,) ascending and the number of `tokens`.
+    ids (T, K), or (S,) with `slot_token` (S,) ascending, the number of `tokens` and, if it is known,
+    `token_start` (T+1,).
     """
     backend = resolve_backend(backend, ids)
     height = tile_height(dtype, backend)
     maps = ops.permute(ids, num_experts, slot_token, height, backend)
-    token_start = None
-    if slot_token is not None:
+    if slot_token is not None and token_start is None:
         if tokens is None:
             raise bad_argument("tokens", "the number of tokens", tokens, "slot_token needs it.")
         every = torch.arange(tokens + 1, device=ids.device, dtype=slot_token.dtype)
@@ -165,6 +176,20 @@ def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backe
         z, a, scores, w2, b2, p.row_token, p.row_slot, p.slot_row, p.token_start, p.expert_start,
         p.tiles, x.shape[0], p.tile_height, activation.value, concatenated, backend,
     )  # fmt: skip
+
+
+def _check_pairs(x, ids, scores, slot_token, token_start) -> None:
+    check_rank("ids", ids, "(S,)")
+    for name, t in (("scores", scores), ("slot_token", slot_token)):
+        check_shape(name, t, tuple(ids.shape), "(S,), the shape of ids")
+    check_floating("scores", scores)
+    if token_start is not None:
+        check_shape("token_start", token_start, (x.shape[0] + 1,), "(T+1,)")
+    for name, t in (("ids", ids), ("slot_token", slot_token), ("token_start", token_start)):
+        if t is not None:
+            check_integer(name, t)
+            check_device(name, t, x)
+    check_device("scores", scores, x)
 
 
 def _score_dtype(scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,17 @@
 """The modules: `Experts` holds the weights of one product, `MoE` is the layer."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .functional import experts, topk_scores
+from .functional import experts
+from .routing import Router, make_router, switch_loss, z_loss
+from .routing.base import rows_per_expert
 from .validation import check_activation, check_gate_up, check_k
-
-ROUTERS = ("softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normalized")
 
 
 class Experts(nn.Module):
@@ -45,10 +47,13 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A Mixture-of-Experts layer: router, top-K, experts, weighted sum.
+    """A Mixture-of-Experts layer: logits, router, experts, weighted sum.
 
-    `forward` returns the output and the auxiliary loss, which is
-    aux_loss_coef · (Switch load-balancing loss) + z_loss_coef · mean(logsumexp(logits)²).
+    `router` is one of the names in `sonicmoe.routing.ROUTERS` or a `Router` with options of its own;
+    a forward hook on `moe.routing` sees what it decides. `forward` returns the output and the
+    auxiliary loss, which is
+    aux_loss_coef · (Switch load-balancing loss) + z_loss_coef · mean(logsumexp(logits)²);
+    `all_reduce_counts`, if given, maps a rank's rows of each expert to those of the global batch.
     """
 
     def __init__(
@@ -61,31 +66,32 @@ class MoE(nn.Module):
         add_bias: bool = False,
         std: float | None = None,
         *,
-        router: str = "softmax_over_topk",
+        router: str | Router = "softmax_over_topk",
         gate_up: str = "interleaved",
         fp32_router_logits: bool = False,
         aux_loss_coef: float = 1.0,
         z_loss_coef: float = 0.0,
+        all_reduce_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         check_activation(activation_function)
         check_gate_up(gate_up)
         check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
-        if router not in ROUTERS:
-            raise bad_argument("router", f"one of {', '.join(ROUTERS)}", repr(router), "See MoE.")
         self.num_experts = num_experts
         self.top_k = num_experts_per_tok
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.activation_function = activation_function
-        self.router_kind = router
+        self.router_kind = router if isinstance(router, str) else type(router).__name__
         self.gate_up = gate_up
         self.fp32_router_logits = fp32_router_logits
         self.aux_loss_coef = aux_loss_coef
         self.z_loss_coef = z_loss_coef
+        self.all_reduce_counts = all_reduce_counts
 
         columns = 2 * intermediate_size if activation_function.is_gated else intermediate_size
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
+        self.routing = make_router(router, num_experts, num_experts_per_tok)
         self.c_fc = Experts(num_experts, hidden_size, columns, add_bias, std)
         self.c_proj = Experts(num_experts, intermediate_size, hidden_size, add_bias, std)
 
@@ -103,18 +109,14 @@ class MoE(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
             x = hidden_states.reshape(-1, self.hidden_size)
             logits = self._router_logits(x)
-            scores, ids = topk_scores(
-                logits, self.top_k,
-                softmax_over_topk=self.router_kind == "softmax_over_topk",
-                renormalize=self.router_kind == "topk_over_softmax_normalized",
-                backend=backend,
-            )  # fmt: skip
+            r = self.routing(logits, backend=backend)
             out = experts(
-                x, ids, scores,
+                x, r.ids, r.scores,
                 self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
+                slot_token=r.slot_token, token_start=r.token_start,
                 activation=self.activation_function, gate_up=self.gate_up, backend=backend,
             )  # fmt: skip
-            aux_loss = None if is_inference_mode else self._aux_loss(logits, ids)
+            aux_loss = None if is_inference_mode else self._aux_loss(logits, r.ids, r.chosen)
         return out.view(hidden_states.shape), aux_loss
 
     def _router_logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,18 +125,14 @@ class MoE(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.float(), self.router.weight.float())
 
-    def _aux_loss(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """E · Σ_e (share of the probability)_e · (share of the rows)_e, and the z-loss, in fp32."""
-        wide = logits.float()
-        counts = torch.zeros(self.num_experts, device=ids.device)
-        counts.scatter_add_(0, ids.flatten().long(), torch.ones(ids.numel(), device=ids.device))
-        share = F.normalize(wide.softmax(-1).sum(0), p=1, dim=0)
-        loss = (
-            self.aux_loss_coef * self.num_experts * (share * F.normalize(counts, p=1, dim=0)).sum()
-        )
-        if self.z_loss_coef:
-            loss = loss + self.z_loss_coef * wide.logsumexp(-1).square().sum() / max(len(wide), 1)
-        return loss
+    def _aux_loss(
+        self, logits: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Balance is asked of what the tokens chose, not of what a router made of it."""
+        counts = rows_per_expert(ids, self.num_experts) if chosen is None else chosen
+        balance = switch_loss(logits, counts, all_reduce=self.all_reduce_counts)
+        loss = self.aux_loss_coef * balance
+        return loss + self.z_loss_coef * z_loss(logits) if self.z_loss_coef else loss
 
     def extra_repr(self) -> str:
         return (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sonicmoe import moe
+from sonicmoe import routing
 from sonicmoe.bench.cases import CASES, GRID, MODELS, ROUTERS, Case, find_case
 from sonicmoe.bench.inputs import ROUTINGS, _capped, make_inputs, shares
 from sonicmoe.enums import ActivationType
@@ -17,7 +17,7 @@ def test_names_are_unique_and_found():
 
 
 def test_the_layers_routers_are_the_cases_routers():
-    assert moe.ROUTERS == ROUTERS
+    assert set(ROUTERS) <= set(routing.ROUTERS)
     assert {case.router for case in CASES.values()} == set(ROUTERS)
 
 

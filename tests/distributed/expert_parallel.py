@@ -23,7 +23,9 @@ def mine(rank: int, tokens: list[int]) -> slice:
 def close(got: dict, want: dict) -> None:
     assert got.keys() == want.keys()
     for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name], want[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def experts_equal_one_process(rank: int, case: Case, tokens: list[int]) -> None:

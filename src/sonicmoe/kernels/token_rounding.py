@@ -5,6 +5,9 @@ that is not negative are ordered like the score, and pairs that were not chosen 
 chosen ones. An expert keeps the tokens that reach a threshold (least key, cut): a larger key, or
 that very key and a token below the cut, which is how ties go to the lower token. The threshold of
 n rows is found by bisection, each step of which counts a column once.
+
+Keys lie as (E, length): the tokens of an expert side by side, up to a multiple of 16, so that they
+are read 16 bytes at a time whatever the number of tokens. A place without a token has no key.
 """
 
 import triton
@@ -28,9 +31,10 @@ def _score(key):
 
 @triton.jit(do_not_specialize=["tokens"])
 def keys_kernel(
-    scores, ids, keys, tokens, experts, k, scores_stride, BT: tl.constexpr, BE: tl.constexpr
-):
-    """keys (E, T), a column of it for each token. Grid: T/BT × E/BE; a program owns one tile."""
+    scores, ids, keys, chosen_rows, tokens, length, experts, k, scores_stride,
+    BT: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """The keys, and the choices added up in chosen_rows. Grid: T/BT × E/BE; one tile each."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     ok = token < tokens
@@ -42,59 +46,56 @@ def keys_kernel(
     chosen = tl.zeros((BT, BE), tl.int1)
     for slot in tl.range(k):
         chosen |= e[None, :] == tl.load(ids + at * k + slot, mask=ok, other=-1)[:, None]
-    key = tl.where(chosen, bits, bits - _SHIFT)
-    tl.store(keys + e.to(tl.int64)[None, :] * tokens + token[:, None], key, mask=here)
+    key = tl.where(ok[:, None], tl.where(chosen, bits, bits - _SHIFT), _NOTHING)
+    inside = (token < length)[:, None] & (e < experts)[None, :]
+    tl.store(keys + e.to(tl.int64)[None, :] * length + token[:, None], key, mask=inside)
+    found = tl.sum(chosen.to(tl.int32), 0)
+    tl.atomic_add(chosen_rows + e, found, mask=found > 0, sem="relaxed")
 
 
 @triton.jit
-def _count(column, tokens, least, cut, CHUNK: tl.constexpr):
-    """How many tokens of a column reach the threshold."""
+def _count(column, length, least, cut, CHUNK: tl.constexpr):
+    """How many tokens of an expert reach the threshold."""
     found = tl.zeros((CHUNK,), tl.int32)
-    for first in tl.range(0, tokens, CHUNK):
+    for first in tl.range(0, length, CHUNK):
         token = first + tl.arange(0, CHUNK)
-        key = tl.load(column + token, mask=token < tokens, other=_NOTHING)
+        key = tl.load(column + token, mask=token < length, other=_NOTHING)
         found += _reaches(key, token, least, cut).to(tl.int32)
     return tl.sum(found, 0)
 
 
 @triton.jit
-def _threshold(column, tokens, rows, low, high, CHUNK: tl.constexpr):
-    """The threshold that `rows` tokens reach; (low, T) is reached by as many or more, high by fewer."""
-    found = -1
+def _threshold(column, length, tokens, rows, up, CHUNK: tl.constexpr):
+    """The threshold that exactly `rows` tokens reach: more than chose the expert, or fewer."""
+    low = tl.where(up, -_SHIFT, 0)
+    high = tl.where(up, 0, _HIGHEST)
+    found = tl.where(up, tokens, -1)
     while (high - low > 1) & (found != rows):
         middle = low + (high - low) // 2
-        found = _count(column, tokens, middle, tokens, CHUNK)
-        enough = found >= rows
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    # Only where keys tie at `low` is a cut between tokens left to find.
+        found = _count(column, length, middle, tokens, CHUNK)
+        low = tl.where(found >= rows, middle, low)
+        high = tl.where(found >= rows, high, middle)
+    # Only where keys tie is a cut between tokens left to find.
     before = tl.where(found == rows, tokens - 1, 0)
-    cut = tokens + 0
+    cut = tokens
     while cut - before > 1:
         middle = before + (cut - before) // 2
-        enough = _count(column, tokens, low, middle, CHUNK) >= rows
+        enough = _count(column, length, low, middle, CHUNK) >= rows
         cut = tl.where(enough, middle, cut)
         before = tl.where(enough, before, middle)
     return low, cut
 
 
 @triton.jit
-def _threshold_of_choice(column, tokens, rows, CHUNK: tl.constexpr):
-    """Of `rows` tokens among those that chose the expert."""
-    least, cut = _HIGHEST + 0, 0
-    if rows > 0:
-        least, cut = _threshold(column, tokens, rows, 0, _HIGHEST + 0, CHUNK)
-    return least, cut
-
-
-@triton.jit
-def _up_by_scores(column, tokens, uniform, least, cut, up_least, up_cut, CHUNK: tl.constexpr):
-    """With the probability of what rounding down drops in what it drops and rounding up adds."""
+def _up_by_scores(column, length, tokens, uniform, down, tile, CHUNK: tl.constexpr):
+    """With the probability of (scores that going down drops) / (those and what going up adds)."""
+    least, cut = _threshold(column, length, tokens, down, False, CHUNK)
+    up_least, up_cut = _threshold(column, length, tokens, down + tile, True, CHUNK)
     dropped = tl.zeros((CHUNK,), tl.float32)
     added = tl.zeros((CHUNK,), tl.float32)
-    for first in tl.range(0, tokens, CHUNK):
+    for first in tl.range(0, length, CHUNK):
         token = first + tl.arange(0, CHUNK)
-        key = tl.load(column + token, mask=token < tokens, other=_NOTHING)
+        key = tl.load(column + token, mask=token < length, other=_NOTHING)
         score = _score(key)
         dropped += tl.where((key >= 0) & (_reaches(key, token, least, cut) == 0), score, 0.0)
         added += tl.where((key < 0) & _reaches(key, token, up_least, up_cut), score, 0.0)
@@ -102,22 +103,15 @@ def _up_by_scores(column, tokens, uniform, least, cut, up_least, up_cut, CHUNK: 
     return uniform * (lost + won) < lost
 
 
-@triton.jit(do_not_specialize=["tokens", "spans"])
+@triton.jit(do_not_specialize=["tokens"])
 def select_kernel(
-    keys, counts, uniform, least, cut, rows, chosen, tokens, spans, experts, tile,
-    SUBROUTINE: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr,
+    keys, chosen_rows, uniform, rows, least, cut, tokens, length, experts, tile,
+    SUBROUTINE: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The rows of each expert and their threshold. Grid: E; a program owns one expert.
-
-    counts (spans, E) are the choices of each span of tokens.
-    """
+    """The rows of each expert and their threshold. Grid: E; a program owns one expert."""
     me = tl.program_id(0)
     e = tl.arange(0, BE)
-    count = tl.zeros((BE,), tl.int32)
-    for first in tl.range(0, spans, BP):
-        p = first + tl.arange(0, BP)
-        inside = (p < spans)[:, None] & (e < experts)[None, :]
-        count += tl.sum(tl.load(counts + p[:, None] * experts + e[None, :], mask=inside, other=0), 0)
+    count = tl.load(chosen_rows + e, mask=e < experts, other=0)
     rest = count % tile
     possible = (rest > 0) & (count - rest + tile <= tokens)
     if SUBROUTINE == "nr-f":
@@ -132,42 +126,30 @@ def select_kernel(
     else:
         ups = (rest > 0) & (SUBROUTINE != "down")
     f = tl.sum(tl.where(e == me, count, 0), 0)
-    up = tl.sum(tl.where((e == me) & possible & ups, 1, 0), 0) > 0
-    down_rows = f - f % tile
-    column = keys + me.to(tl.int64) * tokens
+    up = tl.sum((ups & possible & (e == me)).to(tl.int32), 0) > 0
+    column = keys + me.to(tl.int64) * length
 
-    # As it stands, every chosen pair is kept: what a multiple of the tile needs.
-    key, end, n = 0, tokens + 0, f
+    n, key, end = f, 0, tokens  # a multiple already: every chosen pair is kept, and no other
     if f % tile > 0:
+        n = f - f % tile
         if SUBROUTINE == "sr-f":
             up = up & (tl.load(uniform + me) * tile < f % tile)
         if SUBROUTINE == "nr-s":
-            key, end = _threshold_of_choice(column, tokens, down_rows, CHUNK)
-            n = down_rows
             if up:
-                most, most_end = _threshold(column, tokens, down_rows + tile, -_SHIFT, 0, CHUNK)
-                u = tl.load(uniform + me)
-                if _up_by_scores(column, tokens, u, key, end, most, most_end, CHUNK):
-                    key, end, n = most, most_end, down_rows + tile
-        else:
-            if up:
-                n = down_rows + tile
-                key, end = _threshold(column, tokens, n, -_SHIFT, 0, CHUNK)
-            else:
-                n = down_rows
-                key, end = _threshold_of_choice(column, tokens, n, CHUNK)
+                up = _up_by_scores(column, length, tokens, tl.load(uniform + me), n, tile, CHUNK)
+        n += tl.where(up, tile, 0)
+        key, end = _threshold(column, length, tokens, n, up, CHUNK)
     tl.store(least + me, key)
     tl.store(cut + me, end)
     tl.store(rows + me, n)
-    tl.store(chosen + me, f)
 
 
 @triton.jit
-def _kept(keys, least, cut, token, e, tokens, experts):
+def _kept(keys, least, cut, token, e, length, experts):
     """Keys (BT, BE) of a tile, and which of its pairs are kept."""
     known = e < experts
-    here = (token < tokens)[:, None] & known[None, :]
-    at = e.to(tl.int64)[None, :] * tokens + token[:, None]
+    here = (token < length)[:, None] & known[None, :]
+    at = e.to(tl.int64)[None, :] * length + token[:, None]
     key = tl.load(keys + at, mask=here, other=_NOTHING)
     lowest = tl.load(least + e, mask=known, other=_HIGHEST)
     end = tl.load(cut + e, mask=known, other=0)
@@ -176,13 +158,14 @@ def _kept(keys, least, cut, token, e, tokens, experts):
 
 @triton.jit(do_not_specialize=["tokens"])
 def tally_kernel(
-    keys, least, cut, per_token, per_block, tokens, experts, BT: tl.constexpr, BE: tl.constexpr
-):
+    keys, least, cut, per_token, per_block, tokens, length, experts,
+    BT: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
     """Kept pairs of each token and of each block of BT. Grid: T/BT; a program owns one block."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     found = tl.zeros((BT,), tl.int32)
     for first in tl.range(0, experts, BE):
-        _, kept = _kept(keys, least, cut, token, first + tl.arange(0, BE), tokens, experts)
+        _, kept = _kept(keys, least, cut, token, first + tl.arange(0, BE), length, experts)
         found += tl.sum(kept.to(tl.int32), 1)
     tl.store(per_token + token, found, mask=token < tokens)
     tl.store(per_block + tl.program_id(0), tl.sum(found, 0))
@@ -191,7 +174,7 @@ def tally_kernel(
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def emit_kernel(
     keys, least, cut, per_token, per_block, pair_expert, pair_token, pair_score, token_start,
-    tokens, experts, slots, BT: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
+    tokens, length, experts, slots, BT: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """The kept pairs, by token and then by expert. Grid: T/BT; a program owns the pairs of its block
     and an even share of the slots, of which it marks the unused ones.
@@ -215,7 +198,7 @@ def emit_kernel(
     tl.store(token_start + 1 + token, end, mask=token < tokens)
     for first in tl.range(0, experts, BE):
         e = first + tl.arange(0, BE)
-        key, kept = _kept(keys, least, cut, token, e, tokens, experts)
+        key, kept = _kept(keys, least, cut, token, e, length, experts)
         rank = tl.cumsum(kept.to(tl.int32), 1)
         slot = start[:, None] + rank - 1
         tl.store(pair_expert + slot, tl.broadcast_to(e[None, :], (BT, BE)), mask=kept)

@@ -52,8 +52,8 @@ def _by_preference(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     Chosen before others and then by score is the order of the preference (score, or score − 1)
     without the ties that the subtraction would round into it.
     """
-    order = scores.argsort(0, descending=True, stable=True)
-    first = chosen.gather(0, order).to(torch.int8).argsort(0, descending=True, stable=True)
+    order = scores.argsort(dim=0, descending=True, stable=True)
+    first = chosen.gather(0, order).to(torch.int8).argsort(dim=0, descending=True, stable=True)
     return order.gather(0, first)
 
 

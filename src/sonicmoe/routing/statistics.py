@@ -43,4 +43,4 @@ def statistics(routing: Routing, tile: int = 128) -> RouterStatistics:
 
 def _padding(rows: torch.Tensor, tile: int) -> torch.Tensor:
     padded = ((rows + tile - 1) // tile * tile).sum()
-    return 1 - rows.sum() / padded.clamp_min(1) - (padded == 0).float()
+    return torch.where(padded > 0, 1 - rows.sum() / padded.clamp_min(1), 0.0)

@@ -1,0 +1,15 @@
+"""Tensor and expert parallelism as transformers does it, with our experts inside."""
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="transformers wants it to load a model in parts")
+
+import hf_parallel as ranks  # noqa: E402
+
+
+@pytest.mark.parametrize("layout", ranks.LAYOUTS)
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_two_ranks(two, name, layout, tmp_path):
+    two.run(ranks.save, name, str(tmp_path))
+    two.run(ranks.two_ranks_equal_one, name, str(tmp_path), layout)
