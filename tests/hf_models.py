@@ -11,7 +11,7 @@ COMMON = dict(
     num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0,
     output_router_logits=False, initializer_range=0.2,
 )  # fmt: skip
-MODELS = {
+MODELS: dict[str, dict] = {
     "Mixtral": dict(intermediate_size=16, num_local_experts=4, num_experts_per_tok=2),
     "Qwen3Moe": dict(
         intermediate_size=24, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=3,
@@ -57,7 +57,7 @@ def step(model) -> dict[str, torch.Tensor]:
     return {"logits": out.logits.detach(), "loss": out.loss.detach(), **gradients}
 
 
-def close(got: dict, want: dict, tolerance: float = 2e-5) -> None:
+def close(got, want, tolerance=2e-5):
     assert got.keys() == want.keys()
     for name in want:
         scale = want[name].abs().max().item()

@@ -37,6 +37,10 @@ def _arguments() -> dict[str, list[tuple]]:
             (given.ids.flatten(), 4, by_token, m, b),
             (given.ids[:0], 4, None, m, b),
         ],
+        "round_tokens": [
+            (logits.softmax(-1), ids, 3, subroutine, torch.rand(4), b)
+            for subroutine in ("nr-f", "nr-s")
+        ],
         "tiles": [(start, 24, m, b)],
         "up": [
             (*gather, True, b),

@@ -144,8 +144,8 @@ def permute(
 ) -> Permutation:
     """Sort the (token, expert) pairs by expert, on the device.
 
-    ids (T, K), or (S,) with `slot_token` (S,) ascending, the number of `tokens` and, if it is known,
-    `token_start` (T+1,).
+    ids (T, K), or (S,) with `slot_token` (S,) ascending, the number of `tokens` and, where it is
+    known, `token_start` (T+1,).
     """
     backend = resolve_backend(backend, ids)
     height = tile_height(dtype, backend)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
 from .functional import experts
-from .routing import Router, make_router, switch_loss, z_loss
+from .routing import Router, Routing, make_router, switch_loss, z_loss
 from .routing.base import rows_per_expert
 from .validation import check_activation, check_gate_up, check_k
 
@@ -49,11 +49,10 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """A Mixture-of-Experts layer: logits, router, experts, weighted sum.
 
-    `router` is one of the names in `sonicmoe.routing.ROUTERS` or a `Router` with options of its own;
-    a forward hook on `moe.routing` sees what it decides. `forward` returns the output and the
-    auxiliary loss, which is
-    aux_loss_coef · (Switch load-balancing loss) + z_loss_coef · mean(logsumexp(logits)²);
-    `all_reduce_counts`, if given, maps a rank's rows of each expert to those of the global batch.
+    `router` is a name in `sonicmoe.routing.ROUTERS`, or a `Router` with options; a forward
+    hook on `moe.routing` sees what it decides. `forward` returns the output and the auxiliary loss,
+    aux_loss_coef · (Switch load-balancing loss) + z_loss_coef · mean(logsumexp(logits)²), for which
+    `all_reduce_counts` may map a rank's rows of each expert to those of the global batch.
     """
 
     def __init__(
@@ -110,20 +109,27 @@ class MoE(nn.Module):
             x = hidden_states.reshape(-1, self.hidden_size)
             logits = self._router_logits(x)
             r = self.routing(logits, backend=backend)
-            out = experts(
-                x, r.ids, r.scores,
-                self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
-                slot_token=r.slot_token, token_start=r.token_start,
-                activation=self.activation_function, gate_up=self.gate_up, backend=backend,
-            )  # fmt: skip
+            out = self._experts(x, r, backend)
             aux_loss = None if is_inference_mode else self._aux_loss(logits, r.ids, r.chosen)
         return out.view(hidden_states.shape), aux_loss
 
     def _router_logits(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self._router_weight()
         if not self.fp32_router_logits:
-            return self.router(x)
+            return F.linear(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), self.router.weight.float())
+            return F.linear(x.float(), weight.float())
+
+    def _router_weight(self) -> torch.Tensor:
+        return self.router.weight
+
+    def _experts(self, x: torch.Tensor, routing: Routing, backend: str | None) -> torch.Tensor:
+        return experts(
+            x, routing.ids, routing.scores,
+            self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
+            slot_token=routing.slot_token, token_start=routing.token_start,
+            activation=self.activation_function, gate_up=self.gate_up, backend=backend,
+        )  # fmt: skip
 
     def _aux_loss(
         self, logits: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor | None = None

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from helpers import Case, Inputs, make_inputs, ours, run
+from helpers import Case, make_inputs, ours, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -20,7 +20,12 @@ def mine(rank: int, tokens: list[int]) -> slice:
     return slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
 
 
-def close(got: dict, want: dict) -> None:
+def whole(t):
+    """A DTensor put together; anything else as it is."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def close(got, want):
     assert got.keys() == want.keys()
     for name in want:
         torch.testing.assert_close(
@@ -74,7 +79,12 @@ def nothing_of_size_h_is_kept_but_the_rows(rank: int, case: Case) -> None:
     for t in (given.x, given.scores, given.w1, given.w2):
         t.requires_grad_()
     weights = (given.w1, given.w2)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+
+    def keep(t):
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         experts(given.x, given.ids, given.scores, *weights, group=dist.group.WORLD)
     kept = [t for t in saved if t.is_floating_point() and all(t is not w for w in weights)]
     rows, pairs = (len(t) for t in (kept[0], kept[1]))
@@ -86,7 +96,7 @@ def _layer(**options) -> MoE:
     return MoE(8, 3, 16, 8, add_bias=True, **options).double()
 
 
-def _step(moe: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _step(moe, x):
     """A weighted sum of the output, so that every element counts differently; and the losses."""
     x = x.detach().requires_grad_()
     out, aux = moe(x)
@@ -95,11 +105,8 @@ def _step(moe: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"out": out.detach(), "aux": aux.detach(), "dx": x.grad}
 
 
-def _gradients(moe: MoE) -> dict[str, torch.Tensor]:
-    whole = {}
-    for name, p in moe.named_parameters():
-        whole[name] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-    return whole
+def _gradients(moe):
+    return {name: whole(p.grad) for name, p in moe.named_parameters()}
 
 
 def layer_equals_one_process(rank: int, tokens: list[int], options: dict) -> None:
@@ -111,7 +118,7 @@ def layer_equals_one_process(rank: int, tokens: list[int], options: dict) -> Non
     close(_gradients(many), _gradients(one))
 
 
-def layer_with_fsdp_on_the_other_dimension(rank: int, tokens: list[int]) -> None:
+def layer_with_fsdp_on_the_other_dimension(rank, tokens):
     """A mesh of 2 × 2: gradients are the mean over all four ranks, and a step keeps them equal."""
     one = _layer()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
@@ -127,7 +134,7 @@ def layer_with_fsdp_on_the_other_dimension(rank: int, tokens: list[int]) -> None
         for p in one.parameters():
             p.grad /= 4
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9) for m in (one, many)]
-        torch.testing.assert_close(norms[1].full_tensor(), norms[0])
+        torch.testing.assert_close(whole(norms[1]), norms[0])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

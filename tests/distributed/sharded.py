@@ -5,8 +5,8 @@ import copy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from expert_parallel import mine
-from helpers import Case, make_inputs, run
+from expert_parallel import mine, whole
+from helpers import make_inputs, run
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,7 +27,7 @@ def loss(moe: MoE, x: torch.Tensor) -> torch.Tensor:
     return out.float().square().sum() + aux.float()
 
 
-def fully_sharded_in_bf16(rank: int, tokens: list[int]) -> None:
+def fully_sharded_in_bf16(rank, tokens):
     """fp32 parameters in shards, bf16 in the layer, gradients averaged in fp32: step by step as one
     process does it by hand."""
     one, many = layer(), layer()
@@ -43,15 +43,13 @@ def fully_sharded_in_bf16(rank: int, tokens: list[int]) -> None:
             p.grad = torch.stack(grads).float().mean(0)
         loss(many, x[mine(rank, tokens)]).backward()
         for (name, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
-            torch.testing.assert_close(
-                b.grad.full_tensor(), a.grad, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            torch.testing.assert_close(whole(b.grad), a.grad, msg=lambda m, n=name: f"{n}: {m}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def dtensor_weights(rank: int, case: Case) -> None:
+def dtensor_weights(rank, case):
     """Each rank has all tokens and some experts; what is not here drops out, outputs are summed."""
     given, mesh = make_inputs(case), init_device_mesh("cpu", (2,))
     want = run(lambda **g: sonicmoe.experts(**g), given)
@@ -63,14 +61,14 @@ def dtensor_weights(rank: int, case: Case) -> None:
     local = given.arguments() | {name: w.to_local() for name, w in weights.items()}
     out = sonicmoe.experts(**local | {"ids": given.ids - rank * per_rank})
     out.backward(given.dout)
-    whole = out.detach().clone()
-    dist.all_reduce(whole)
-    torch.testing.assert_close(whole, want["out"])
+    summed = out.detach().clone()
+    dist.all_reduce(summed)
+    torch.testing.assert_close(summed, want["out"])
     for name, w in weights.items():
-        torch.testing.assert_close(w.grad.full_tensor(), want[f"d{name}"])
+        torch.testing.assert_close(whole(w.grad), want[f"d{name}"])
     torch.optim.SGD(weights.values(), lr=1.0).step()
     stepped = given.w1 - want["dw1"]
-    torch.testing.assert_close(weights["w1"].detach().full_tensor(), stepped)
+    torch.testing.assert_close(whole(weights["w1"].detach()), stepped)
 
 
 def _train(moe: MoE) -> torch.optim.Optimizer:
@@ -104,9 +102,9 @@ def load_with_experts_spread(rank: int, folder: str) -> None:
     found = _state(moe, optimizer)
     assert found["model"].keys() == want["model"].keys()
     for name, t in want["model"].items():
-        torch.testing.assert_close(found["model"][name].full_tensor(), t)
+        torch.testing.assert_close(whole(found["model"][name]), t)
         for moment in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(
-                found["optim"]["state"][name][moment].full_tensor(),
+                whole(found["optim"]["state"][name][moment]),
                 want["optim"]["state"][name][moment],
             )

@@ -6,6 +6,7 @@ import torch
 from helpers import Case
 
 from sonicmoe import ActivationType
+from sonicmoe.routing import ROUTERS
 
 # Uneven on purpose; a rank without tokens, and one that has all of them.
 TWO = [[7, 5], [0, 12], [12, 0], [0, 0]]
@@ -43,14 +44,15 @@ def test_neither_side_keeps_y(two):
     two.run(ranks.nothing_of_size_h_is_kept_but_the_rows, case([20]))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"router": "topk_over_softmax", "fp32_router_logits": True, "z_loss_coef": 0.1}],
-    ids=["default", "other_router"],
-)
+@pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("tokens", TWO[:2], ids=str)
-def test_layer(two, tokens, options):
-    two.run(ranks.layer_equals_one_process, tokens, options)
+def test_layer(two, tokens, router):
+    two.run(ranks.layer_equals_one_process, tokens, {"router": router})
+
+
+def test_layer_with_other_options(two):
+    options = {"fp32_router_logits": True, "z_loss_coef": 0.1, "gate_up": "concatenated"}
+    two.run(ranks.layer_equals_one_process, [7, 0], options)
 
 
 def test_layer_on_four_ranks(four):

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers wants it to load a model in parts")
 
-import hf_parallel as ranks  # noqa: E402
+import hf_parallel as ranks
 
 
 @pytest.mark.parametrize("layout", ranks.LAYOUTS)

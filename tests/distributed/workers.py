@@ -15,7 +15,7 @@ SECONDS = 60  # a hang is an error, and soon
 
 
 class Workers:
-    """`size` processes in one gloo group. `run` calls a function in each and returns the results."""
+    """`size` processes in one gloo group, which `run` makes call a function."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -35,7 +35,7 @@ class Workers:
             self.processes[-1].start()
 
     def run(self, function, *args) -> list:
-        """`function(rank, *args)` everywhere; it must be importable. Ranks that failed are replaced."""
+        """The results of `function(rank, *args)`, which must be importable, on every rank."""
         if not self.processes:
             self.start()
         for tasks in self.tasks:

@@ -1,4 +1,5 @@
-"""Every activation × dtype × bias × gate/up layout × weight storage against fp64.
+"""Every activation × dtype × bias × gate/up layout × weight storage, every routing, shapes at the
+edges, against fp64.
 
 Nearly every case compiles kernels of its own, so they run in a pool of processes; each test waits
 for its own case.
@@ -10,13 +11,35 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from helpers import check_experts, matrix
+from helpers import ROUTINGS, Case, check_experts, matrix
 
 pytestmark = pytest.mark.gpu
 
 # H and I multiples of 8 but of no tile; more than one tile a product in every direction; rows that
 # fill several tiles of the popular experts and less than one of the others; dropped slots.
-CASES = matrix("333,264,136,6,3", routing="dropped")
+LAYOUTS = matrix("333,264,136,6,3", routing="dropped")
+ROUTED = [
+    Case(f"400,256,128,8,{8 if routing == 'all_experts' else 2}", routing=routing)
+    for routing in ROUTINGS
+]
+SHAPES = [
+    "0,64,64,4,2",  # no token
+    "1,64,64,4,2",  # one token
+    "37,64,64,4,2",  # fewer tokens than a tile
+    "128,128,128,1,1",  # one expert, whole tiles
+    "129,128,128,1,1",  # one row more
+    "50,8,8,3,3",  # the smallest H and I, smaller than every tile; K = E
+    "200,264,136,5,2",  # multiples of 8, of no tile
+    "60,72,2056,3,2",  # I longer than many tiles, H short
+    "60,2056,72,3,2",  # H longer than many tiles, I short
+    "300,64,64,512,10",  # most experts with few rows, some with none
+    "97,96,64,130,6",  # E past a power of two
+    "2000,128,64,4,1",  # K = 1
+]
+EDGES = [
+    Case(shape, dtype, bias=True) for shape in SHAPES for dtype in (torch.bfloat16, torch.float32)
+]
+CASES = [*LAYOUTS, *ROUTED, *EDGES]
 
 
 @pytest.fixture(scope="module")

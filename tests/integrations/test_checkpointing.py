@@ -18,8 +18,9 @@ def runs(monkeypatch):
     counted: Counter = Counter()
     for module, names in ((routing, ("topk", "permute")), (products, ("up", "down", "aggregate"))):
         for name in names:
+            original = getattr(module, name)
 
-            def run(*args, _original=getattr(module, name), _name=name):
+            def run(*args, _original=original, _name=name):
                 counted[_name] += 1
                 return _original(*args)
 
@@ -63,5 +64,7 @@ def test_saved_operators_run_once(runs, names):
 
 
 def test_unknown_operator_raises():
-    with pytest.raises(ValueError, match="names: expected operators among topk.*got 'up_backward'"):
+    with pytest.raises(
+        ValueError, match=r"names: expected operators among topk.*got 'up_backward'"
+    ):
         save_operators("up_backward")

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from hf_models import MODELS, NAME, close, small, step, with_backend  # noqa: E402
+from hf_models import MODELS, NAME, close, small, step, with_backend
 
-from sonicmoe import ActivationType  # noqa: E402
-from sonicmoe.integrations import transformers as adapter  # noqa: E402
+from sonicmoe import ActivationType
+from sonicmoe.integrations import transformers as adapter
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Expert parallelism over torch.distributed: tokens travel to their experts and back."""
 
-from .experts import Arrived, combine, dispatch, experts
+from .layer import Arrived, combine, dispatch, experts
 from .module import ExpertParallelMoE, parallelize
 
 __all__ = ["Arrived", "ExpertParallelMoE", "combine", "dispatch", "experts", "parallelize"]

@@ -1,17 +1,17 @@
 """The layer with its experts spread over a mesh dimension."""
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.nn import functional as F
 
-from ..enums import KernelBackendMoE
 from ..errors import bad_argument
-from ..functional import topk_scores
-from ..moe import MoE, _backend_name
-from .experts import experts
+from ..moe import MoE
+from ..routing import Routing
+from .layer import experts
 
 
 class ExpertParallelMoE(MoE):
@@ -23,43 +23,25 @@ class ExpertParallelMoE(MoE):
 
     mesh: DeviceMesh
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        kernel_backend_moe: KernelBackendMoE | None = None,
-        is_inference_mode: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        backend = _backend_name(kernel_backend_moe)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
-            x = hidden_states.reshape(-1, self.hidden_size)
-            logits = self._router_logits(x)
-            scores, ids = topk_scores(
-                logits, self.top_k,
-                softmax_over_topk=self.router_kind == "softmax_over_topk",
-                renormalize=self.router_kind == "topk_over_softmax_normalized",
-                backend=backend,
-            )  # fmt: skip
-            weights = (self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias)
-            out = experts(
-                x, ids, scores, *map(_local, weights), group=self.mesh.get_group(),
-                activation=self.activation_function, gate_up=self.gate_up, backend=backend,
-            )  # fmt: skip
-            aux_loss = None if is_inference_mode else self._aux_loss(logits, ids)
-        return out.view(hidden_states.shape), aux_loss
+    def _router_weight(self) -> torch.Tensor:
+        return _SumOfGradients.apply(_local(self.router.weight), self.mesh.get_group())
 
-    def _router_logits(self, x: torch.Tensor) -> torch.Tensor:
-        weight = _SumOfGradients.apply(_local(self.router.weight), self.mesh.get_group())
-        if not self.fp32_router_logits:
-            return F.linear(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), weight.float())
+    def _experts(self, x: torch.Tensor, routing: Routing, backend: str | None) -> torch.Tensor:
+        w1, w2, b1, b2 = map(_local, (
+            self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias
+        ))  # fmt: skip
+        return experts(
+            x, routing.ids, routing.scores, w1, w2, b1, b2, group=self.mesh.get_group(),
+            slot_token=routing.slot_token, token_start=routing.token_start,
+            activation=self.activation_function, gate_up=self.gate_up, backend=backend,
+        )  # fmt: skip
 
 
 def parallelize(moe: MoE, mesh: DeviceMesh) -> ExpertParallelMoE:
     """Spread the experts of `moe` over the ranks of a one-dimensional mesh; in place, like FSDP2.
 
-    Parameters become DTensors with the values of the first rank: the experts' sharded by expert, the
-    router's replicated. Names, and so checkpoints, stay as they were.
+    Parameters become DTensors with the values of the first rank: the experts' sharded by expert,
+    the router's replicated. Names, and so checkpoints, stay as they were.
     """
     if type(moe) is not MoE:
         raise bad_argument("moe", "a sonicmoe.MoE", type(moe).__name__, "Call it once, on a MoE.")
@@ -76,8 +58,9 @@ def parallelize(moe: MoE, mesh: DeviceMesh) -> ExpertParallelMoE:
     _distribute(moe.c_fc, mesh, Shard(0))
     _distribute(moe.c_proj, mesh, Shard(0))
     moe.__class__ = ExpertParallelMoE
-    moe.mesh = mesh
-    return moe
+    parallel = cast(ExpertParallelMoE, moe)
+    parallel.mesh = mesh
+    return parallel
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
@@ -86,7 +69,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> No
         setattr(module, name, nn.Parameter(spread, requires_grad=p.requires_grad))
 
 
-def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def _local(parameter: torch.Tensor | None) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

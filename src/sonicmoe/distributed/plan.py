@@ -1,4 +1,4 @@
-"""What travels between the ranks of a group: each token once to a rank, with a list of its pairs."""
+"""What travels between the ranks of a group: a token goes to a rank once, with its pairs there."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Traffic:
 
     sends: list[int]
     receives: list[int]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
 
     def forth(self, lines: torch.Tensor) -> torch.Tensor:
         return self._exchange(lines, self.sends, self.receives)
@@ -33,14 +33,16 @@ class Plan:
     """The maps of the sending side. A *row* is a token on its way to a rank, a *pair* one of its
     experts there; both are sorted by rank, then by token.
 
-    row_token  (rows,)   row  -> token
-    slot_row   (T·K,)    slot -> row, on the first of a token's slots that goes to a rank; else -1
-    pair_slot  (pairs,)  pair -> flat (token, k) slot
-    pair_row   (pairs,)  pair -> row, counted from the first row of its rank
-    slot_pair  (T·K,)    slot -> pair, the inverse; -1 where the slot's expert does not exist
+    row_token    (rows,)   row  -> token
+    slot_row     (S,)      slot -> row, on a token's first slot that goes to that rank; else -1
+    token_start  (T+1,)    slots of token t are [start[t], start[t+1]); None: K slots each
+    pair_slot    (pairs,)  pair -> slot
+    pair_row     (pairs,)  pair -> row, counted from the first row of its rank
+    slot_pair    (S,)      slot -> pair, the inverse; -1 where the slot's expert does not exist
+    coming       (ranks,2) how many rows and pairs each rank sends here
 
-    Two ranks of two experts, ids = [[0, 3], [2, 3]]: row_token = [0, 0, 1]; pair_slot = [0, 1, 2, 3]
-    with pair_row = [0, 0, 1, 1]: the second token goes to rank 1 once, for both of its experts.
+    Two ranks of two experts, ids = [[0, 3], [2, 3]]: row_token = [0, 0, 1] and
+    pair_row = [0, 0, 1, 1]: the second token goes to rank 1 once, for both of its experts.
     """
 
     tokens: int
@@ -48,13 +50,22 @@ class Plan:
     pairs: Traffic
     row_token: torch.Tensor
     slot_row: torch.Tensor
+    token_start: torch.Tensor | None
     pair_slot: torch.Tensor
     pair_row: torch.Tensor
     slot_pair: torch.Tensor
+    coming: torch.Tensor
 
 
-def make_plan(ids: torch.Tensor, experts_per_rank: int, group: dist.ProcessGroup) -> Plan:
-    """ids (T, K), where expert e lives on rank e // experts_per_rank of the group.
+def make_plan(
+    ids: torch.Tensor,
+    tokens: int,
+    experts_per_rank: int,
+    group: dist.ProcessGroup | None,
+    slot_token: torch.Tensor | None = None,
+    token_start: torch.Tensor | None = None,
+) -> Plan:
+    """ids (T, K), or (S,) with `slot_token`; expert e lives on rank e // experts_per_rank.
 
     Waits for the device once: `all_to_all_single` wants the number of lines on the host.
     """
@@ -62,14 +73,14 @@ def make_plan(ids: torch.Tensor, experts_per_rank: int, group: dist.ProcessGroup
     here = (ids >= 0) & (ids < ranks * experts_per_rank)
     rank = torch.where(here, ids // experts_per_rank, -1)
     # Ranks take the place of experts: the sort that the layer has anyway makes the list of pairs.
-    p = permute(rank, ranks)
+    p = permute(rank, ranks, slot_token=slot_token, tokens=tokens, token_start=token_start)
     assert p.row_token is not None and p.row_slot is not None and p.slot_row is not None
     pair_start, pair_token, slot_pair = p.expert_start.long(), p.row_token, p.slot_row.long()
 
     # Pairs of one token on one rank are neighbours: the first of them takes the row along.
     starts = torch.zeros(slots + 1, dtype=torch.bool, device=device)
     starts[1:-1] = pair_token[1:] != pair_token[:-1]
-    starts[pair_start] = True
+    starts.index_fill_(0, pair_start, True)
     first = starts[:-1] & (torch.arange(slots, device=device) < pair_start[-1])
     before = torch.nn.functional.pad(first.cumsum(0), (1, 0))  # rows that start before a pair
     row, row_start = before[1:] - 1, before[pair_start]
@@ -85,14 +96,16 @@ def make_plan(ids: torch.Tensor, experts_per_rank: int, group: dist.ProcessGroup
     slot_row = _at(torch.where(first, row, -1), slot_pair)
     rank_start = row_start[:-1].repeat_interleave(pair_start.diff(), output_size=num_pairs)
     return Plan(
-        tokens=ids.shape[0],
+        tokens=tokens,
         rows=Traffic(rows_out, rows_in, group),
         pairs=Traffic(pairs_out, pairs_in, group),
         row_token=row_token[:num_rows],
         slot_row=slot_row.to(torch.int32),
+        token_start=p.token_start,
         pair_slot=p.row_slot[:num_pairs].long(),
         pair_row=row[:num_pairs] - rank_start,
         slot_pair=slot_pair,
+        coming=coming,
     )
 
 

@@ -13,10 +13,10 @@ FORWARD = ("topk", "permute", "tiles", "up", "down", "aggregate")
 
 
 def save_operators(*names: str) -> Callable:
-    """The `context_fn` of `torch.utils.checkpoint.checkpoint` that keeps what these operators return
-    and computes everything else again. Without names: every operator of the forward pass, so that
-    each runs once.
+    """A `context_fn` for `torch.utils.checkpoint` that keeps what these operators return.
 
+    Everything else is computed again. Without names: every operator of the forward pass, so that
+    each runs once.
     Bytes kept in bf16: topk 8·T·K, permute 12·R, up 2·R·(N+I), down 2·R·H, aggregate 2·T·H.
     """
     for name in names:

@@ -4,6 +4,7 @@ transformers calls one function with the experts module, the tokens and the rout
 router, the shared experts and the losses stay those of the model.
 """
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +32,7 @@ def register(name: str = "sonicmoe_experts") -> None:
 
 
 def experts_forward(
-    module: nn.Module,
+    module: Any,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -56,13 +57,13 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _local(module: nn.Module, name: str) -> torch.Tensor:
+def _local(module: Any, name: str) -> torch.Tensor:
     weight = getattr(module, name)
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 @torch.compiler.assume_constant_result
-def _activation(module: nn.Module) -> str:
+def _activation(module: Any) -> str:
     """Which of our activations is the model's, told by what it computes rather than by its name:
     models override `_apply_gate`, and two with the same `hidden_act` may clamp differently."""
     if module not in _activations:
@@ -71,7 +72,7 @@ def _activation(module: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _recognise(module: nn.Module) -> ActivationType:
+def _recognise(module: Any) -> ActivationType:
     line = torch.linspace(-12, 12, 49, dtype=torch.float64, device="cpu")
     line = torch.cat([line, torch.tensor([-1e3, 1e3], dtype=torch.float64, device="cpu")])
     z, function = line, module.act_fn if not module.has_gate else module._apply_gate

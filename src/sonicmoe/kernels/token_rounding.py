@@ -69,7 +69,7 @@ def _threshold(column, length, tokens, rows, up, CHUNK: tl.constexpr):
     """The threshold that exactly `rows` tokens reach: more than chose the expert, or fewer."""
     low = tl.where(up, -_SHIFT, 0)
     high = tl.where(up, 0, _HIGHEST)
-    found = tl.where(up, tokens, -1)
+    found = tl.where(up, tokens, -1)  # that reach (low, T): all tokens, or not known yet
     while (high - low > 1) & (found != rows):
         middle = low + (high - low) // 2
         found = _count(column, length, middle, tokens, CHUNK)
@@ -87,20 +87,27 @@ def _threshold(column, length, tokens, rows, up, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _up_by_scores(column, length, tokens, uniform, down, tile, CHUNK: tl.constexpr):
-    """With the probability of (scores that going down drops) / (those and what going up adds)."""
-    least, cut = _threshold(column, length, tokens, down, False, CHUNK)
-    up_least, up_cut = _threshold(column, length, tokens, down + tile, True, CHUNK)
-    dropped = tl.zeros((CHUNK,), tl.float32)
-    added = tl.zeros((CHUNK,), tl.float32)
+def _sum_between(column, length, least, cut, inner_least, inner_cut, CHUNK: tl.constexpr):
+    """The scores of the tokens that reach one threshold but not another, higher one."""
+    found = tl.zeros((CHUNK,), tl.float32)
     for first in tl.range(0, length, CHUNK):
         token = first + tl.arange(0, CHUNK)
         key = tl.load(column + token, mask=token < length, other=_NOTHING)
-        score = _score(key)
-        dropped += tl.where((key >= 0) & (_reaches(key, token, least, cut) == 0), score, 0.0)
-        added += tl.where((key < 0) & _reaches(key, token, up_least, up_cut), score, 0.0)
-    lost, won = tl.sum(dropped, 0), tl.sum(added, 0)
-    return uniform * (lost + won) < lost
+        inside = _reaches(key, token, least, cut) & (
+            _reaches(key, token, inner_least, inner_cut) == 0
+        )
+        found += tl.where(inside, _score(key), 0.0)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _up_by_scores(column, length, tokens, uniform, down, tile, CHUNK: tl.constexpr):
+    """With the probability of (scores that going down drops) / (those and what going up adds)."""
+    least, cut = _threshold(column, length, tokens, down, False, CHUNK)
+    dropped = _sum_between(column, length, 0, tokens, least, cut, CHUNK)
+    least, cut = _threshold(column, length, tokens, down + tile, True, CHUNK)
+    added = _sum_between(column, length, least, cut, 0, tokens, CHUNK)
+    return uniform * (dropped + added) < dropped
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -135,8 +142,8 @@ def select_kernel(
         if SUBROUTINE == "sr-f":
             up = up & (tl.load(uniform + me) * tile < f % tile)
         if SUBROUTINE == "nr-s":
-            if up:
-                up = _up_by_scores(column, length, tokens, tl.load(uniform + me), n, tile, CHUNK)
+            u = tl.load(uniform + me)
+            up = up & _up_by_scores(column, length, tokens, u, n, tile, CHUNK)
         n += tl.where(up, tile, 0)
         key, end = _threshold(column, length, tokens, n, up, CHUNK)
     tl.store(least + me, key)
@@ -176,7 +183,7 @@ def emit_kernel(
     keys, least, cut, per_token, per_block, pair_expert, pair_token, pair_score, token_start,
     tokens, length, experts, slots, BT: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """The kept pairs, by token and then by expert. Grid: T/BT; a program owns the pairs of its block
+    """The kept pairs, by token and then by expert. Grid: T/BT; a program owns one block of tokens,
     and an even share of the slots, of which it marks the unused ones.
     """
     p, blocks = tl.program_id(0), tl.num_programs(0)

@@ -8,7 +8,7 @@ from ..shapes import ceil_div
 from . import memory
 from .launch import launch, power_of_two
 
-_COLUMN = 4096  # keys of a column read at once
+_COLUMN = 4096  # keys of an expert read at once
 _TOKENS, _EXPERTS = 32, 128  # a tile of the keys; rows of 128 bytes in both directions
 _BLOCKS = 1024  # blocks of tokens added up at once
 

@@ -17,15 +17,16 @@ def _fake(scores, ids, tile, subroutine, uniform, backend):
     tokens, experts = scores.shape
     slots = most_rows(tokens, experts, ids.shape[1], tile, subroutine)
 
-    def new(size):
-        return scores.new_empty((size,), dtype=torch.int32)
+    def new(size, dtype=torch.int32):
+        return scores.new_empty((size,), dtype=dtype)
 
-    return new(slots), new(slots), scores.new_empty((slots,)), new(tokens + 1), new(experts), new(experts)  # fmt: skip
+    pairs = new(slots), new(slots), new(slots, scores.dtype)
+    return *pairs, new(tokens + 1), new(experts), new(experts)
 
 
 @operator(
-    "round_tokens(Tensor scores, Tensor ids, int tile, str subroutine, Tensor? uniform, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "round_tokens(Tensor scores, Tensor ids, int tile, str subroutine, Tensor? uniform, "
+    "str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
 )
 def round_tokens(scores, ids, tile, subroutine, uniform, backend):

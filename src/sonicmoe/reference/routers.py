@@ -1,6 +1,13 @@
 """Routers written the long way, an expert or a token at a time: the oracles of the tests."""
 
+from collections.abc import Iterable, Sequence
+
 import torch
+
+
+def _best_first(candidates: Iterable[int], scores: Sequence[float]) -> list[int]:
+    """Larger scores first; ties go to the lower number."""
+    return sorted(candidates, key=lambda i: (-scores[i], i))
 
 
 def rounded_rows(
@@ -8,7 +15,7 @@ def rounded_rows(
     ids: torch.Tensor,
     tile: int,
     subroutine: str,
-    uniform: list[float] | None = None,
+    uniform: Sequence[float] = (),
 ) -> tuple[list[int], torch.Tensor]:
     """Rows of each expert under token rounding, and (T, E) bool: the pairs that are kept.
 
@@ -17,10 +24,11 @@ def rounded_rows(
     tokens, experts = scores.shape
     rows, kept, error = [], torch.zeros(tokens, experts, dtype=torch.bool), 0
     for e in range(experts):
-        chose = [bool((ids[t] == e).any()) for t in range(tokens)]
         column = scores[:, e].tolist()
-        ranked = sorted(range(tokens), key=lambda t, c=chose, s=column: (not c[t], -s[t], t))
-        f = sum(chose)
+        chose = [t for t in range(tokens) if e in ids[t].tolist()]
+        others = [t for t in range(tokens) if t not in chose]
+        ranked = _best_first(chose, column) + _best_first(others, column)
+        f = len(chose)
         down = f // tile * tile
         up = -(-f // tile) * tile
         if up == down or up > tokens:
@@ -62,9 +70,9 @@ def sigmoid(
         best_two = [
             sum(sorted(ranking[g * size : (g + 1) * size], reverse=True)[:2]) for g in range(groups)
         ]
-        alive = sorted(range(groups), key=lambda g, s=best_two: (-s[g], g))[:groups_kept]
+        alive = _best_first(range(groups), best_two)[:groups_kept]
         candidates = [e for e in range(experts) if e // size in alive]
-        picked = sorted(candidates, key=lambda e, s=ranking: (-s[e], e))[:k]
+        picked = _best_first(candidates, ranking)[:k]
         scores = affinity[picked]
         if normalize:
             scores = scores / scores.sum()
@@ -79,7 +87,6 @@ def expert_choice(logits: torch.Tensor, k: int) -> torch.Tensor:
     probability, capacity = logits.softmax(-1), -(-tokens * k // experts)
     taken = torch.zeros(tokens, experts, dtype=torch.bool)
     for e in range(experts):
-        column = probability[:, e].tolist()
-        ranked = sorted(range(tokens), key=lambda t, s=column: (-s[t], t))
+        ranked = _best_first(range(tokens), probability[:, e].tolist())
         taken[ranked[:capacity], e] = True
     return taken

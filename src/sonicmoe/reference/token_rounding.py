@@ -27,10 +27,7 @@ def round_tokens(
     subroutine: str,
     uniform: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """scores (T, E) and a choice (T, K) → pair_expert, pair_token, pair_score, token_start, rows, chosen.
-
-    What `ops.round_tokens` returns, in its order.
-    """
+    """What `ops.round_tokens` returns, in its order."""
     tokens, experts = scores.shape
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ids.long(), True)
     count = chosen.sum(0)
@@ -58,7 +55,7 @@ def _by_preference(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def _goes_up(ranked, count, tile, subroutine, uniform) -> torch.Tensor:
-    """(E,) bool. An expert stays where it is a multiple already, and goes down where tokens lack."""
+    """(E,) bool. A multiple of the tile stays, and nobody goes up without tokens enough."""
     tokens = ranked.shape[0]
     rest = count % tile
     possible = (rest > 0) & (count - rest + tile <= tokens)

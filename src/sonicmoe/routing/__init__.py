@@ -1,5 +1,6 @@
 """Routers: from logits (T, E) to who goes where. A name or an object is `MoE`'s `router=`."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -30,7 +31,7 @@ __all__ = [
     "z_loss",
 ]
 
-ROUTERS = {
+ROUTERS: dict[str, Callable[..., Router]] = {
     "softmax_over_topk": TopK,
     "topk_over_softmax": partial(TopK, softmax_over_topk=False),
     "topk_over_softmax_normalized": partial(TopK, softmax_over_topk=False, renormalize=True),
@@ -58,7 +59,11 @@ def make_router(router: str | Router, num_experts: int, k: int) -> Router:
 
 
 def route(
-    logits: torch.Tensor, k: int, router: str | Router = "softmax_over_topk", *, backend: str | None = None
+    logits: torch.Tensor,
+    k: int,
+    router: str | Router = "softmax_over_topk",
+    *,
+    backend: str | None = None,
 ) -> Routing:
     """logits (T, E) → `Routing`: ids, scores, and what the experts need to go on."""
     return make_router(router, logits.shape[-1], k)(logits, backend=backend)

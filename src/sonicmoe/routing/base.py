@@ -18,7 +18,7 @@ class Routing:
     scores      as ids, fp32      weight of each slot, differentiable in the logits
     slot_token  (S,) or None      token of each slot, ascending; None: K slots each
     token_start (T+1,) or None    slots of token t are [start[t], start[t+1])
-    chosen      (E,) or None      rows that plain top-K would have given, where a router changed them
+    chosen      (E,) or None      rows of each expert by plain top-K, where the router changed them
 
     `experts(x, r.ids, r.scores, …, slot_token=r.slot_token, token_start=r.token_start)` goes on.
     """
@@ -35,7 +35,7 @@ class Routing:
         return rows_per_expert(self.ids, self.logits.shape[1])
 
     def choice_counts(self) -> torch.Tensor:
-        """(E,) int32: rows of each expert by the tokens' own choice, which balance losses look at."""
+        """(E,) int32: rows of each expert by the tokens' own choice, which balance losses see."""
         return self.counts() if self.chosen is None else self.chosen
 
 

@@ -8,7 +8,7 @@ from .base import Router, Routing, widened
 
 
 class ExpertChoice(Router):
-    """Each expert takes the ceil(T·K/E) tokens with the largest softmax scores; ties go to the lower.
+    """Each expert takes the ceil(T·K/E) tokens with the largest softmax scores, lower ones on ties.
 
     A token's experts then depend on the other tokens of the batch, later ones included. In `eval()`
     they must not: there it is top-K after softmax.
@@ -20,9 +20,9 @@ class ExpertChoice(Router):
             scores, ids = topk_scores(logits, self.k, softmax_over_topk=False, backend=backend)
             return Routing(logits, ids, scores)
         capacity = ceil_div(logits.shape[0] * self.k, self.num_experts)
-        best, token = widened(logits).softmax(-1).sort(0, descending=True, stable=True)
+        best, token = widened(logits).softmax(-1).sort(dim=0, descending=True, stable=True)
         slot_token, order = token[:capacity].flatten().sort(stable=True)
         number = torch.arange(self.num_experts, device=logits.device, dtype=torch.int32)
-        ids = number.expand(capacity, -1).flatten()[order]
-        scores = best[:capacity].flatten()[order]
+        ids = number.expand(capacity, -1).flatten().gather(0, order)
+        scores = best[:capacity].flatten().gather(0, order)
         return Routing(logits, ids, scores, slot_token.to(torch.int32))

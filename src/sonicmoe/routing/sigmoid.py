@@ -12,9 +12,9 @@ from .base import Router, Routing, rows_per_expert, widened
 class Sigmoid(Router):
     """The K largest of sigmoid(logits) + selection_bias; weights are the sigmoids alone.
 
-    With `groups` > 1 the experts are cut into that many groups, and only the `groups_kept` whose two
-    best experts sum highest take part. `normalize` makes a token's scores sum to one, and `scale`
-    multiplies them. While training, the rows of each expert add up until `update_bias` uses them.
+    With `groups` > 1 the experts are cut into that many groups, and only the `groups_kept` take
+    part whose two best experts sum highest. `normalize` makes a token's scores sum to one, and
+    `scale` multiplies them. While training, `load` adds up each expert's rows for `update_bias`.
     """
 
     selection_bias: torch.Tensor
@@ -39,11 +39,11 @@ class Sigmoid(Router):
             raise bad_argument(
                 "groups_kept", f"between 1 and groups ({groups})", groups_kept, "Keep fewer."
             )
-        if k > groups_kept * (num_experts // groups):
+        candidates = groups_kept * (num_experts // groups)
+        if k > candidates:
             raise bad_argument(
-                "k", f"at most the {groups_kept * (num_experts // groups)} experts of the kept groups",
-                k, "Keep more groups.",
-            )  # fmt: skip
+                "k", f"at most the {candidates} experts of the kept groups", k, "Keep more groups."
+            )
         self.groups = groups
         self.groups_kept = groups_kept
         self.normalize = normalize
@@ -90,7 +90,7 @@ class Sigmoid(Router):
         self.load.zero_()
 
     def _apply(self, fn, recurse=True):
-        """The bias moves by steps that 16 bits cannot hold: a cast of the layer leaves it in fp32."""
+        """The bias moves by steps that 16 bits cannot hold: casting the layer leaves it in fp32."""
         before = {name: getattr(self, name) for name in ("selection_bias", "load")}
         super()._apply(fn, recurse)
         for name, old in before.items():
@@ -100,4 +100,6 @@ class Sigmoid(Router):
         return self
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, groups={self.groups_kept}/{self.groups}, scale={self.scale}"
+        return (
+            f"{super().extra_repr()}, groups={self.groups_kept}/{self.groups}, scale={self.scale}"
+        )

@@ -26,8 +26,8 @@ class TokenRounding(Router):
     `normalize` divides the scores of a token by the sum of its K largest, so that in `eval()`,
     which is plain top-K, they sum to one. Nothing else is renormalised.
 
-    subroutine  which way an expert goes: "nr-f" to the nearest multiple, "sr-f" and "nr-s" at random
-                in proportion to rows and to scores, "balance-f" so that the errors of the experts
+    subroutine  which way an expert goes: "nr-f" to the nearest multiple, "sr-f" and "nr-s" at
+                random, by its rows or by their scores, "balance-f" so that the experts' errors
                 cancel, "up", "down". It goes up only where there are tokens enough.
     generator   of the random numbers, on the device of the logits; None is torch's own, which CUDA
                 graphs and `torch.compile` know. Numbers can also be passed to `forward`.
@@ -72,8 +72,9 @@ class TokenRounding(Router):
         if uniform is None and self.subroutine in STOCHASTIC:
             uniform = torch.rand(self.num_experts, device=logits.device, generator=self.generator)
         score, expert, token, token_start, _, chosen = round_tokens(
-            scores, ids, tile=self.tile, subroutine=self.subroutine, uniform=uniform, backend=backend
-        )
+            scores, ids,
+            tile=self.tile, subroutine=self.subroutine, uniform=uniform, backend=backend,
+        )  # fmt: skip
         return Routing(logits, expert, score, token, token_start, chosen)
 
     def extra_repr(self) -> str:
@@ -131,12 +132,12 @@ def _check_rounding(tile: int, subroutine: str) -> None:
         raise bad_argument("tile", "at least 1 row", tile, "Take the tile of the kernels, 128.")
     if subroutine not in SUBROUTINES:
         raise bad_argument(
-            "subroutine", f"one of {', '.join(SUBROUTINES)}", repr(subroutine), "The default is nr-f."
+            "subroutine", f"one of {', '.join(SUBROUTINES)}", repr(subroutine), "Default: nr-f."
         )
 
 
 class _RoundTokens(torch.autograd.Function):
-    """Which pairs are kept is not differentiable; their scores are. Kept: 8·S bytes of the pairs."""
+    """Only the scores of the kept pairs are differentiable. Kept: 8·S bytes, who the pairs are."""
 
     @staticmethod
     def forward(ctx, scores, ids, tile, subroutine, uniform, backend):

@@ -12,14 +12,17 @@ from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..enums import ActivationType
-from ..functional import _autocast, _layer, permute
+from ..functional import _autocast
+from ..functional import experts as local_experts
 from ..validation import check_choice, check_weights, resolve_backend
 from .plan import Plan, make_plan
 
 
 class Arrived(NamedTuple):
-    """What a rank has to compute: rows (R, H), and for each (row, expert) pair its row, in ascending
-    order, the local id of its expert and its score."""
+    """What a rank has to compute: rows (R, H) and a list of (row, expert) pairs.
+
+    pair_row, in ascending order, ids, local ones, and scores have one entry a pair.
+    """
 
     rows: torch.Tensor
     pair_row: torch.Tensor
@@ -36,7 +39,9 @@ def experts(
     b1: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     *,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None = None,
+    slot_token: torch.Tensor | None = None,
+    token_start: torch.Tensor | None = None,
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     backend: str | None = None,
@@ -44,20 +49,21 @@ def experts(
     """`sonicmoe.experts` with the experts spread over the ranks of `group`, as many on each.
 
     x, ids and scores are this rank's own tokens, any number of them; ids name experts of the whole
-    group, and those outside of it drop out. Weights and biases are this rank's experts: rank r holds
-    [r·E, (r+1)·E) of them. Their gradients count the tokens of every rank. Every rank must call it,
-    and every rank must run the backward pass.
+    group, others drop out. Weights and biases are this rank's E experts, which are r·E to (r+1)·E−1
+    on rank r; their gradients count the tokens of every rank. Every rank must call it, and must run
+    the backward pass if one does. Without a group: all ranks.
     """
-    x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
-    check_weights(x, w1, w2, b1, b2, activation, gate_up)
-    check_choice(x, ids, scores)
-    backend = resolve_backend(backend, x)
-    arrived, plan = dispatch(x, ids, scores, w1.shape[0], group)
-    p = permute(
-        arrived.ids, w1.shape[0], slot_token=arrived.pair_row, tokens=len(arrived.rows),
-        dtype=x.dtype, backend=backend,
+    x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)  # before x travels
+    check_weights(x, w1, w2, b1, b2, activation, gate_up)  # before ranks wait for each other
+    if slot_token is None:
+        check_choice(x, ids, scores)
+    arrived, plan = dispatch(
+        x, ids, scores, w1.shape[0], group, slot_token=slot_token, token_start=token_start
+    )
+    y = local_experts(
+        arrived.rows, arrived.ids, arrived.scores, w1, w2, b1, b2, slot_token=arrived.pair_row,
+        activation=activation, gate_up=gate_up, backend=backend,
     )  # fmt: skip
-    y = _layer(arrived.rows, arrived.scores, w1, w2, b1, b2, p, activation, gate_up, backend)
     return combine(y, plan)
 
 
@@ -66,22 +72,25 @@ def dispatch(
     ids: torch.Tensor,
     scores: torch.Tensor,
     experts_per_rank: int,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None = None,
+    *,
+    slot_token: torch.Tensor | None = None,
+    token_start: torch.Tensor | None = None,
 ) -> tuple[Arrived, Plan]:
     """Send x (T, H) to the ranks that hold the experts ids (T, K), once to each, with the scores.
 
     Differentiable in x and scores. Expert e lives on rank e // experts_per_rank as number
-    e % experts_per_rank.
+    e % experts_per_rank. `slot_token` and `token_start` as in `sonicmoe.experts`.
     """
-    plan = make_plan(ids, experts_per_rank, group)
+    plan = make_plan(ids, x.shape[0], experts_per_rank, group, slot_token, token_start)
     rows, pair_scores = _Dispatch.apply(x, scores, plan)
     local_ids = ids.flatten()[plan.pair_slot] % experts_per_rank
     pairs = torch.stack([plan.pair_row, local_ids], dim=1).to(torch.int32)
     pair_row, local_ids = plan.pairs.forth(pairs).unbind(1)
     # A pair counts rows from its sender's first; here they stand behind those of earlier senders.
-    row_start = torch.tensor([0, *plan.rows.receives[:-1]], device=x.device).cumsum(0)
-    senders = torch.tensor(plan.pairs.receives, device=x.device)
-    row_start = row_start.repeat_interleave(senders, output_size=sum(plan.pairs.receives))
+    rows_from, pairs_from = plan.coming.unbind(1)
+    row_start = rows_from.cumsum(0) - rows_from
+    row_start = row_start.repeat_interleave(pairs_from, output_size=len(pair_row))
     pair_row = (pair_row + row_start).to(torch.int32)
     return Arrived(rows, pair_row, local_ids.contiguous(), pair_scores), plan
 
@@ -93,13 +102,13 @@ def combine(y: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 def _sum_by_token(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
     backend = resolve_backend(None, rows)
-    return ops.aggregate(rows, None, plan.slot_row, None, plan.tokens, backend)
+    return ops.aggregate(rows, None, plan.slot_row, plan.token_start, plan.tokens, backend)
 
 
 class _Dispatch(torch.autograd.Function):
     """x, scores → the rows and pair scores that arrive. Kept: the maps of the plan.
 
-    One node for both, so that ranks cannot disagree about the order of the exchanges on the way back.
+    One node for both: ranks cannot disagree about the order of the exchanges on the way back.
     """
 
     @staticmethod

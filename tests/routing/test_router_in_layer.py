@@ -1,0 +1,142 @@
+"""`MoE(router=…)`: one argument, the same layer behind it."""
+
+import copy
+
+import pytest
+import torch
+
+from sonicmoe import MoE, experts
+from sonicmoe.reference import layer as reference
+from sonicmoe.routing import ROUTERS, Sigmoid, TokenRounding, route, statistics
+
+SHAPE = (5, 2, 16, 8)  # E, K, H, I
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+def test_every_router_gives_the_reference(name, mode):
+    """The choice as a dense (T, E) matrix of weights, in fp64, differentiated by autograd."""
+    small = TokenRounding(5, 2, tile=8) if name == "token_rounding" else name
+    moe = MoE(*SHAPE, router=small, add_bias=True, z_loss_coef=0.1).double().train(mode)
+    torch.nn.init.normal_(moe.c_fc.bias)
+    x = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
+    twin = copy.deepcopy(moe)
+    out, aux = moe(x)
+
+    y = x.detach().clone().requires_grad_()
+    r = twin.routing(twin.router(y))
+    token = torch.arange(40).repeat_interleave(2) if r.slot_token is None else r.slot_token
+    used = r.ids.flatten() >= 0
+    place = (token[used].long(), r.ids.flatten()[used].long())
+    weight = torch.zeros(40, 5, dtype=torch.float64).index_put(place, r.scores.flatten()[used])
+    every = torch.where(weight != 0, torch.arange(5), -1)
+    want = reference.experts(
+        y, every, weight, twin.c_fc.weight, twin.c_proj.weight, twin.c_fc.bias, twin.c_proj.bias
+    )
+    torch.testing.assert_close(out, want)
+
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad((out * upstream).sum(), [x, *moe.parameters()])
+    exact = torch.autograd.grad((want * upstream).sum(), [y, *twin.parameters()])
+    for got, true in zip(grads, exact, strict=True):
+        torch.testing.assert_close(got, true)
+    assert aux.isfinite()
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_state_dict_has_the_published_keys(name):
+    published = {"router.weight", "c_fc.weight", "c_proj.weight"}
+    extra = {"routing.selection_bias"} if name == "sigmoid" else set()
+    assert set(MoE(*SHAPE, router=name).state_dict()) == published | extra
+
+
+def test_a_router_with_options():
+    moe = MoE(*SHAPE, router=Sigmoid(5, 2, scale=2.0))
+    assert moe.routing.scale == 2.0 and "router=Sigmoid" in repr(moe)
+    with pytest.raises(ValueError, match="router: expected a router of 5 experts, 2 a token"):
+        MoE(*SHAPE, router=Sigmoid(6, 2))
+
+
+def test_a_hook_sees_what_the_router_decides():
+    moe, seen = MoE(*SHAPE, router=TokenRounding(5, 2, tile=8)), []
+    moe.routing.register_forward_hook(lambda module, args, r: seen.append(statistics(r, 8)))
+    moe(torch.randn(40, 16))
+    assert (seen[0].rows % 8 == 0).all() and seen[0].padding_after == 0
+
+
+def test_aux_loss_counts_the_choice_of_the_global_batch():
+    """Rounding changes no balance loss; the hook gets the rank's counts."""
+    got = []
+
+    def all_reduce(counts):
+        got.append(counts)
+        return counts + 1
+
+    moe = MoE(*SHAPE, router=TokenRounding(5, 2, tile=8), all_reduce_counts=all_reduce)
+    x = torch.randn(40, 16)
+    _, aux = moe(x)
+    _, plain = moe.eval()(x)
+    torch.testing.assert_close(aux, plain)
+    assert got[0].sum() == 80 and torch.equal(got[0], got[1])
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "expert_choice", "token_rounding"])
+def test_layer_compiled_without_a_graph_break(name):
+    torch._dynamo.reset()
+    small = TokenRounding(5, 2, tile=8, subroutine="sr-f") if name == "token_rounding" else name
+    moe = MoE(*SHAPE, router=small)
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (24, 40):
+        x = torch.randn(tokens, 16, requires_grad=True)
+        found = []
+        for layer in (moe, compiled):
+            torch.manual_seed(0)
+            out, aux = layer(x)
+            grads = torch.autograd.grad(out.square().sum() + aux, [x, *moe.parameters()])
+            found.append([out, aux, *grads])
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_fewer_tokens_than_a_tile(name, tokens):
+    """Token rounding then gives every expert none: zeros, and a graph that is connected."""
+    moe = MoE(*SHAPE, router=name)
+    x = torch.randn(tokens, 16, requires_grad=True)
+    out, aux = moe(x)
+    (out.sum() + aux).backward()
+    assert out.shape == x.shape and x.grad.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in moe.parameters())
+    if name == "token_rounding":
+        assert (out == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layer_in_16_bits(dtype):
+    moe = MoE(*SHAPE, router="sigmoid", fp32_router_logits=True).to(dtype)
+    out, aux = moe(torch.randn(12, 16, dtype=dtype))
+    (out.float().sum() + aux).backward()
+    assert out.dtype == dtype and moe.routing.selection_bias.dtype == torch.float32
+
+
+def test_experts_on_a_list_of_pairs():
+    """The pairs of a (T, K) choice as a list give the same layer, with and without token_start."""
+    x, w1, w2 = torch.randn(9, 16), torch.randn(5, 16, 16), torch.randn(5, 16, 8)
+    r = route(torch.randn(9, 5), 2)
+    want = experts(x, r.ids, r.scores, w1, w2)
+    pairs = (r.ids.flatten(), r.scores.flatten())
+    token = torch.arange(9, dtype=torch.int32).repeat_interleave(2)
+    start = torch.arange(0, 19, 2, dtype=torch.int32)
+    for token_start in (None, start):
+        got = experts(x, *pairs, w1, w2, slot_token=token, token_start=token_start)
+        torch.testing.assert_close(got, want)
+    for wrong in (
+        {"slot_token": token[:3]},
+        {"slot_token": token.float()},
+        {"slot_token": token, "token_start": start[1:]},
+    ):
+        with pytest.raises(ValueError, match=list(wrong)[-1]):
+            experts(x, *pairs, w1, w2, **wrong)
+    with pytest.raises(ValueError, match="ids"):
+        experts(x, r.ids, r.scores, w1, w2, slot_token=token)
