@@ -87,38 +87,14 @@ def score_gradient_kernel(
             score = tl.load(scores + slot, mask=ok, other=0.0)
         W: tl.constexpr = BN // SLICES
         if SLICES == 1:
-            ds = _slice_epilogue(
-                acc, score, rows, ok, column, z, dz, a,
-                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
-            )  # fmt: skip
-        elif SLICES == 2:
-            left, right = halves(acc, BM, BN)
-            ds = _slice_epilogue(
-                left, score, rows, ok, column, z, dz, a,
-                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
-            )  # fmt: skip
-            ds += _slice_epilogue(
-                right, score, rows, ok, column + W, z, dz, a,
-                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
-            )  # fmt: skip
+            parts = (acc,)
         else:
             left, right = halves(acc, BM, BN)
-            first, second = halves(left, BM, BN // 2)
-            ds = _slice_epilogue(
-                first, score, rows, ok, column, z, dz, a,
-                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
-            )  # fmt: skip
+            parts = (left, right)
+        ds = tl.zeros((BM,), tl.float32)
+        for s in tl.static_range(SLICES):
             ds += _slice_epilogue(
-                second, score, rows, ok, column + W, z, dz, a,
-                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
-            )  # fmt: skip
-            first, second = halves(right, BM, BN // 2)
-            ds += _slice_epilogue(
-                first, score, rows, ok, column + 2 * W, z, dz, a,
-                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
-            )  # fmt: skip
-            ds += _slice_epilogue(
-                second, score, rows, ok, column + 3 * W, z, dz, a,
+                parts[s], score, rows, ok, column + s * W, z, dz, a,
                 I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
             )  # fmt: skip
         if STORE_PARTIAL:

@@ -73,7 +73,7 @@ def is_valid(config: RowConfig | WeightConfig, itemsize: int, target: Target) ->
         return True
     if config.hopper and config.block_m != 128:
         return False
-    return config.slices in (1, 2, 4) and config.block_n // config.slices >= 16
+    return config.slices in (1, 2) and config.block_n // config.slices >= 16
 
 
 def shared_bytes(config: RowConfig | WeightConfig, itemsize: int) -> int:
