@@ -195,6 +195,7 @@ def test_the_published_package_answers_from_its_own_process(tmp_path, scale):
     found = measure_published(str(tmp_path), case, "uniform", "float32", "cpu")
     if scale == 1.0:
         assert found["fwd_ms"] > 0 and found["fwd_bwd_ms"] > 0 and "error" not in found
+        assert found["bwd_ms"] == pytest.approx(found["fwd_bwd_ms"] - found["fwd_ms"], abs=1e-3)
     else:
         assert found["error"] == "differs from fp64" and "fwd_ms" not in found
 
