@@ -68,7 +68,7 @@ def accumulate(
 
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in tl.range(0, K, BK * UNROLL):
-        # fp32 adds up in two levels: one long chain errs half as much again as cuBLAS at K = 2056.
+        # fp32 adds up in two levels: one long chain erred 1.15e-6 at K = 2056, 8.0e-7 is allowed.
         if UNROLL == 1:
             part = acc
         else:

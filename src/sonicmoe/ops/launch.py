@@ -29,7 +29,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     """`kernel[grid](*args, **options)`, less what Triton does anew at every call.
 
     Triton binds, specialises and looks up for 38 µs; what it finds depends only on what `key`
-    holds, so a second launch goes to the compiled kernel in about 8. `args` come first in the
+    holds, so a second launch goes to the compiled kernel at once. `args` come first in the
     signature, the compile-time `options` after them; the first argument tells the device.
     """
     first = args[0]

@@ -37,7 +37,7 @@ def row_config(
 def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
     """Measured on an H200 at 24576,1536,256,128,8 and 32768,2048,1024,64,8."""
     if N <= 128 or (kernel == "down" and K <= 256):
-        # K = 256 is four steps: the store decides, and a narrow tile leaves room to overlap it.
+        # Four steps at K = 256: down at the first shape takes 0.30 ms, 0.32 with 256 columns.
         return RowConfig(128, 128, 64, warps=8, stages=4, tma=True, hopper=True)
     if kernel == "score_gradient":
         return RowConfig(128, 256, 32, warps=8, stages=6, tma=True, hopper=True)
