@@ -78,7 +78,7 @@ def test_cuda_graph_follows_new_inputs(name):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_backends_agree(name):
     logits = torch.randn(3000, 64, device="cuda", requires_grad=True)
-    router, found = make_router(name, 64, 4), []
+    router, found = make_router(name, 64, 4).to("cuda"), []
     for backend in ("torch", "triton"):
         r = router(logits, backend=backend)
         upstream = torch.linspace(0, 1, r.scores.numel(), device="cuda").view_as(r.scores)
