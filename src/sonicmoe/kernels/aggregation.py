@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .tile import tile_of
+
 
 @triton.jit
 def aggregate_kernel(
@@ -59,16 +61,15 @@ def sum_partials_kernel(
 
 @triton.jit
 def bias_score_kernel(
-    dout, row_token, row_slot, bias, partial, tiles, expert_start,
+    dout, row_token, row_slot, bias, partial, tiles,
     H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """partial[slot] = ⟨dO, b2⟩: a bias's part of the score gradient. Grid: one program a tile."""
     index = tl.program_id(0)
     if index < tl.load(tiles):
-        expert = tl.load(tiles + 2 + 2 * index)
-        row = tl.load(tiles + 3 + 2 * index)
+        expert, row, end = tile_of(tiles, index)
         rows = row + tl.arange(0, BM)
-        ok = rows < tl.load(expert_start + expert + 1)
+        ok = rows < end
         if row_token is None:
             src = rows
             slot = rows

@@ -2,9 +2,8 @@
 
 A tile is 128 rows by BN columns. The fetching warpgroup fills a ring of `STAGES` blocks of BK:
 weights by the copy engine, rows by the copy engine where they lie in order, else gathered row by
-row. Each computing warpgroup owns 64 rows of the tile. It may run ahead of the other by the depth
-of the ring, so that one's epilogue overlaps the other's products; results leave through shared
-memory.
+row. Each computing warpgroup owns 64 rows of the tile; results leave through shared memory. What
+the next tile needs to know is loaded during this one: a load from memory takes as long as a step.
 """
 
 from triton.experimental import gluon
@@ -25,12 +24,14 @@ ROWS = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instr
 
 
 @gluon.jit
-def tile_of(tiles, expert_start, index, n_tiles):
-    """Expert, first row, the expert's end row and N-tile of work item `index`; N fastest."""
-    m = index // n_tiles
-    expert = gl.load(tiles + 2 + 2 * m)
-    row = gl.load(tiles + 3 + 2 * m)
-    return expert, row, gl.load(expert_start + expert + 1), index % n_tiles
+def tile_of(tiles, index, total, n_tiles):
+    """Expert, first row and the expert's end row of work item `index`, or of the last one past it.
+
+    Where there is no work at all that is the table's header, which reads as no rows.
+    """
+    m = gl.minimum(index // n_tiles, total // n_tiles - 1)
+    entry = tiles + 3 + 3 * m
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
 
 
 @gluon.jit
@@ -69,28 +70,40 @@ def _load_weights(
 
 
 @gluon.jit
+def _tokens(row_token, row, end, r):
+    """Token of each of 64 rows; 0 for rows past the end, whose results are dropped."""
+    return gl.load(row_token + row + r, mask=row + r < end, other=0)
+
+
+@gluon.jit
 def producer(
-    a, row_token, w, tiles, expert_start, total, n_tiles, a_smem, w_smem, full, empty,
+    a, row_token, w, tiles, total, n_tiles, a_smem, w_smem, full, empty,
     K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr, TWO_HALVES: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BK // 8), BK // 8], [4, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // (BK // 8), BK // 8], [gl.num_warps(), 1], [1, 0]
+    )
     BYTES: gl.constexpr = 2 * BK * (BN if GATHER else BN + 2 * ROWS)
     offs_k = gl.arange(0, BK, gl.SliceLayout(0, L))
     r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    first = gl.program_id(0)
+    stride = gl.num_programs(0)
+    expert, row, end = tile_of(tiles, first, total, n_tiles)
+    next_expert, next_row, next_end = tile_of(tiles, first + stride, total, n_tiles)
+    if GATHER:
+        upper = _tokens(row_token, row, end, r)
+        lower = _tokens(row_token, row + ROWS, end, r)
     step = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
+    for index in range(first, total, stride):
+        n = index % n_tiles
         column = n * (BN // 2) if TWO_HALVES else n * BN
+        later_expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
         if GATHER:
-            # Rows past the end read token 0: their results are dropped.
-            upper = gl.load(row_token + row + r, mask=row + r < end, other=0).to(gl.int64) * K
-            lower = (
-                gl.load(row_token + row + ROWS + r, mask=row + ROWS + r < end, other=0).to(gl.int64)
-                * K
-            )
-            upper_ptr = a + gl.expand_dims(upper, 1) + gl.expand_dims(offs_k, 0)
-            lower_ptr = a + gl.expand_dims(lower, 1) + gl.expand_dims(offs_k, 0)
+            upper_ptr = a + gl.expand_dims(upper.to(gl.int64) * K, 1) + gl.expand_dims(offs_k, 0)
+            lower_ptr = a + gl.expand_dims(lower.to(gl.int64) * K, 1) + gl.expand_dims(offs_k, 0)
+            upper = _tokens(row_token, next_row, next_end, r)
+            lower = _tokens(row_token, next_row + ROWS, next_end, r)
         for k in range(0, K, BK):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
@@ -111,6 +124,8 @@ def producer(
                 copy_in(a, [row, k], full.index(slot), a_smem.index(2 * slot))
                 copy_in(a, [row + ROWS, k], full.index(slot), a_smem.index(2 * slot + 1))
             step += 1
+        expert, row = next_expert, next_row
+        next_expert, next_row, next_end = later_expert, later_row, later_end
     if GATHER:
         async_copy.wait_group(0)
 
@@ -119,6 +134,7 @@ def producer(
 def accumulate(
     step, a_smem, w_smem, full, empty, WHICH: gl.constexpr,
     K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
+    GATHER: gl.constexpr,
 ):  # fmt: skip
     """The (64, BN) accumulator of this warpgroup's next tile, and the ring position after it."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
@@ -128,7 +144,8 @@ def accumulate(
     for k in range(0, K, BK):
         slot = step % STAGES
         mbarrier.wait(full.index(slot), step // STAGES & 1)
-        fence_async_shared()
+        if GATHER:
+            fence_async_shared()  # gathered rows came through the threads, not the copy engine
         if KN:
             b = w_smem.index(slot).reshape([BK, BN])
         else:
@@ -143,9 +160,19 @@ def accumulate(
 
 
 @gluon.jit
-def halves(x, COLUMNS: gl.constexpr):
-    """Left and right half of the columns of (64, COLUMNS)."""
-    return gl.split(gl.permute(gl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+def halves(x):
+    """Left and right half of the columns."""
+    R: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    return gl.split(gl.permute(gl.reshape(x, (R, 2, C // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def quarters(x):
+    left, right = halves(x)
+    q0, q1 = halves(left)
+    q2, q3 = halves(right)
+    return q0, q1, q2, q3
 
 
 @gluon.jit
@@ -172,7 +199,7 @@ def stage_and_store_half(value, out, end, row, half, column, smem, COLUMNS: gl.c
 
 @gluon.jit
 def _product_consumer(
-    y, bias, row_scores, tiles, expert_start, total, n_tiles, a_smem, w_smem, y_smem, full, empty,
+    y, bias, row_scores, tiles, total, n_tiles, a_smem, w_smem, y_smem, full, empty,
     WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
@@ -180,10 +207,16 @@ def _product_consumer(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
     step = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
+    first = gl.program_id(0)
+    stride = gl.num_programs(0)
+    expert, row, end = tile_of(tiles, first, total, n_tiles)
+    for index in range(first, total, stride):
+        n = index % n_tiles
         row += WHICH * ROWS
-        acc, step = accumulate(step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN)
+        next_expert, next_row, next_end = tile_of(tiles, index + stride, total, n_tiles)
+        acc, step = accumulate(
+            step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, False
+        )
         if bias is not None:
             c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
             acc += gl.expand_dims(
@@ -194,12 +227,13 @@ def _product_consumer(
             acc *= gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
         tma.store_wait(0)
         stage_and_store(acc.to(y.dtype), y, end, row, n * BN, y_smem.index(WHICH), BN)
+        expert, row, end = next_expert, next_row, next_end
     tma.store_wait(0)
 
 
 @gluon.jit
 def hopper_product_kernel(
-    a, w, bias, row_scores, y, tiles, expert_start,
+    a, w, bias, row_scores, y, tiles,
     K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr,
 ):  # fmt: skip
@@ -219,94 +253,112 @@ def hopper_product_kernel(
     gl.warp_specialize(
         [
             (_product_consumer, (
-                y, bias, row_scores, tiles, expert_start, total, n_tiles,
+                y, bias, row_scores, tiles, total, n_tiles,
                 a_smem, w_smem, y_smem, full, empty,
                 0, K, N, BN, BK, STAGES, KN,
             )),
             (_product_consumer, (
-                y, bias, row_scores, tiles, expert_start, total, n_tiles,
+                y, bias, row_scores, tiles, total, n_tiles,
                 a_smem, w_smem, y_smem, full, empty,
                 1, K, N, BN, BK, STAGES, KN,
             )),
             (producer, (
-                a, None, w, tiles, expert_start, total, n_tiles,
+                a, None, w, tiles, total, n_tiles,
                 a_smem, w_smem, full, empty,
                 K, BN, BK, STAGES, KN, False, False,
             )),
         ],
-        [4, 4],
+        [4, 1],
         [232, 40],
     )  # fmt: skip
 
 
 @gluon.jit
+def _biased(part, b1, expert, column, N: gl.constexpr, COLUMNS: gl.constexpr, L: gl.constexpr):
+    if b1 is None:
+        return part
+    else:
+        c = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
+        bias = gl.load(b1 + expert * N + c, mask=c < N, other=0.0)
+        return part + gl.expand_dims(bias.to(gl.float32), 0)
+
+
+@gluon.jit
 def _up_consumer(
-    z, a, b1, tiles, expert_start, total, n_tiles, x_smem, w_smem, out_smem, full, empty,
+    z, a, b1, tiles, total, n_tiles, x_smem, w_smem, out_smem, full, empty,
     WHICH: gl.constexpr, H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr,
-    KEEP_Z: gl.constexpr,
+    KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
+    """The tile leaves in pieces of BN/4 columns through two buffers: the ring needs the memory."""
     HALF: gl.constexpr = BN // 2
+    PIECE: gl.constexpr = BN // 4
     I: gl.constexpr = N // 2
-    HL: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16]
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
     )
-    first = out_smem.index(2 * WHICH)
-    second = out_smem.index(2 * WHICH + 1)
-    c = gl.arange(0, HALF, gl.SliceLayout(0, HL))
+    STORES: gl.constexpr = 3 if KEEP_Z else 1  # for a piece of A; those of a tile alternate
     step = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
+    first = gl.program_id(0)
+    stride = gl.num_programs(0)
+    expert, row, end = tile_of(tiles, first, total, n_tiles)
+    for index in range(first, total, stride):
+        n = index % n_tiles
         row += WHICH * ROWS
-        acc, step = accumulate(step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN)
-        left, right = halves(acc, BN)
-        left = gl.convert_layout(left, HL, assert_trivial=True)
-        right = gl.convert_layout(right, HL, assert_trivial=True)
+        next_expert, next_row, next_end = tile_of(tiles, index + stride, total, n_tiles)
+        acc, step = accumulate(
+            step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
+        )
+        q0, q1, q2, q3 = quarters(acc)
+        # Two pieces of Z that make one of A: gates and their ups, or neighbours of both.
         if TWO_HALVES:
-            left_column = n * HALF
-            right_column = I + n * HALF
+            pieces = (q0, q2, q1, q3)
         else:
-            left_column = n * BN
-            right_column = n * BN + HALF
-        if b1 is not None:
-            left += gl.expand_dims(
-                gl.load(b1 + expert * N + left_column + c, mask=left_column + c < N, other=0.0).to(
-                    gl.float32
-                ),
-                0,
-            )
-            right += gl.expand_dims(
-                gl.load(
-                    b1 + expert * N + right_column + c, mask=right_column + c < N, other=0.0
-                ).to(gl.float32),
-                0,
-            )
-        if KEEP_Z:
-            # Each half waits for the store that used its buffer before it, one store back.
-            tma.store_wait(0)
+            pieces = (q0, q1, q2, q3)
+        for i in gl.static_range(2):
+            g = gl.convert_layout(pieces[2 * i], L, assert_trivial=True)
+            u = gl.convert_layout(pieces[2 * i + 1], L, assert_trivial=True)
             if TWO_HALVES:
-                stage_and_store_half(left.to(z.dtype), z, end, row, 0, n * HALF, first, HALF)
-                stage_and_store_half(right.to(z.dtype), z, end, row, 1, n * HALF, second, HALF)
+                g_column = n * HALF + i * PIECE
+                u_column = I + g_column
             else:
-                stage_and_store(left.to(z.dtype), z, end, row, left_column, first, HALF)
-                stage_and_store(right.to(z.dtype), z, end, row, right_column, second, HALF)
-        if TWO_HALVES:
-            value = ACTIVATION(left, right).to(a.dtype)
-        else:
-            g0, u0 = pairs(left, HALF)
-            g1, u1 = pairs(right, HALF)
-            v0 = ACTIVATION(g0, u0).to(a.dtype)
-            v1 = ACTIVATION(g1, u1).to(a.dtype)
-            value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (ROWS, HALF))
-            value = gl.convert_layout(value, HL)
-        tma.store_wait(1 if KEEP_Z else 0)
-        stage_and_store(value, a, end, row, n * HALF, first, HALF)
+                g_column = n * BN + 2 * i * PIECE
+                u_column = g_column + PIECE
+            g = _biased(g, b1, expert, g_column, N, PIECE, L)
+            u = _biased(u, b1, expert, u_column, N, PIECE, L)
+            if TWO_HALVES:
+                value = ACTIVATION(g, u).to(a.dtype)
+            else:
+                g0, u0 = pairs(g, PIECE)
+                g1, u1 = pairs(u, PIECE)
+                v0 = ACTIVATION(g0, u0).to(a.dtype)
+                v1 = ACTIVATION(g1, u1).to(a.dtype)
+                value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (ROWS, PIECE))
+                value = gl.convert_layout(value, L)
+            first_smem = out_smem.index(2 * WHICH + i * STORES % 2)
+            second_smem = out_smem.index(2 * WHICH + (i * STORES + 1) % 2)
+            if KEEP_Z:
+                tma.store_wait(1)
+                if TWO_HALVES:
+                    stage_and_store_half(g.to(z.dtype), z, end, row, 0, g_column, first_smem, PIECE)
+                else:
+                    stage_and_store(g.to(z.dtype), z, end, row, g_column, first_smem, PIECE)
+                tma.store_wait(1)
+                if TWO_HALVES:
+                    stage_and_store_half(
+                        u.to(z.dtype), z, end, row, 1, g_column, second_smem, PIECE
+                    )
+                else:
+                    stage_and_store(u.to(z.dtype), z, end, row, u_column, second_smem, PIECE)
+            tma.store_wait(1)
+            stage_and_store(value, a, end, row, n * HALF + i * PIECE, first_smem, PIECE)
+        expert, row, end = next_expert, next_row, next_end
     tma.store_wait(0)
 
 
 @gluon.jit
 def hopper_up_kernel(
-    x, row_token, w1, b1, z, a, tiles, expert_start,
+    x, row_token, w1, b1, z, a, tiles,
     H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr, TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr,
     GATHER: gl.constexpr,
@@ -317,9 +369,9 @@ def hopper_up_kernel(
         a.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], a.dtype)
     )
     w_smem = weight_ring(w1, BN, BK, STAGES, KN and TWO_HALVES)
-    HALF: gl.constexpr = BN // 2
+    PIECE: gl.constexpr = BN // 4
     out_smem = gl.allocate_shared_memory(
-        a.dtype, [4, ROWS, HALF], gl.NVMMASharedLayout.get_default_for([ROWS, HALF], a.dtype)
+        a.dtype, [4, ROWS, PIECE], gl.NVMMASharedLayout.get_default_for([ROWS, PIECE], a.dtype)
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -331,21 +383,18 @@ def hopper_up_kernel(
     gl.warp_specialize(
         [
             (_up_consumer, (
-                z, a, b1, tiles, expert_start, total, n_tiles,
-                x_smem, w_smem, out_smem, full, empty,
-                0, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z,
+                z, a, b1, tiles, total, n_tiles, x_smem, w_smem, out_smem, full, empty,
+                0, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
             )),
             (_up_consumer, (
-                z, a, b1, tiles, expert_start, total, n_tiles,
-                x_smem, w_smem, out_smem, full, empty,
-                1, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z,
+                z, a, b1, tiles, total, n_tiles, x_smem, w_smem, out_smem, full, empty,
+                1, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
             )),
             (producer, (
-                x, row_token, w1, tiles, expert_start, total, n_tiles,
-                x_smem, w_smem, full, empty,
+                x, row_token, w1, tiles, total, n_tiles, x_smem, w_smem, full, empty,
                 H, BN, BK, STAGES, KN, TWO_HALVES, GATHER,
             )),
         ],
-        [4, 4],
+        [4, 4 if GATHER else 1],
         [224, 56],
     )  # fmt: skip

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_copies import copy_in
-from .hopper_rows import ROWS, accumulate, halves, pairs, producer, tile_of, weight_ring
+from .hopper_rows import ROWS, accumulate, halves, pairs, producer, quarters, tile_of, weight_ring
 from .ragged import store_rows, store_rows_of_half
 
 SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of interleaved Z a row
@@ -81,12 +81,20 @@ def _slice(
 
 
 @gluon.jit
+def _slots(row_slot, row, end, r):
+    if row_slot is None:
+        return row + r
+    else:
+        return gl.load(row_slot + row + r, mask=row + r < end, other=0)
+
+
+@gluon.jit
 def _consumer(
-    z, dz, a, scores, row_slot, partial, plane, tiles, expert_start, total, n_tiles,
+    z, dz, a, scores, row_slot, partial, plane, tiles, total, n_tiles,
     do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
     WHICH: gl.constexpr, H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
-    STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr,
+    STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16]
@@ -98,9 +106,16 @@ def _consumer(
     MINE: gl.constexpr = WHICH * BUFFERS  # of the buffers
     step = 0
     z_round = 0  # how often the buffers were filled; a tile fills them all, SLICES // BUFFERS times
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        _expert, row, end, n = tile_of(tiles, expert_start, index, n_tiles)
-        row += WHICH * ROWS
+    first = gl.program_id(0)
+    stride = gl.num_programs(0)
+    _expert, row, end = tile_of(tiles, first, total, n_tiles)
+    _expert, next_row, next_end = tile_of(tiles, first + stride, total, n_tiles)
+    row += WHICH * ROWS
+    slot = _slots(row_slot, row, end, r)
+    for index in range(first, total, stride):
+        n = index % n_tiles
+        next_row += WHICH * ROWS
+        next_slot = _slots(row_slot, next_row, next_end, r)
         tma.store_wait(0)
         for s in gl.static_range(BUFFERS):
             _load_z(
@@ -108,29 +123,21 @@ def _consumer(
                 CONCATENATED,
             )  # fmt: skip
         ok = row + r < end
-        if row_slot is None:
-            slot = row + r
-        else:
-            slot = gl.load(row_slot + row + r, mask=ok, other=0)
         if scores is None:
             score = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, L))
         else:
             score = gl.load(scores + slot, mask=ok, other=0.0)
-        acc, step = accumulate(step, do_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN)
+        acc, step = accumulate(
+            step, do_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
+        )
+        _expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
         if BN == 256:
-            left, right = halves(acc, 256)
-            h0, h1 = halves(left, 128)
-            h2, h3 = halves(right, 128)
-            s0, s1 = halves(h0, 64)
-            s2, s3 = halves(h1, 64)
-            s4, s5 = halves(h2, 64)
-            s6, s7 = halves(h3, 64)
+            left, right = halves(acc)
+            s0, s1, s2, s3 = quarters(left)
+            s4, s5, s6, s7 = quarters(right)
             parts = (s0, s1, s2, s3, s4, s5, s6, s7)
         else:
-            h0, h1 = halves(acc, 128)
-            s0, s1 = halves(h0, 64)
-            s2, s3 = halves(h1, 64)
-            parts = (s0, s1, s2, s3)
+            parts = quarters(acc)
         ds = gl.zeros((ROWS, SLICE), gl.float32, L)
         for s in gl.static_range(SLICES):
             mbarrier.wait(z_full.index(MINE + s % BUFFERS), z_round + s // BUFFERS & 1)
@@ -151,12 +158,14 @@ def _consumer(
         z_round += SLICES // BUFFERS
         if STORE_PARTIAL:
             gl.store(partial + n * plane.to(gl.int64) + slot, gl.sum(ds, 1), mask=ok)
+        row, end, slot = next_row, next_end, next_slot
+        next_row, next_end = later_row, later_end
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["plane"])
 def hopper_score_gradient_kernel(
-    dout, row_token, w2, scores, row_slot, z, dz, a, partial, plane, tiles, expert_start,
+    dout, row_token, w2, scores, row_slot, z, dz, a, partial, plane, tiles,
     H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
     STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
@@ -191,21 +200,23 @@ def hopper_score_gradient_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                z, dz, a, scores, row_slot, partial, plane, tiles, expert_start, total, n_tiles,
+                z, dz, a, scores, row_slot, partial, plane, tiles, total, n_tiles,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
                 0, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
+                GATHER,
             )),
             (_consumer, (
-                z, dz, a, scores, row_slot, partial, plane, tiles, expert_start, total, n_tiles,
+                z, dz, a, scores, row_slot, partial, plane, tiles, total, n_tiles,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
                 1, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
+                GATHER,
             )),
             (producer, (
-                dout, row_token, w2, tiles, expert_start, total, n_tiles,
+                dout, row_token, w2, tiles, total, n_tiles,
                 do_smem, w_smem, full, empty,
                 H, BN, BK, STAGES, KN, False, GATHER,
             )),
         ],
-        [4, 4],
+        [4, 4 if GATHER else 1],
         [224, 56],
     )  # fmt: skip

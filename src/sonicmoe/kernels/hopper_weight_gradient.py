@@ -18,18 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_copies import copy_gathered, copy_out
+from .hopper_rows import quarters
 from .ragged import load_rows
 
 
 @gluon.jit
-def _tile(index, expert_start, m_tiles, n_tiles, BM: gl.constexpr, BN: gl.constexpr):
-    """Expert, first row, end row, m0 and n0 of tile `index`; N fastest."""
-    per_expert = m_tiles * n_tiles
+def _rows_of(index, expert_start, per_expert, total):
+    """First and end row of the expert that work item `index` sums over; none past the last."""
     expert = index // per_expert
-    rest = index % per_expert
-    start = gl.load(expert_start + expert)
-    end = gl.load(expert_start + expert + 1)
-    return expert, start, end, rest // n_tiles * BM, rest % n_tiles * BN
+    start = gl.load(expert_start + expert, mask=index < total, other=0)
+    return start, gl.load(expert_start + expert + 1, mask=index < total, other=0)
 
 
 @gluon.jit
@@ -52,16 +50,31 @@ def _producer(
     CM: gl.constexpr = BM // 2
     GATHERED: gl.constexpr = CM if GATHER_LEFT else BN
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // (min(GATHERED, 256) // 8), min(GATHERED, 256) // 8], [4, 1], [1, 0]
+        [1, 8],
+        [32 // (min(GATHERED, 256) // 8), min(GATHERED, 256) // 8],
+        [gl.num_warps(), 1],
+        [1, 0],
     )
     GATHER: gl.constexpr = GATHER_LEFT or GATHER_RIGHT
     BYTES: gl.constexpr = 2 * BK * ((0 if GATHER_LEFT else BM) + (0 if GATHER_RIGHT else BN))
     r = gl.arange(0, BK, gl.SliceLayout(1, L))
+    first = gl.program_id(0)
+    stride = gl.num_programs(0)
+    per_expert = m_tiles * n_tiles
+    start, end = _rows_of(first, expert_start, per_expert, total)
+    next_start, next_end = _rows_of(first + stride, expert_start, per_expert, total)
+    if GATHER:
+        token = gl.load(row_token + start + r, mask=start + r < end, other=0)
     step = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        _expert, start, end, m0, n0 = _tile(index, expert_start, m_tiles, n_tiles, BM, BN)
+    for index in range(first, total, stride):
+        rest = index % per_expert
+        m0 = rest // n_tiles * BM
+        n0 = rest % n_tiles * BN
+        later_start, later_end = _rows_of(index + 2 * stride, expert_start, per_expert, total)
         if GATHER:
-            token = gl.load(row_token + start + r, mask=start + r < end, other=0)
+            first_token = gl.load(
+                row_token + next_start + r, mask=next_start + r < next_end, other=0
+            )
         for k in range(start, end, BK):
             slot = step % STAGES
             if GATHER:
@@ -84,6 +97,10 @@ def _producer(
                 async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
                 token = token_next
             step += 1
+        if GATHER:
+            token = first_token
+        start, end = next_start, next_end
+        next_start, next_end = later_start, later_end
     if GATHER:
         async_copy.wait_group(0)
 
@@ -92,19 +109,28 @@ def _producer(
 def _consumer(
     out, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, out_smem, full, empty,
     WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    GATHER: gl.constexpr,
 ):  # fmt: skip
     CM: gl.constexpr = BM // 2
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
+    first = gl.program_id(0)
+    stride = gl.num_programs(0)
+    per_expert = m_tiles * n_tiles
+    start, end = _rows_of(first, expert_start, per_expert, total)
     step = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, start, end, m0, n0 = _tile(index, expert_start, m_tiles, n_tiles, BM, BN)
+    for index in range(first, total, stride):
+        rest = index % per_expert
+        m0 = rest // n_tiles * BM + WHICH * CM
+        n0 = rest % n_tiles * BN
+        next_start, next_end = _rows_of(index + stride, expert_start, per_expert, total)
         acc = gl.zeros((CM, BN), gl.float32, L)
         for k in range(start, end, BK):
             slot = step % STAGES
             mbarrier.wait(full.index(slot), step // STAGES & 1)
-            fence_async_shared()
+            if GATHER:
+                fence_async_shared()  # gathered rows came through the threads
             a = left_smem.index(2 * slot + WHICH).reshape([BK, CM]).permute((1, 0))
             b = right_smem.index(slot).reshape([BK, BN])
             acc = warpgroup_mma(a, b, acc, is_async=True)
@@ -113,11 +139,14 @@ def _consumer(
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=end > start)
-        tma.store_wait(0)
-        staged = out_smem.index(WHICH)
-        staged.reshape([CM, BN]).store(acc.to(out.dtype))
-        fence_async_shared()
-        copy_out(out, [expert, m0 + WHICH * CM, n0], staged)
+        pieces = quarters(acc)
+        for i in gl.static_range(4):
+            tma.store_wait(1)  # the piece before the last has left the buffer they share
+            staged = out_smem.index(2 * WHICH + i % 2)
+            staged.reshape([CM, BN // 4]).store(pieces[i].to(out.dtype))
+            fence_async_shared()
+            copy_out(out, [index // per_expert, m0, n0 + i * (BN // 4)], staged)
+        start, end = next_start, next_end
     tma.store_wait(0)
 
 
@@ -144,10 +173,11 @@ def hopper_weight_gradient_kernel(
         right_smem = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], PLAIN)
     else:
         right_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BK, BN], right.layout)
-    out_smem = gl.allocate_shared_memory(dtype, [2, 1, CM, BN], out.layout)
+    out_smem = gl.allocate_shared_memory(dtype, [4, 1, CM, BN // 4], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ARRIVALS: gl.constexpr = 129 if GATHER_LEFT or GATHER_RIGHT else 1
+    GATHER: gl.constexpr = GATHER_LEFT or GATHER_RIGHT
+    ARRIVALS: gl.constexpr = 129 if GATHER else 1
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=2)
@@ -157,12 +187,12 @@ def hopper_weight_gradient_kernel(
             (_consumer, (
                 out, expert_start, total, m_tiles, n_tiles,
                 left_smem, right_smem, out_smem, full, empty,
-                0, BM, BN, BK, STAGES,
+                0, BM, BN, BK, STAGES, GATHER,
             )),
             (_consumer, (
                 out, expert_start, total, m_tiles, n_tiles,
                 left_smem, right_smem, out_smem, full, empty,
-                1, BM, BN, BK, STAGES,
+                1, BM, BN, BK, STAGES, GATHER,
             )),
             (_producer, (
                 left, right, row_token, expert_start, total, m_tiles, n_tiles,
@@ -170,6 +200,6 @@ def hopper_weight_gradient_kernel(
                 M, N, BM, BN, BK, STAGES, GATHER_LEFT, GATHER_RIGHT,
             )),
         ],
-        [4, 4],
-        [224, 56],
+        [4, 4 if GATHER else 1],
+        [216, 72],
     )  # fmt: skip

@@ -12,7 +12,7 @@ from .tile import accumulate, halves, pairs, source_rows, tile_of
 
 @triton.jit
 def up_kernel(
-    x, row_token, w1, b1, z, a, tiles, expert_start,
+    x, row_token, w1, b1, z, a, tiles,
     w_stride_e, w_stride_n, w_stride_k,
     H: tl.constexpr, N: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr,
     ACTIVATION: tl.constexpr, KEEP_Z: tl.constexpr,
@@ -28,7 +28,7 @@ def up_kernel(
     dtype = a.dtype.element_ty
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end = tile_of(tiles, expert_start, t // n_tiles)
+        expert, row, end = tile_of(tiles, t // n_tiles)
         column = (t % n_tiles) * BN
         rows = row + tl.arange(0, BM)
         ok = rows < end
@@ -79,7 +79,7 @@ def up_kernel(
 
 @triton.jit
 def product_kernel(
-    a, w, bias, row_scores, y, tiles, expert_start,
+    a, w, bias, row_scores, y, tiles,
     w_stride_e, w_stride_n, w_stride_k,
     K: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -90,7 +90,7 @@ def product_kernel(
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end = tile_of(tiles, expert_start, t // n_tiles)
+        expert, row, end = tile_of(tiles, t // n_tiles)
         column = (t % n_tiles) * BN
         rows = row + tl.arange(0, BM)
         ok = rows < end

@@ -55,7 +55,7 @@ def _slice_epilogue(
 
 @triton.jit(do_not_specialize=["plane"])
 def score_gradient_kernel(
-    dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, expert_start, plane,
+    dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, plane,
     w_stride_e, w_stride_n, w_stride_k,
     H: tl.constexpr, I: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr,
     BACKWARD: tl.constexpr, STORE_DZ: tl.constexpr, STORE_A: tl.constexpr,
@@ -67,7 +67,7 @@ def score_gradient_kernel(
     n_tiles: tl.constexpr = (I + BN - 1) // BN
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        expert, row, end = tile_of(tiles, expert_start, t // n_tiles)
+        expert, row, end = tile_of(tiles, t // n_tiles)
         n_tile = t % n_tiles
         column = n_tile * BN
         rows = row + tl.arange(0, BM)

@@ -9,11 +9,10 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_of(tiles, expert_start, index):
+def tile_of(tiles, index):
     """Expert, first row and end row of the expert for M-tile `index`."""
-    expert = tl.load(tiles + 2 + 2 * index)
-    row = tl.load(tiles + 3 + 2 * index)
-    return expert, row, tl.load(expert_start + expert + 1)
+    entry = tiles + 3 + 3 * index
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
 
 @triton.jit

@@ -62,41 +62,39 @@ def _weights(
     return boxes(w.view(experts, 2, columns, depth), 1, 2, n // 2, k), False
 
 
-def up(
-    x, w1, b1, row_token, z, a, tiles, expert_start, value, concatenated, keep_z, config, programs
-):
+def up(x, w1, b1, row_token, z, a, tiles, value, concatenated, keep_z, config, programs):
     weights, transposed = _weights(w1, config, concatenated)
-    half = config.block_n // 2
+    piece = config.block_n // 4
     n, hidden = w1.shape[1:]
     stored_z = z if keep_z else a.new_empty(1, n)
     z_boxes = (
-        row_boxes(stored_z.view(-1, 2, n // 2), _ROWS, 1, half)
+        row_boxes(stored_z.view(-1, 2, n // 2), _ROWS, 1, piece)
         if concatenated
-        else row_boxes(stored_z, _ROWS, half)
+        else row_boxes(stored_z, _ROWS, piece)
     )
     launch(
         hopper_up_kernel, (programs,),
         boxes(x, _ROWS, config.block_k) if row_token is None else x, row_token, weights, b1,
-        z_boxes, row_boxes(a, _ROWS, half), tiles, expert_start,
+        z_boxes, row_boxes(a, _ROWS, piece), tiles,
         H=hidden, N=n, BN=config.block_n, BK=config.block_k, STAGES=config.stages,
         KN=transposed, TWO_HALVES=concatenated, ACTIVATION=value, KEEP_Z=keep_z,
         GATHER=row_token is not None, num_warps=4,
     )  # fmt: skip
 
 
-def product(a, w, bias, row_scores, y, tiles, expert_start, config: RowConfig, programs: int):
+def product(a, w, bias, row_scores, y, tiles, config: RowConfig, programs: int):
     weights, transposed = _weights(w, config)
     launch(
         hopper_product_kernel, (programs,),
         boxes(a, _ROWS, config.block_k), weights, bias, row_scores,
-        row_boxes(y, _ROWS, config.block_n), tiles, expert_start,
+        row_boxes(y, _ROWS, config.block_n), tiles,
         K=w.shape[2], N=w.shape[1], BN=config.block_n, BK=config.block_k, STAGES=config.stages,
         KN=transposed, num_warps=4,
     )  # fmt: skip
 
 
 def score_gradient(
-    dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, expert_start,
+    dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles,
     derivative, concatenated, store_a, store_partial, config, programs,
 ):  # fmt: skip
     width = SLICE.value
@@ -112,7 +110,7 @@ def score_gradient(
         hopper_score_gradient_kernel, (programs,),
         boxes(dout, _ROWS, config.block_k) if row_token is None else dout, row_token, weights,
         scores, row_slot, z_boxes, dz_boxes, row_boxes(stored_a, _ROWS, width),
-        partial, partial.stride(0), tiles, expert_start,
+        partial, partial.stride(0), tiles,
         H=w2.shape[1], I=intermediate, BN=config.block_n, BK=config.block_k, STAGES=config.stages,
         KN=transposed, CONCATENATED=concatenated, BACKWARD=derivative,
         STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=row_token is not None, num_warps=4,
@@ -129,7 +127,7 @@ def weight_gradient(
         hopper_weight_gradient_kernel, (programs,),
         row_boxes(left, k, m // 2) if left_token is None else left,
         row_boxes(right, k, n) if right_token is None else right,
-        token, boxes(out, 1, m // 2, n), expert_start, experts,
+        token, boxes(out, 1, m // 2, n // 4), expert_start, experts,
         M=rows, N=columns, BM=m, BN=n, BK=k, STAGES=config.stages,
         GATHER_LEFT=left_token is not None, GATHER_RIGHT=right_token is not None, num_warps=4,
     )  # fmt: skip

@@ -86,14 +86,14 @@ def up(
     grid = _grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target)
     if config.hopper:
         _hopper().up(
-            x, w1, b1, row_token, z, a, tiles, expert_start, _value(activation), concatenated,
+            x, w1, b1, row_token, z, a, tiles, _value(activation), concatenated,
             keep_z, config, *grid,
         )  # fmt: skip
         return z, a
     source, a_tma = _row_source(x, config, row_token)
     launch(
         rows.up_kernel, grid,
-        source, row_token, _weight_source(w1, config, two_halves), b1, z, a, tiles, expert_start,
+        source, row_token, _weight_source(w1, config, two_halves), b1, z, a, tiles,
         *w1.stride(),
         H=hidden, N=n, GATED=activation.is_gated, CONCATENATED=concatenated,
         ACTIVATION=_value(activation), KEEP_Z=keep_z,
@@ -103,7 +103,7 @@ def up(
     return z, a
 
 
-def _product(kernel, a, w, bias, row_scores, expert_start, tiles, config=None):
+def _product(kernel, a, w, bias, row_scores, tiles, config=None):
     """(R, N) = A Wᵀ for (E, N, K) weights."""
     a, w = aligned(a), aligned(w)
     n, k = w.shape[1:]
@@ -114,12 +114,12 @@ def _product(kernel, a, w, bias, row_scores, expert_start, tiles, config=None):
     config = config or row_config(kernel, a.element_size(), k, n, True, target)
     grid = _grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target)
     if config.hopper:
-        _hopper().product(a, w, bias, row_scores, y, tiles, expert_start, config, *grid)
+        _hopper().product(a, w, bias, row_scores, y, tiles, config, *grid)
         return y
     source, a_tma = _row_source(a, config, None)
     launch(
         rows.product_kernel, grid,
-        source, _weight_source(w, config), bias, row_scores, y, tiles, expert_start,
+        source, _weight_source(w, config), bias, row_scores, y, tiles,
         *w.stride(),
         K=k, N=n, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
         PRECISION=dot_precision(a), UNROLL=_unroll(a), FLATTEN=config.flatten, **_options(config),
@@ -129,7 +129,7 @@ def _product(kernel, a, w, bias, row_scores, expert_start, tiles, config=None):
 
 def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail, config=None):
     """Y, its rows past the last expert zero where asked."""
-    y = _product("down", a, w2, b2, row_scores, expert_start, tiles, config)
+    y = _product("down", a, w2, b2, row_scores, tiles, config)
     return _zero_tail(y, expert_start) if zero_tail else y
 
 
@@ -195,7 +195,7 @@ def _score_gradient(
     grid = _grid(config, (tiles.shape[0] - 1) * parts, target)
     if config.hopper:
         _hopper().score_gradient(
-            dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, expert_start,
+            dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles,
             _derivative(activation), concatenated, need_a, need_dscores, config, *grid,
         )  # fmt: skip
     else:
@@ -204,7 +204,7 @@ def _score_gradient(
         launch(
             score_gradient.score_gradient_kernel, grid,
             source, row_token, _weight_source(w2t, config), scores, row_slot, z, dz, a, partial,
-            tiles, expert_start, plane, *w2t.stride(),
+            tiles, plane, *w2t.stride(),
             H=hidden, I=intermediate, GATED=activation.is_gated, CONCATENATED=concatenated,
             BACKWARD=_derivative(activation), STORE_DZ=need_dz, STORE_A=need_a,
             STORE_PARTIAL=need_dscores, SLICES=config.slices,
@@ -215,7 +215,7 @@ def _score_gradient(
         if b2 is not None:
             launch(
                 aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
-                dout, row_token, row_slot, b2, partial[parts], tiles, expert_start,
+                dout, row_token, row_slot, b2, partial[parts], tiles,
                 H=hidden, BM=tile_height, BH=64, num_warps=8,
             )  # fmt: skip
         launch(
@@ -235,7 +235,7 @@ def up_backward(
     none = memory.absent(dz)
     dx = dw1 = db1 = none
     if need_dx:
-        dx = _product("dx", dz, w1.mT, None, None, expert_start, tiles, config)
+        dx = _product("dx", dz, w1.mT, None, None, tiles, config)
         if row_token is not None:
             dx = aggregate(dx, None, slot_row, token_start, x.shape[0])
         else:
