@@ -160,6 +160,37 @@ def accumulate(
 
 
 @gluon.jit
+def accumulate_both(
+    step, a_smem, w_smem, full, empty,
+    K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
+    GATHER: gl.constexpr,
+):  # fmt: skip
+    """`accumulate` where one warpgroup owns all 128 rows: the upper and the lower (64, BN)."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    upper = gl.zeros((ROWS, BN), gl.float32, L)
+    lower = gl.zeros((ROWS, BN), gl.float32, L)
+    for k in range(0, K, BK):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES & 1)
+        if GATHER:
+            fence_async_shared()
+        if KN:
+            b = w_smem.index(slot).reshape([BK, BN])
+        else:
+            b = w_smem.index(slot).reshape([BN, BK]).permute((1, 0))
+        upper = warpgroup_mma(a_smem.index(2 * slot), b, upper, is_async=True)
+        lower = warpgroup_mma(a_smem.index(2 * slot + 1), b, lower, is_async=True)
+        upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        step += 1
+    upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    return upper, lower, step
+
+
+@gluon.jit
 def halves(x):
     """Left and right half of the columns."""
     R: gl.constexpr = x.shape[0]
@@ -198,35 +229,46 @@ def stage_and_store_half(value, out, end, row, half, column, smem, COLUMNS: gl.c
 
 
 @gluon.jit
+def _store_product(
+    acc, y, bias, row_scores, expert, row, end, column, y_smem, N: gl.constexpr, BN: gl.constexpr
+):
+    """(64, BN) leaves in pieces of BN/4 columns through two buffers."""
+    PIECE: gl.constexpr = BN // 4
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
+    )
+    if row_scores is not None:
+        r = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+        score = gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
+    pieces = quarters(acc)
+    for i in gl.static_range(4):
+        at = column + i * PIECE
+        piece = gl.convert_layout(pieces[i], L, assert_trivial=True)
+        piece = _biased(piece, bias, expert, at, N, PIECE, L)
+        if row_scores is not None:
+            piece *= score
+        tma.store_wait(1)
+        stage_and_store(piece.to(y.dtype), y, end, row, at, y_smem.index(i % 2), PIECE)
+
+
+@gluon.jit
 def _product_consumer(
     y, bias, row_scores, tiles, total, n_tiles, a_smem, w_smem, y_smem, full, empty,
-    WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
-    L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
     step = 0
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     expert, row, end = tile_of(tiles, first, total, n_tiles)
     for index in range(first, total, stride):
-        n = index % n_tiles
-        row += WHICH * ROWS
+        column = index % n_tiles * BN
         next_expert, next_row, next_end = tile_of(tiles, index + stride, total, n_tiles)
-        acc, step = accumulate(
-            step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, False
+        upper, lower, step = accumulate_both(
+            step, a_smem, w_smem, full, empty, K, BN, BK, STAGES, KN, False
         )
-        if bias is not None:
-            c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
-            acc += gl.expand_dims(
-                gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32), 0
-            )
-        if row_scores is not None:
-            r = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
-            acc *= gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
-        tma.store_wait(0)
-        stage_and_store(acc.to(y.dtype), y, end, row, n * BN, y_smem.index(WHICH), BN)
+        _store_product(upper, y, bias, row_scores, expert, row, end, column, y_smem, N, BN)
+        _store_product(lower, y, bias, row_scores, expert, row + ROWS, end, column, y_smem, N, BN)
         expert, row, end = next_expert, next_row, next_end
     tma.store_wait(0)
 
@@ -237,30 +279,27 @@ def hopper_product_kernel(
     K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr,
 ):  # fmt: skip
-    """Y = (A Wᵀ + bias)·score, rows sorted by expert. Grid: one program a multiprocessor."""
+    """Y = (A Wᵀ + bias)·score, rows sorted by expert. Grid: two programs a multiprocessor.
+
+    Each program has one computing warpgroup: one's epilogue runs under the other's products.
+    """
     n_tiles: gl.constexpr = (N + BN - 1) // BN
     a_smem = gl.allocate_shared_memory(y.dtype, [2 * STAGES, ROWS, BK], a.layout)
     w_smem = weight_ring(w, BN, BK, STAGES, False)
     y_smem = gl.allocate_shared_memory(
-        y.dtype, [2, ROWS, BN], gl.NVMMASharedLayout.get_default_for([ROWS, BN], y.dtype)
+        y.dtype, [2, ROWS, BN // 4], gl.NVMMASharedLayout.get_default_for([ROWS, BN // 4], y.dtype)
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=1)
     total = gl.load(tiles) * n_tiles
     gl.warp_specialize(
         [
             (_product_consumer, (
                 y, bias, row_scores, tiles, total, n_tiles,
-                a_smem, w_smem, y_smem, full, empty,
-                0, K, N, BN, BK, STAGES, KN,
-            )),
-            (_product_consumer, (
-                y, bias, row_scores, tiles, total, n_tiles,
-                a_smem, w_smem, y_smem, full, empty,
-                1, K, N, BN, BK, STAGES, KN,
+                a_smem, w_smem, y_smem, full, empty, K, N, BN, BK, STAGES, KN,
             )),
             (producer, (
                 a, None, w, tiles, total, n_tiles,
@@ -268,8 +307,8 @@ def hopper_product_kernel(
                 K, BN, BK, STAGES, KN, False, False,
             )),
         ],
-        [4, 1],
-        [232, 40],
+        [1],
+        [40],
     )  # fmt: skip
 
 
