@@ -33,7 +33,7 @@ def compile_layer(arch, dtype, activation, concatenated, transposed, bias, sizes
         new(tokens, 2, dtype=torch.float32),
         index(rows),
         index(3),
-        index(4, 2),
+        index(4, 3),
     )
     height = tile_height(dtype, "triton")
     with compiling(arch) as compiled:
@@ -113,7 +113,7 @@ def test_only_valid_configurations_are_selected(arch, itemsize):
             for gated in (True, False):
                 for kernel in ("up", "down", "dx", "score_gradient"):
                     config = row_config(kernel, itemsize, k, n, gated, target)
-                    assert is_valid(config, itemsize, target), (kernel, k, n, config)
+                    assert is_valid(config, itemsize, target, kernel), (kernel, k, n, config)
                     assert config.block_m == (128 if itemsize == 2 else 32)
             for left, right in ((True, False), (False, True), (False, False)):
                 config = weight_config(itemsize, k, n, left, right, target)

@@ -160,34 +160,14 @@ def accumulate(
 
 
 @gluon.jit
-def accumulate_both(
-    step, a_smem, w_smem, full, empty,
-    K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
-    GATHER: gl.constexpr,
-):  # fmt: skip
-    """`accumulate` where one warpgroup owns all 128 rows: the upper and the lower (64, BN)."""
-    L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    upper = gl.zeros((ROWS, BN), gl.float32, L)
-    lower = gl.zeros((ROWS, BN), gl.float32, L)
-    for k in range(0, K, BK):
+def pass_by(step, full, empty, K: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
+    """Instead of `accumulate`, for a warpgroup whose 64 rows all lie past the expert's end."""
+    for _k in range(0, K, BK):
         slot = step % STAGES
         mbarrier.wait(full.index(slot), step // STAGES & 1)
-        if GATHER:
-            fence_async_shared()
-        if KN:
-            b = w_smem.index(slot).reshape([BK, BN])
-        else:
-            b = w_smem.index(slot).reshape([BN, BK]).permute((1, 0))
-        upper = warpgroup_mma(a_smem.index(2 * slot), b, upper, is_async=True)
-        lower = warpgroup_mma(a_smem.index(2 * slot + 1), b, lower, is_async=True)
-        upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        mbarrier.arrive(empty.index(slot), count=1)
         step += 1
-    upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-    return upper, lower, step
+    return step
 
 
 @gluon.jit
@@ -229,46 +209,38 @@ def stage_and_store_half(value, out, end, row, half, column, smem, COLUMNS: gl.c
 
 
 @gluon.jit
-def _store_product(
-    acc, y, bias, row_scores, expert, row, end, column, y_smem, N: gl.constexpr, BN: gl.constexpr
-):
-    """(64, BN) leaves in pieces of BN/4 columns through two buffers."""
-    PIECE: gl.constexpr = BN // 4
-    L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
-    )
-    if row_scores is not None:
-        r = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
-        score = gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
-    pieces = quarters(acc)
-    for i in gl.static_range(4):
-        at = column + i * PIECE
-        piece = gl.convert_layout(pieces[i], L, assert_trivial=True)
-        piece = _biased(piece, bias, expert, at, N, PIECE, L)
-        if row_scores is not None:
-            piece *= score
-        tma.store_wait(1)
-        stage_and_store(piece.to(y.dtype), y, end, row, at, y_smem.index(i % 2), PIECE)
-
-
-@gluon.jit
 def _product_consumer(
     y, bias, row_scores, tiles, total, n_tiles, a_smem, w_smem, y_smem, full, empty,
-    K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
     step = 0
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     expert, row, end = tile_of(tiles, first, total, n_tiles)
     for index in range(first, total, stride):
-        column = index % n_tiles * BN
+        n = index % n_tiles
+        row += WHICH * ROWS
         next_expert, next_row, next_end = tile_of(tiles, index + stride, total, n_tiles)
-        upper, lower, step = accumulate_both(
-            step, a_smem, w_smem, full, empty, K, BN, BK, STAGES, KN, False
-        )
-        _store_product(upper, y, bias, row_scores, expert, row, end, column, y_smem, N, BN)
-        _store_product(lower, y, bias, row_scores, expert, row + ROWS, end, column, y_smem, N, BN)
+        if row < end:
+            acc, step = accumulate(
+                step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, False
+            )
+            if bias is not None:
+                c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
+                acc += gl.expand_dims(
+                    gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32), 0
+                )
+            if row_scores is not None:
+                r = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+                acc *= gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
+            tma.store_wait(0)
+            stage_and_store(acc.to(y.dtype), y, end, row, n * BN, y_smem.index(WHICH), BN)
+        else:
+            step = pass_by(step, full, empty, K, BK, STAGES)
         expert, row, end = next_expert, next_row, next_end
     tma.store_wait(0)
 
@@ -279,27 +251,30 @@ def hopper_product_kernel(
     K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr,
 ):  # fmt: skip
-    """Y = (A Wᵀ + bias)·score, rows sorted by expert. Grid: two programs a multiprocessor.
-
-    Each program has one computing warpgroup: one's epilogue runs under the other's products.
-    """
+    """Y = (A Wᵀ + bias)·score, rows sorted by expert. Grid: one program a multiprocessor."""
     n_tiles: gl.constexpr = (N + BN - 1) // BN
     a_smem = gl.allocate_shared_memory(y.dtype, [2 * STAGES, ROWS, BK], a.layout)
     w_smem = weight_ring(w, BN, BK, STAGES, False)
     y_smem = gl.allocate_shared_memory(
-        y.dtype, [2, ROWS, BN // 4], gl.NVMMASharedLayout.get_default_for([ROWS, BN // 4], y.dtype)
+        y.dtype, [2, ROWS, BN], gl.NVMMASharedLayout.get_default_for([ROWS, BN], y.dtype)
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
     total = gl.load(tiles) * n_tiles
     gl.warp_specialize(
         [
             (_product_consumer, (
                 y, bias, row_scores, tiles, total, n_tiles,
-                a_smem, w_smem, y_smem, full, empty, K, N, BN, BK, STAGES, KN,
+                a_smem, w_smem, y_smem, full, empty,
+                0, K, N, BN, BK, STAGES, KN,
+            )),
+            (_product_consumer, (
+                y, bias, row_scores, tiles, total, n_tiles,
+                a_smem, w_smem, y_smem, full, empty,
+                1, K, N, BN, BK, STAGES, KN,
             )),
             (producer, (
                 a, None, w, tiles, total, n_tiles,
@@ -307,8 +282,8 @@ def hopper_product_kernel(
                 K, BN, BK, STAGES, KN, False, False,
             )),
         ],
-        [1],
-        [40],
+        [4, 1],
+        [232, 40],
     )  # fmt: skip
 
 
@@ -338,60 +313,61 @@ def _up_consumer(
     )
     STORES: gl.constexpr = 3 if KEEP_Z else 1  # for a piece of A; those of a tile alternate
     step = 0
-    first = gl.program_id(0)
-    stride = gl.num_programs(0)
-    expert, row, end = tile_of(tiles, first, total, n_tiles)
-    for index in range(first, total, stride):
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
         n = index % n_tiles
+        expert, row, end = tile_of(tiles, index, total, n_tiles)
         row += WHICH * ROWS
-        next_expert, next_row, next_end = tile_of(tiles, index + stride, total, n_tiles)
-        acc, step = accumulate(
-            step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
-        )
-        q0, q1, q2, q3 = quarters(acc)
-        # Two pieces of Z that make one of A: gates and their ups, or neighbours of both.
-        if TWO_HALVES:
-            pieces = (q0, q2, q1, q3)
+        if row < end:
+            acc, step = accumulate(
+                step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
+            )
+            q0, q1, q2, q3 = quarters(acc)
+            # Two pieces of Z that make one of A: gates and their ups, or neighbours of both.
+            if TWO_HALVES:
+                pieces = (q0, q2, q1, q3)
+            else:
+                pieces = (q0, q1, q2, q3)
+            for i in gl.static_range(2):
+                g = gl.convert_layout(pieces[2 * i], L, assert_trivial=True)
+                u = gl.convert_layout(pieces[2 * i + 1], L, assert_trivial=True)
+                if TWO_HALVES:
+                    g_column = n * HALF + i * PIECE
+                    u_column = I + g_column
+                else:
+                    g_column = n * BN + 2 * i * PIECE
+                    u_column = g_column + PIECE
+                g = _biased(g, b1, expert, g_column, N, PIECE, L)
+                u = _biased(u, b1, expert, u_column, N, PIECE, L)
+                if TWO_HALVES:
+                    value = ACTIVATION(g, u).to(a.dtype)
+                else:
+                    g0, u0 = pairs(g, PIECE)
+                    g1, u1 = pairs(u, PIECE)
+                    v0 = ACTIVATION(g0, u0).to(a.dtype)
+                    v1 = ACTIVATION(g1, u1).to(a.dtype)
+                    value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (ROWS, PIECE))
+                    value = gl.convert_layout(value, L)
+                first_smem = out_smem.index(2 * WHICH + i * STORES % 2)
+                second_smem = out_smem.index(2 * WHICH + (i * STORES + 1) % 2)
+                if KEEP_Z:
+                    tma.store_wait(1)
+                    if TWO_HALVES:
+                        stage_and_store_half(
+                            g.to(z.dtype), z, end, row, 0, g_column, first_smem, PIECE
+                        )
+                    else:
+                        stage_and_store(g.to(z.dtype), z, end, row, g_column, first_smem, PIECE)
+                    tma.store_wait(1)
+                    if TWO_HALVES:
+                        stage_and_store_half(
+                            u.to(z.dtype), z, end, row, 1, g_column, second_smem, PIECE
+                        )
+                    else:
+                        stage_and_store(u.to(z.dtype), z, end, row, u_column, second_smem, PIECE)
+                tma.store_wait(1)
+                stage_and_store(value, a, end, row, n * HALF + i * PIECE, first_smem, PIECE)
         else:
-            pieces = (q0, q1, q2, q3)
-        for i in gl.static_range(2):
-            g = gl.convert_layout(pieces[2 * i], L, assert_trivial=True)
-            u = gl.convert_layout(pieces[2 * i + 1], L, assert_trivial=True)
-            if TWO_HALVES:
-                g_column = n * HALF + i * PIECE
-                u_column = I + g_column
-            else:
-                g_column = n * BN + 2 * i * PIECE
-                u_column = g_column + PIECE
-            g = _biased(g, b1, expert, g_column, N, PIECE, L)
-            u = _biased(u, b1, expert, u_column, N, PIECE, L)
-            if TWO_HALVES:
-                value = ACTIVATION(g, u).to(a.dtype)
-            else:
-                g0, u0 = pairs(g, PIECE)
-                g1, u1 = pairs(u, PIECE)
-                v0 = ACTIVATION(g0, u0).to(a.dtype)
-                v1 = ACTIVATION(g1, u1).to(a.dtype)
-                value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (ROWS, PIECE))
-                value = gl.convert_layout(value, L)
-            first_smem = out_smem.index(2 * WHICH + i * STORES % 2)
-            second_smem = out_smem.index(2 * WHICH + (i * STORES + 1) % 2)
-            if KEEP_Z:
-                tma.store_wait(1)
-                if TWO_HALVES:
-                    stage_and_store_half(g.to(z.dtype), z, end, row, 0, g_column, first_smem, PIECE)
-                else:
-                    stage_and_store(g.to(z.dtype), z, end, row, g_column, first_smem, PIECE)
-                tma.store_wait(1)
-                if TWO_HALVES:
-                    stage_and_store_half(
-                        u.to(z.dtype), z, end, row, 1, g_column, second_smem, PIECE
-                    )
-                else:
-                    stage_and_store(u.to(z.dtype), z, end, row, u_column, second_smem, PIECE)
-            tma.store_wait(1)
-            stage_and_store(value, a, end, row, n * HALF + i * PIECE, first_smem, PIECE)
-        expert, row, end = next_expert, next_row, next_end
+            step = pass_by(step, full, empty, H, BK, STAGES)
     tma.store_wait(0)
 
 
@@ -435,5 +411,5 @@ def hopper_up_kernel(
             )),
         ],
         [4, 4 if GATHER else 1],
-        [224, 56],
+        [224, 56] if TWO_HALVES else [232, 40],
     )  # fmt: skip

@@ -1,10 +1,9 @@
 """dZ, A' and the score gradient on Hopper: the product dA' = dO W2 with its epilogue in slices.
 
-The ring is that of `hopper_rows`. A program has one fetching and one computing warpgroup, and a
-multiprocessor two programs, so that one's epilogue runs under the other's products. The epilogue
-walks over slices of 64 rows and 32 columns: Z arrives in shared memory by the copy engine,
-`BUFFERS` slices ahead and the first ones under the product; dZ replaces Z there and leaves the same
-way, and the wait for that makes the buffer free again.
+The ring and the warpgroups are those of `hopper_rows`. In the epilogue a computing warpgroup walks
+over slices of 32 columns: Z arrives in shared memory by the copy engine, `BUFFERS` slices ahead and
+the first ones under the product; dZ replaces Z there and leaves the same way, and the wait for that
+makes the buffer free again.
 """
 
 from triton.experimental import gluon
@@ -16,11 +15,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_copies import copy_in
-from .hopper_rows import ROWS, accumulate_both, pairs, producer, quarters, tile_of, weight_ring
+from .hopper_rows import (
+    ROWS,
+    accumulate,
+    halves,
+    pairs,
+    pass_by,
+    producer,
+    quarters,
+    tile_of,
+    weight_ring,
+)
 from .ragged import store_rows, store_rows_of_half
 
 SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of interleaved Z a row
-BUFFERS = gl.constexpr(4)  # slices of Z on their way at once
+BUFFERS = gl.constexpr(4)  # slices of Z on their way at once, for each computing warpgroup
 
 
 @gluon.jit
@@ -90,78 +99,80 @@ def _slots(row_slot, row, end, r):
 
 
 @gluon.jit
-def _scores_of(scores, slot, ok, L: gl.constexpr):
-    if scores is None:
-        return gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, L))
-    else:
-        return gl.load(scores + slot, mask=ok, other=0.0)
-
-
-@gluon.jit
 def _consumer(
     z, dz, a, scores, row_slot, partial, plane, tiles, total, n_tiles,
     do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-    H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
+    WHICH: gl.constexpr, H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
     STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16]
     )
     PARTS: gl.constexpr = 2 if CONCATENATED else 1
-    ACROSS: gl.constexpr = BN // SLICE  # slices of the upper 64 rows; then those of the lower
+    SLICES: gl.constexpr = BN // SLICE
     STORES: gl.constexpr = PARTS + (1 if STORE_A else 0)
     r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    MINE: gl.constexpr = WHICH * BUFFERS  # of the buffers
     step = 0
-    z_round = 0  # how often the buffers were filled: twice a tile
+    z_round = 0  # how often the buffers were filled; a tile fills them all, SLICES // BUFFERS times
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     _expert, row, end = tile_of(tiles, first, total, n_tiles)
     _expert, next_row, next_end = tile_of(tiles, first + stride, total, n_tiles)
-    upper_slot = _slots(row_slot, row, end, r)
-    lower_slot = _slots(row_slot, row + ROWS, end, r)
+    row += WHICH * ROWS
+    slot = _slots(row_slot, row, end, r)
     for index in range(first, total, stride):
         n = index % n_tiles
-        next_upper_slot = _slots(row_slot, next_row, next_end, r)
-        next_lower_slot = _slots(row_slot, next_row + ROWS, next_end, r)
-        tma.store_wait(0)
-        for s in gl.static_range(BUFFERS):
-            _load_z(
-                z, row + s // ACROSS * ROWS, n * BN + s % ACROSS * SLICE, z_full.index(s), z_smem,
-                s * PARTS, CONCATENATED,
-            )  # fmt: skip
-        upper_score = _scores_of(scores, upper_slot, row + r < end, L)
-        lower_score = _scores_of(scores, lower_slot, row + ROWS + r < end, L)
-        upper, lower, step = accumulate_both(
-            step, do_smem, w_smem, full, empty, H, BN, BK, STAGES, KN, GATHER
-        )
-        _expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
-        parts = quarters(upper) + quarters(lower)
-        for s in gl.static_range(2 * ACROSS):
-            if s % ACROSS == 0:
-                ds = gl.zeros((ROWS, SLICE), gl.float32, L)
-            mbarrier.wait(z_full.index(s % BUFFERS), z_round + s // BUFFERS & 1)
-            ds += _slice(
-                parts[s], upper_score if s < ACROSS else lower_score, dz, a, z_smem, a_smem, end,
-                row + s // ACROSS * ROWS, n * BN + s % ACROSS * SLICE,
-                CONCATENATED, BACKWARD, STORE_A, s % BUFFERS * PARTS, s % 2,
-            )  # fmt: skip
-            if s >= 1:
-                # All but this slice's stores have been read: the buffer of the one before is free.
-                tma.store_wait(STORES)
-                if s - 1 + BUFFERS < 2 * ACROSS:
-                    _load_z(
-                        z, row + (s - 1 + BUFFERS) // ACROSS * ROWS,
-                        n * BN + (s - 1 + BUFFERS) % ACROSS * SLICE,
-                        z_full.index((s - 1) % BUFFERS), z_smem, (s - 1) % BUFFERS * PARTS,
-                        CONCATENATED,
-                    )  # fmt: skip
-            if STORE_PARTIAL and s % ACROSS == ACROSS - 1:
-                at = row + s // ACROSS * ROWS + r
-                slot = upper_slot if s < ACROSS else lower_slot
-                gl.store(partial + n * plane.to(gl.int64) + slot, gl.sum(ds, 1), mask=at < end)
-        z_round += 2 * ACROSS // BUFFERS
-        row, end, upper_slot, lower_slot = next_row, next_end, next_upper_slot, next_lower_slot
+        next_row += WHICH * ROWS
+        next_slot = _slots(row_slot, next_row, next_end, r)
+        if row < end:
+            tma.store_wait(0)
+            for s in gl.static_range(BUFFERS):
+                _load_z(
+                    z, row, n * BN + s * SLICE, z_full.index(MINE + s), z_smem, (MINE + s) * PARTS,
+                    CONCATENATED,
+                )  # fmt: skip
+            ok = row + r < end
+            if scores is None:
+                score = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, L))
+            else:
+                score = gl.load(scores + slot, mask=ok, other=0.0)
+            acc, step = accumulate(
+                step, do_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
+            )
+            _expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
+            if BN == 256:
+                left, right = halves(acc)
+                s0, s1, s2, s3 = quarters(left)
+                s4, s5, s6, s7 = quarters(right)
+                parts = (s0, s1, s2, s3, s4, s5, s6, s7)
+            else:
+                parts = quarters(acc)
+            ds = gl.zeros((ROWS, SLICE), gl.float32, L)
+            for s in gl.static_range(SLICES):
+                mbarrier.wait(z_full.index(MINE + s % BUFFERS), z_round + s // BUFFERS & 1)
+                ds += _slice(
+                    parts[s], score, dz, a, z_smem, a_smem, end, row, n * BN + s * SLICE,
+                    CONCATENATED, BACKWARD, STORE_A,
+                    (MINE + s % BUFFERS) * PARTS, WHICH * 2 + s % 2,
+                )  # fmt: skip
+                if s >= 1:
+                    # All but this slice's stores have been read: the buffer before it is free.
+                    tma.store_wait(STORES)
+                    if s - 1 + BUFFERS < SLICES:
+                        _load_z(
+                            z, row, n * BN + (s - 1 + BUFFERS) * SLICE,
+                            z_full.index(MINE + (s - 1) % BUFFERS), z_smem,
+                            (MINE + (s - 1) % BUFFERS) * PARTS, CONCATENATED,
+                        )  # fmt: skip
+            z_round += SLICES // BUFFERS
+            if STORE_PARTIAL:
+                gl.store(partial + n * plane.to(gl.int64) + slot, gl.sum(ds, 1), mask=ok)
+        else:
+            step = pass_by(step, full, empty, H, BK, STAGES)
+            _expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
+        row, end, slot = next_row, next_end, next_slot
         next_row, next_end = later_row, later_end
     tma.store_wait(0)
 
@@ -173,7 +184,7 @@ def hopper_score_gradient_kernel(
     KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
     STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """dZ (R, 2I), A' (R, I), partial (I/BN, plane ≥ S). Grid: two programs a multiprocessor."""
+    """dZ (R, 2I), A' (R, I), partial (I/BN, plane ≥ S). Grid: one program a multiprocessor."""
     n_tiles: gl.constexpr = (I + BN - 1) // BN
     dtype: gl.constexpr = z.dtype
     ZC: gl.constexpr = SLICE if CONCATENATED else 2 * SLICE
@@ -184,20 +195,20 @@ def hopper_score_gradient_kernel(
     w_smem = weight_ring(w2, BN, BK, STAGES, False)
     z_smem = gl.allocate_shared_memory(
         dtype,
-        [BUFFERS * PARTS, ROWS, ZC],
+        [2 * BUFFERS * PARTS, ROWS, ZC],
         gl.NVMMASharedLayout.get_default_for([ROWS, ZC], dtype),
     )
     a_smem = gl.allocate_shared_memory(
-        dtype, [2, ROWS, SLICE], gl.NVMMASharedLayout.get_default_for([ROWS, SLICE], dtype)
+        dtype, [4, ROWS, SLICE], gl.NVMMASharedLayout.get_default_for([ROWS, SLICE], dtype)
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    z_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    z_full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
     ARRIVALS: gl.constexpr = 129 if GATHER else 1
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(BUFFERS):
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2 * BUFFERS):
         mbarrier.init(z_full.index(i), count=1)
     total = gl.load(tiles) * n_tiles
     gl.warp_specialize(
@@ -205,7 +216,14 @@ def hopper_score_gradient_kernel(
             (_consumer, (
                 z, dz, a, scores, row_slot, partial, plane, tiles, total, n_tiles,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-                H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL, GATHER,
+                0, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
+                GATHER,
+            )),
+            (_consumer, (
+                z, dz, a, scores, row_slot, partial, plane, tiles, total, n_tiles,
+                do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
+                1, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
+                GATHER,
             )),
             (producer, (
                 dout, row_token, w2, tiles, total, n_tiles,
@@ -213,6 +231,6 @@ def hopper_score_gradient_kernel(
                 H, BN, BK, STAGES, KN, False, GATHER,
             )),
         ],
-        [4 if GATHER else 1],
-        [56 if GATHER else 40],
+        [4, 4 if GATHER else 1],
+        [224, 56],
     )  # fmt: skip

@@ -62,10 +62,6 @@ def _weights(
     return boxes(w.view(experts, 2, columns, depth), 1, 2, n // 2, k), False
 
 
-# Two programs share a multiprocessor's registers; each has eight warps.
-_TWO_PROGRAMS = dict(num_warps=4, maxnreg=128)
-
-
 def up(x, w1, b1, row_token, z, a, tiles, value, concatenated, keep_z, config, programs):
     weights, transposed = _weights(w1, config, concatenated)
     piece = config.block_n // 4
@@ -91,9 +87,9 @@ def product(a, w, bias, row_scores, y, tiles, config: RowConfig, programs: int):
     launch(
         hopper_product_kernel, (programs,),
         boxes(a, _ROWS, config.block_k), weights, bias, row_scores,
-        row_boxes(y, _ROWS, config.block_n // 4), tiles,
+        row_boxes(y, _ROWS, config.block_n), tiles,
         K=w.shape[2], N=w.shape[1], BN=config.block_n, BK=config.block_k, STAGES=config.stages,
-        KN=transposed, **_TWO_PROGRAMS,
+        KN=transposed, num_warps=4,
     )  # fmt: skip
 
 
@@ -117,7 +113,7 @@ def score_gradient(
         partial, partial.stride(0), tiles,
         H=w2.shape[1], I=intermediate, BN=config.block_n, BK=config.block_k, STAGES=config.stages,
         KN=transposed, CONCATENATED=concatenated, BACKWARD=derivative,
-        STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=row_token is not None, **_TWO_PROGRAMS,
+        STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=row_token is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -53,14 +53,19 @@ class WeightConfig:
     hopper: bool = False
 
 
-def is_valid(config: RowConfig | WeightConfig, itemsize: int, target: Target) -> bool:
-    """Whether the device can run it: shared memory, registers, and what the kernels assume."""
+def is_valid(
+    config: RowConfig | WeightConfig, itemsize: int, target: Target, kernel: str = "weights"
+) -> bool:
+    """Whether the device can run it: shared memory, registers, and what the kernels assume.
+
+    kernel: 'up', 'down', 'dx' or 'score_gradient', or 'weights' for a weight gradient.
+    """
     powers = (config.block_m, config.block_n, config.block_k, config.warps)
     if any(p & (p - 1) for p in powers) or config.block_k < 16:
         return False
     if config.tma and not target.has_tma:
         return False
-    if shared_bytes(config, itemsize) > target.shared_memory:
+    if shared_bytes(config, itemsize, kernel) > target.shared_memory:
         return False
     accumulators = config.block_m * config.block_n // (32 * config.warps)
     if accumulators > 128:
@@ -76,7 +81,16 @@ def is_valid(config: RowConfig | WeightConfig, itemsize: int, target: Target) ->
     return config.slices in (1, 2) and config.block_n // config.slices >= 16
 
 
-def shared_bytes(config: RowConfig | WeightConfig, itemsize: int) -> int:
-    """The ring of operands and, in Hopper kernels, the tile on its way out."""
+def shared_bytes(config: RowConfig | WeightConfig, itemsize: int, kernel: str) -> int:
+    """The ring of operands and, in Hopper kernels, what is on its way out."""
     ring = config.stages * (config.block_m + config.block_n) * config.block_k * itemsize
-    return ring + (config.block_m * config.block_n * itemsize + 1024 if config.hopper else 0)
+    if not config.hopper:
+        return ring
+    tile = config.block_m * config.block_n * itemsize
+    if kernel == "score_gradient":
+        leaving = 80 * 1024  # slices of Z and dZ, and of A'
+    elif kernel in ("up", "weights"):
+        leaving = tile // 2  # two pieces of four
+    else:
+        leaving = tile
+    return ring + leaving + 1024
