@@ -10,6 +10,34 @@ from torch.autograd.function import once_differentiable
 from . import ops
 
 
+class RouterLogits(torch.autograd.Function):
+    """X, Wr → X Wrᵀ, and X once more for the experts.
+
+    Both gradients of X meet here: the router's share is accumulated by its product, where autograd
+    would add two (T, H) tensors (0.054 ms at 24576,1536,256,128,8). Kept: X, which is kept anyway.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlogits, dx):
+        if dlogits is None:
+            return dx, None
+        x, weight = ctx.saved_tensors
+        need_dx, need_dweight = ctx.needs_input_grad
+        if need_dx and dx is None:
+            dx = dlogits @ weight
+        elif need_dx:
+            # Nobody else holds dx: the second result never leaves the layer.
+            dx = dx.addmm_(dlogits, weight)
+        return dx, dlogits.mT @ x if need_dweight else None
+
+
 class TopK(torch.autograd.Function):
     """logits (T, E) → scores (T, K) fp32, ids (T, K) int32.
 

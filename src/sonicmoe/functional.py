@@ -111,6 +111,22 @@ def grouped_experts(
     return _layer(rows, scores, w1, w2, b1, b2, maps, activation, gate_up, backend)
 
 
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """X Wrᵀ, and X to go on with: the experts' share of dX then meets the router's in one product.
+
+    What comes back as X must not be used outside of the layer.
+    """
+    plain = (
+        torch.compiler.is_compiling()  # fuses the addition itself
+        or torch.is_autocast_enabled(x.device.type)  # two dtypes for dX
+        or x.dtype != weight.dtype
+        or not (torch.is_grad_enabled() and x.requires_grad)
+    )
+    if plain:
+        return torch.nn.functional.linear(x, weight), x
+    return autograd.RouterLogits.apply(x, weight)
+
+
 def topk_scores(
     logits: torch.Tensor,
     k: int,
@@ -241,7 +257,7 @@ def moe_TC_softmax_topk_layer(
     stream; `stream_id` is accepted for callers of the published package.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
-        logits = torch.nn.functional.linear(x, router_w)
+        logits, x = router_logits(x, router_w)
         scores, ids = topk_scores(
             logits, K, softmax_over_topk=is_softmax_over_topk, renormalize=norm_topk_probs
         )

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .functional import experts
+from .functional import experts, router_logits
 from .routing import Router, Routing, make_router, switch_loss, z_loss
 from .routing.base import rows_per_expert
 from .validation import check_activation, check_gate_up, check_k
@@ -107,18 +107,19 @@ class MoE(nn.Module):
         backend = _backend_name(kernel_backend_moe)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
             x = hidden_states.reshape(-1, self.hidden_size)
-            logits = self._router_logits(x)
+            logits, x = self._router_logits(x)
             r = self.routing(logits, backend=backend)
             out = self._experts(x, r, backend)
             aux_loss = None if is_inference_mode else self._aux_loss(logits, r.ids, r.chosen)
         return out.view(hidden_states.shape), aux_loss
 
-    def _router_logits(self, x: torch.Tensor) -> torch.Tensor:
+    def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits, and x for the experts."""
         weight = self._router_weight()
         if not self.fp32_router_logits:
-            return F.linear(x, weight)
+            return router_logits(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), weight.float())
+            return F.linear(x.float(), weight.float()), x
 
     def _router_weight(self) -> torch.Tensor:
         return self.router.weight

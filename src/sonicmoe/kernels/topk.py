@@ -5,12 +5,34 @@ import triton.language as tl
 
 
 @triton.jit
-def _ordered(logits, column):
-    """int64 keys: larger logit first, then lower column. NaN ranks above everything, -0 with 0."""
-    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
-    bits = tl.where(logits != logits, 0x7FC00000, bits)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+def _to_keys(logits, column):
+    """Integers in the order of choice: larger logit first, then lower column.
+
+    NaN ranks above everything, -0 with 0. Logits of 16 bits make keys of 32, others of 64: the
+    search compares every key K times.
+    """
+    if logits.dtype.primitive_bitwidth == 16:
+        bits = tl.where(logits == 0, 0, logits.to(tl.int16, bitcast=True).to(tl.int32))
+        bits = tl.where(logits != logits, 0x7FFF, bits)
+        return (tl.where(bits < 0, bits ^ 0x7FFF, bits) << 16) | (0xFFFF - column)
+    else:
+        bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
+        bits = tl.where(logits != logits, 0x7FC00000, bits)
+        ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+
+
+@triton.jit
+def _from_keys(keys, dtype: tl.constexpr):
+    """Column and logit in fp32."""
+    if dtype.primitive_bitwidth == 16:
+        bits = keys >> 16
+        raw = tl.where(bits < 0, bits ^ 0x7FFF, bits).to(tl.int16)
+        return 0xFFFF - (keys & 0xFFFF), raw.to(dtype, bitcast=True).to(tl.float32)
+    else:
+        bits = (keys >> 32).to(tl.int32)
+        raw = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        return 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32), raw.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -25,20 +47,22 @@ def topk_kernel(
     e = tl.arange(0, BE)
     here = ok[:, None] & (e < E)[None, :]
     ptr = logits + token.to(tl.int64)[:, None] * logits_stride + e[None, :]
-    row = tl.load(ptr, mask=here, other=0.0).to(tl.float32)
-    lowest: tl.constexpr = -0x8000000000000000
-    keys = tl.where((e < E)[None, :], _ordered(row, e[None, :]), lowest)
+    NARROW: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16 and E <= 0x10000
+    lowest: tl.constexpr = -0x80000000 if NARROW else -0x8000000000000000
+    raw = tl.load(ptr, mask=here, other=0.0)
+    row = raw.to(tl.float32)
+    if not NARROW:
+        raw = row
+    keys = tl.where((e < E)[None, :], _to_keys(raw, e[None, :]), lowest)
 
     slot = tl.arange(0, BK)
-    picked = tl.zeros((BT, BK), tl.int64)
+    picked = tl.zeros((BT, BK), keys.dtype)
     for k in tl.range(K):
         best = tl.max(keys, 1)
         picked = tl.where(slot[None, :] == k, best[:, None], picked)
         keys = tl.where(keys == best[:, None], lowest, keys)
 
-    chosen = 0x7FFFFFFF - (picked & 0x7FFFFFFF).to(tl.int32)
-    bits = (picked >> 32).to(tl.int32)
-    value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    chosen, value = _from_keys(picked, raw.dtype)
     value = tl.where((slot < K)[None, :], value, float("-inf"))
     if SOFTMAX_OVER_TOPK:
         weight = tl.exp(value - tl.max(value, 1)[:, None])

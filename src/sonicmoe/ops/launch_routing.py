@@ -13,7 +13,7 @@ _SPANS = 16384  # at most: above two million slots a span holds several chunks
 
 
 def _tokens_at_once(experts: int) -> int:
-    """Tokens of one top-K program: 4096 keys of 64 bits fit the registers of four warps."""
+    """Tokens of one top-K program: 4096 keys fit the registers of four warps."""
     return max(1, 4096 // power_of_two(experts))
 
 

@@ -8,7 +8,7 @@ from ..shapes import ceil_div
 from . import memory
 from .launch import launch, power_of_two
 
-_COLUMN = 4096  # keys of an expert read at once
+_COLUMN = 16384  # keys of an expert that stay in the registers of 32 warps
 _TOKENS, _EXPERTS = 32, 128  # a tile of the keys; rows of 128 bytes in both directions
 _BLOCKS = 1024  # blocks of tokens added up at once
 
@@ -45,7 +45,7 @@ def round_tokens(scores, ids, tile, subroutine, uniform):
     launch(
         kernels.select_kernel, (experts,),
         keys, chosen, uniform, rows, least, cut, tokens, length, experts, tile,
-        SUBROUTINE=subroutine, BE=power_of_two(experts), CHUNK=_COLUMN, num_warps=8,
+        SUBROUTINE=subroutine, BE=power_of_two(experts), CHUNK=_COLUMN, num_warps=32,
     )  # fmt: skip
     launch(
         kernels.tally_kernel, (blocks,),
