@@ -1,4 +1,4 @@
-"""`sonicmoe bench`, `sonicmoe verify` and `sonicmoe cost`."""
+"""`sonicmoe bench`, `sonicmoe verify`, `sonicmoe tune` and `sonicmoe cost`."""
 
 import argparse
 import shlex
@@ -9,6 +9,7 @@ from .. import cost
 from ..enums import ActivationType
 from ..errors import bad_argument
 from .cases import CASES, ROUTERS, SUITES, Case, find_case
+from .products import NAMES
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -49,6 +50,22 @@ def register(subparsers) -> None:
     _add_selection(verify)
     _add_device(verify)
     verify.set_defaults(run=run_verify)
+
+    tune = subparsers.add_parser(
+        "tune", help="measure kernel configurations for given shapes, and use the best from then on"
+    )
+    _add_selection(tune, routings=False)
+    _add_device(tune)
+    tune.add_argument(
+        "--product", action="append", choices=NAMES, help="one of a layer's six products; all"
+    )
+    tune.add_argument(
+        "--out", type=Path, metavar="FILE",
+        help="table to write; $SONICMOE_TUNED or ~/.cache/sonicmoe/tuned-<device>.json",
+    )  # fmt: skip
+    tune.add_argument("--results", type=Path, metavar="FOLDER", help="keep every figure there too")
+    tune.add_argument("--commit", help="of the source, where it is no git repository")
+    tune.set_defaults(run=run_tune)
 
     price = subparsers.add_parser("cost", help="FLOPs, bytes, traffic and least time of a shape")
     _add_selection(price, routings=False)
@@ -163,6 +180,33 @@ def run_verify(args: argparse.Namespace) -> int:
         for routing in args.routing:
             failures += verify_case(case, routing, options).failures
     return _finish(failures)
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    import torch
+
+    from . import results, tune_run
+    from .timing import is_cuda
+
+    if not (is_cuda(args.device) and torch.cuda.is_available()):
+        raise bad_argument(
+            "--device", "a GPU that is here", args.device,
+            "Configurations are measured on the GPU that will run them: start it there. "
+            "`sonicmoe doctor` says what this machine lacks.",
+        )  # fmt: skip
+    if not (args.case or args.shape or args.suite):
+        raise bad_argument(
+            "--case", "the shapes to tune for", "none",
+            "Name some: --case olmoe, or --shape T,H,I,E,K.",
+        )  # fmt: skip
+    outcome = tune_run.tune_cases(
+        selected_cases(args), _options(args), args.product or NAMES, args.out
+    )
+    if args.results:
+        command = shlex.join(["sonicmoe", *args.argv])
+        origin = results.provenance(args.device, command, args.commit)
+        _keep([origin | record for record in outcome.records], args.results, "tune")
+    return _finish(outcome.failures)
 
 
 def run_cost(args: argparse.Namespace) -> int:

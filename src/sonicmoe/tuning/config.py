@@ -53,30 +53,43 @@ class WeightConfig:
     hopper: bool = False
 
 
-def is_valid(config: RowConfig | WeightConfig, itemsize: int, target: Target) -> bool:
+def tile_rows(itemsize: int) -> int:
+    """M: rows of a tile of every row product, one for the whole layer: one schedule serves all."""
+    return 32 if itemsize > 2 else 128
+
+
+def is_valid(
+    config: RowConfig | WeightConfig, itemsize: int, target: Target, kernel: str = ""
+) -> bool:
     """Whether the device can run it: shared memory, registers, and what the kernels assume."""
     powers = (config.block_m, config.block_n, config.block_k, config.warps)
-    if any(p & (p - 1) for p in powers) or config.block_k < 16:
+    if any(p <= 0 or p & (p - 1) for p in powers) or config.block_k < 16 or config.stages < 2:
         return False
     if config.tma and not target.has_tma:
         return False
-    if shared_bytes(config, itemsize) > target.shared_memory:
+    if shared_bytes(config, itemsize, kernel) > target.shared_memory:
         return False
     accumulators = config.block_m * config.block_n // (32 * config.warps)
     if accumulators > 128:
         return False
     if config.hopper and (
         target.arch != 90 or not target.gluon or itemsize != 2 or config.warps != 8
-    ):
+        or config.block_m not in (128, 256) or config.block_n not in (128, 256)
+        or config.block_k not in (32, 64)
+    ):  # fmt: skip
         return False
     if isinstance(config, WeightConfig):
         return True
-    if config.hopper and config.block_m != 128:
+    if config.block_m != tile_rows(itemsize):
         return False
     return config.slices in (1, 2) and config.block_n // config.slices >= 16
 
 
-def shared_bytes(config: RowConfig | WeightConfig, itemsize: int) -> int:
-    """The ring of operands and, in Hopper kernels, the tile on its way out."""
+def shared_bytes(config: RowConfig | WeightConfig, itemsize: int, kernel: str = "") -> int:
+    """The ring of operands and, in Hopper kernels, the tile or its slices on their way out."""
     ring = config.stages * (config.block_m + config.block_n) * config.block_k * itemsize
-    return ring + (config.block_m * config.block_n * itemsize + 1024 if config.hopper else 0)
+    if not config.hopper:
+        return ring
+    slices = 80 * 1024  # of Z and A in `hopper_score_gradient`, whatever the tile
+    out = config.block_m * config.block_n * itemsize
+    return ring + (slices if kernel == "score_gradient" else out) + 1024
