@@ -3,12 +3,13 @@
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from .. import cost
 from ..enums import ActivationType
 from ..errors import bad_argument
-from .cases import CASES, ROUTERS, SUITES, Case, find_case
+from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case
 from .products import NAMES
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -111,7 +112,7 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from . import peers, report, results
+    from . import peers, readme, report, results
     from .run import bench_case
 
     folder = args.results or results.RESULTS
@@ -122,7 +123,7 @@ def run_bench(args: argparse.Namespace) -> int:
         print(report.table(("case", "T,H,I,E,K", "activation", "router", "note"), rows))
         return 0
     if args.report:
-        report.update_readme(args.report, results.read(folder))
+        readme.update_readme(args.report, results.read(folder))
         return 0
 
     named = peers.available() if args.peers is None else args.peers
@@ -154,20 +155,20 @@ def _extra_figures(args: argparse.Namespace, options) -> list[dict]:
     from . import report
     from .cold import measure_cold
     from .host import measure_host
+    from .run import about_case
 
+    plain = replace(options, concatenated=False)  # neither knows the other layout
     records = []
     if args.host:
         figures = measure_host(args.device, options.dtype)
         print(f"\nthe host alone\n{report.figure_table(figures)}")
-        records.append({"subject": "host"} | figures)
+        records.append(about_case(HOST, plain) | {"subject": "host"} | figures)
     if args.cold:
         for case in selected_cases(args):
             dtype = str(options.dtype).removeprefix("torch.")
             figures = measure_cold(case, args.device, dtype)
             print(f"\ncold start, {case.name}\n{report.figure_table(figures)}")
-            records.append(
-                {"subject": "cold", "case": case.name, "shape": str(case.problem)} | figures
-            )
+            records.append(about_case(case, plain) | {"subject": "cold"} | figures)
     return records
 
 

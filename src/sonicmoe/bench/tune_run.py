@@ -14,7 +14,7 @@ from .inputs import Inputs, make_inputs
 from .products import Product, products
 from .progress import Bar
 from .results import Record, device_name
-from .run import Options, Outcome, _failure, _release
+from .run import Options, Outcome, _failure, _release, about_case
 from .subjects import ours
 from .tune import Finding, Timer, describe, gpu_timer, steps, tune
 from .verify import passed, verify
@@ -102,14 +102,8 @@ def _table(findings: Sequence[Finding]) -> str:
 
 
 def _record(case: Case, options: Options, f: Finding) -> Record:
-    return {
+    return about_case(case, options) | {
         "subject": "tune",
-        "case": case.name,
-        "shape": str(case.problem),
-        "activation": case.activation.value,
-        "bias": case.bias,
-        "dtype": str(options.dtype).removeprefix("torch."),
-        "gate_up": "concatenated" if options.concatenated else "interleaved",
         "product": f.name,
         "default": asdict(f.default),
         "default_ms": f.default_ms,
