@@ -25,10 +25,10 @@ def here(tmp_path, monkeypatch):
     monkeypatch.delenv(table.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(table, "_name_of", lambda target: DEVICE if target == H200 else None)
-    table._on_disk.cache_clear()
+    table.forget()
     notices.say_once.cache_clear()
     yield tmp_path / "sonicmoe" / "tuned-nvidia-h200.json"
-    table._on_disk.cache_clear()
+    table.forget()
 
 
 def write(path, *pairs, measured=()):
@@ -63,12 +63,13 @@ def test_a_named_file_comes_first_and_empty_means_none(here, tmp_path, monkeypat
     named = tmp_path / "mine.json"
     write(named, (DW1, WEIGHTS))
     monkeypatch.setenv(table.VARIABLE, str(named))
+    table.forget()
     assert table.tuned(H200) == Table(weights={DW1: WEIGHTS})
     monkeypatch.setenv(table.VARIABLE, "")
-    table._on_disk.cache_clear()
+    table.forget()
     assert table.tuned(H200) == Table()
     monkeypatch.setenv(table.VARIABLE, str(tmp_path / "gone.json"))
-    table._on_disk.cache_clear()
+    table.forget()
     with pytest.warns(UserWarning, match=r"SONICMOE_TUNED names .*gone.json, which is not there"):
         assert table.tuned(H200) == Table()
 

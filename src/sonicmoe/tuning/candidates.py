@@ -15,8 +15,8 @@ def default_config(key: Key, target: Target) -> Config:
 
 
 def candidates(key: Key, target: Target) -> list[Config]:
-    rows = isinstance(key, RowKey)
-    tiles = _row_tiles(key, target) if rows else _weight_tiles(key, target)  # type: ignore[arg-type]
+    tiles: Iterator[Config]
+    tiles = _row_tiles(key, target) if isinstance(key, RowKey) else _weight_tiles(key, target)
     found = [default_config(key, target)]
     for config in tiles:
         found += _stages(key, config, target)
@@ -24,7 +24,7 @@ def candidates(key: Key, target: Target) -> list[Config]:
 
 
 def _stages(key: Key, config: Config, target: Target) -> list[Config]:
-    """The deepest ring that fits, and half of it: what lies between hardly differs."""
+    """The deepest ring that fits, and half of it: every depth would be a compilation more."""
     most = 8 if config.hopper else 4
     fitting = [s for s in range(2, most + 1) if allowed(key, replace(config, stages=s), target)]
     if not fitting:

@@ -4,12 +4,10 @@ What `sonicmoe tune` found on this device comes first, see `table`. Nothing here
 number of tokens: a new T never compiles anything.
 """
 
-from functools import cache
-
 import torch
 
 from .config import RowConfig, Target, WeightConfig, tile_rows
-from .table import RowKey, WeightKey, tuned
+from .table import RowKey, WeightKey, remembered, tuned
 
 
 def tile_height(dtype: torch.dtype, backend: str) -> int:
@@ -17,6 +15,7 @@ def tile_height(dtype: torch.dtype, backend: str) -> int:
     return tile_rows(dtype.itemsize)
 
 
+@remembered
 def row_config(
     kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target
 ) -> RowConfig:
@@ -25,6 +24,7 @@ def row_config(
     return tuned(target).rows.get(key) or default_row_config(*key, target)
 
 
+@remembered
 def weight_config(
     itemsize: int, M: int, N: int, gather_left: bool, gather_right: bool, target: Target
 ) -> WeightConfig:
@@ -33,7 +33,6 @@ def weight_config(
     return tuned(target).weights.get(key) or default_weight_config(*key, target)
 
 
-@cache
 def default_row_config(
     kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target
 ) -> RowConfig:
@@ -62,7 +61,6 @@ def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
     return RowConfig(128, 256, 64, warps=8, stages=3, tma=True, hopper=True)
 
 
-@cache
 def default_weight_config(
     itemsize: int, M: int, N: int, gather_left: bool, gather_right: bool, target: Target
 ) -> WeightConfig:

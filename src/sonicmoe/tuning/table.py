@@ -9,11 +9,11 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -59,7 +59,10 @@ class Table:
     def of(cls, pairs: Iterable[tuple[Key, Config]]) -> "Table":
         table = cls()
         for key, config in pairs:
-            (table.rows if isinstance(key, RowKey) else table.weights)[key] = config  # type: ignore[index,assignment]
+            if isinstance(key, RowKey) and isinstance(config, RowConfig):
+                table.rows[key] = config
+            elif isinstance(key, WeightKey) and isinstance(config, WeightConfig):
+                table.weights[key] = config
         return table
 
 
@@ -75,7 +78,23 @@ def allowed(key: Key, config: Config, target: Target) -> bool:
 
 
 # --- which table ----------------------------------------------------------------------------------
+P = ParamSpec("P")
+T = TypeVar("T")
 _instead: Table | None = None
+_forget: list[Callable[[], None]] = []
+
+
+def remembered(function: Callable[P, T]) -> Callable[P, T]:
+    """`functools.cache` until the table changes: a launch has half a microsecond for its choice."""
+    cached = cache(function)
+    _forget.append(cached.cache_clear)
+    return cast(Callable[P, T], cached)
+
+
+def forget() -> None:
+    """The next selection looks at the disk again."""
+    for clear in _forget:
+        clear()
 
 
 def tuned(target: Target) -> Table:
@@ -88,13 +107,15 @@ def using(table: Table) -> Iterator[None]:
     """Select from `table` in this scope, in every thread, whatever is on the disk."""
     global _instead
     before, _instead = _instead, table
+    forget()
     try:
         yield
     finally:
         _instead = before
+        forget()
 
 
-@cache
+@remembered
 def _on_disk(target: Target) -> Table:
     device = _name_of(target)
     path = device and path_of(device)
@@ -190,5 +211,5 @@ def write(
         f'{{"format": {FORMAT}, "device": {json.dumps(device)}, "entries": [\n{lines}\n]}}\n'
     )
     draft.replace(path)  # a layer that starts meanwhile reads the old table or the new one
-    _on_disk.cache_clear()
+    forget()
     return kept
