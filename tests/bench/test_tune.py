@@ -1,13 +1,17 @@
 """The search of `sonicmoe tune`: right first, ratios within a round, the best once more alone."""
 
 import io
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from sonicmoe.bench import results, tune_run
 from sonicmoe.bench import tune as search
 from sonicmoe.bench.products import Product
 from sonicmoe.bench.progress import Bar
+from sonicmoe.bench.run import Outcome
 from sonicmoe.cli import main
 from sonicmoe.ops import memory
 from sonicmoe.tuning import Target
@@ -155,3 +159,24 @@ def test_it_wants_to_know_the_shapes(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert main(["tune"]) == 2
     assert "--case: expected the shapes to tune for, got none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("failures", [[], ["olmoe: wrong out"]])
+def test_what_the_command_asks_for_and_keeps(failures, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def measured(cases, options, names, out):
+        asked.extend([[case.name for case in cases], options.dtype, names, out])
+        return Outcome([{"subject": "tune", "product": "up"}], failures, [])
+
+    origin = {"device": "GPU 9", "date": "2026-01-01", "command": "sonicmoe tune"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(results, "provenance", lambda *about: origin)
+    monkeypatch.setattr(tune_run, "tune_cases", measured)
+    more = ["--product", "up", "--out", "mine.json", "--results", str(tmp_path)]
+    status = main(["tune", "--case", "olmoe", "--shape", "64,32,16,4,2", *more])
+    assert status == len(failures)
+    assert asked == [["olmoe", "64,32,16,4,2"], torch.bfloat16, ["up"], Path("mine.json")]
+    kept = (tmp_path / "gpu-9" / "2026-01-01-tune.jsonl").read_text()
+    assert json.loads(kept) == origin | {"subject": "tune", "product": "up"}
+    assert ("FAILED olmoe: wrong out" in capsys.readouterr().err) == bool(failures)

@@ -72,7 +72,7 @@ def register(subparsers) -> None:
     _add_selection(price, routings=False)
     price.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     price.add_argument("--gpu", default="h200", help=", ".join(cost.GPUS))
-    price.add_argument("--tile-height", type=int, default=128, metavar="M")
+    price.add_argument("--tile-height", type=int, metavar="M", help="128, in float32 32")
     price.set_defaults(run=run_cost)
 
 
@@ -211,12 +211,14 @@ def run_tune(args: argparse.Namespace) -> int:
 
 
 def run_cost(args: argparse.Namespace) -> int:
+    from ..tuning.config import tile_rows
     from .price import price
 
     gpu = cost.find_gpu(args.gpu)
     itemsize = 4 if args.dtype == "float32" else 2
+    height = args.tile_height or tile_rows(itemsize)
     for case in selected_cases(args):
-        print(price(case, gpu, itemsize, args.tile_height))
+        print(price(case, gpu, itemsize, height))
     return 0
 
 
