@@ -59,7 +59,7 @@ def test_peak_is_made_of_lifetimes():
     assert peak.forward == kept + 2 * (p.T * p.E + p.R * p.I + p.R * p.H + p.T * p.H)
     routing = kept - 2 * p.R * p.N
     held = 2 * p.T * p.H + 2 * p.R * p.N + 4 * p.R + 2 * p.E * p.H * p.I
-    assert peak.backward == held + routing + 2 * (p.T * p.H + p.R * p.H)
+    assert peak.backward == held + routing - 4 * p.R + 2 * (p.T * p.H + p.R * p.H)
 
 
 def test_padding():
@@ -96,6 +96,7 @@ def test_roofline_takes_the_longer_of_work_and_traffic():
 def test_gpu_by_the_name_of_the_driver():
     assert cost.find_gpu("NVIDIA H200").name == "H200"
     assert cost.find_gpu("h100") is cost.GPUS["h100"]
+    assert cost.find_gpu("h200-measured").half < cost.find_gpu("h200").half
     with pytest.raises(ValueError, match=r"gpu: expected one of .*h200.* got 'abacus'"):
         cost.find_gpu("abacus")
 

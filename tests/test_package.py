@@ -214,6 +214,14 @@ def test_doctor_reports_on_this_machine():
         assert word in text
 
 
+def test_doctor_names_the_tuned_table(monkeypatch, tmp_path):
+    table = tmp_path / "mine.json"
+    monkeypatch.setenv("SONICMOE_TUNED", str(table))
+    assert doctor._tuned(HEALTHY) == ["nothing yet"]
+    table.touch()
+    assert doctor._tuned(HEALTHY) == [str(table)]
+
+
 def test_doctor_without_triton():
     assert "triton    not found" in in_fresh_python("""
         import sys

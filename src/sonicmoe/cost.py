@@ -77,7 +77,8 @@ def peak_bytes(
     """What the lifetimes demand when every gather is fused into its product.
 
     Forward: what is kept, A, Y and the output. Backward, in two steps, the output still held: dZ,
-    A' and dW2 while Z is alive; then, without Z and A', dX with the larger of dX̃ and dW1.
+    A' and dW2 while Z is alive; then, without Z, A' and the map from rows to slots, dX with the
+    larger of dX̃ and dW1. The allocator of an H200 said the same at five shapes (2026-11-15).
     """
     kept = kept_bytes(p, itemsize, tile_height, router)
     total = sum(kept.values())
@@ -85,11 +86,10 @@ def peak_bytes(
     rows_h, rows_i, tokens_h = p.R * p.H * itemsize, p.R * p.I * itemsize, p.T * p.H * itemsize
     dz, dw1, dw2 = kept["z"], p.E * p.N * p.H * itemsize, p.E * p.H * p.I * itemsize
     gradients = dz + kept["scores"] + dw2
+    later = total - kept["z"] - kept["row_slot"]
     return Peak(
         forward=total + logits + rows_i + rows_h + tokens_h,
-        backward=tokens_h
-        + gradients
-        + max(total + rows_i, total - kept["z"] + tokens_h + max(rows_h, dw1)),
+        backward=tokens_h + gradients + max(total + rows_i, later + tokens_h + max(rows_h, dw1)),
     )
 
 
@@ -181,17 +181,22 @@ class Gpu:
         return self.half if itemsize <= 2 else self.single
 
 
+# Dense rates without sparsity, of one GPU. From NVIDIA's data sheets: A100 80 GB SXM (312, 19.5,
+# 2.039), H100 SXM (989, 67, 3.35), H200 SXM (989, 67, 4.8); the Blackwell architecture brief for an
+# HGX B200 at 1000 W (2250, 80, up to 8; by its bus and clock a B200 reaches 7.67, pytorch/ao#4002).
+# What an H200 reached here: products under 700 W, a copy of 1 GiB.
 GPUS = {
-    "a100": Gpu("A100 SXM 80 GB", 312e12, 19.5e12, 2.04e12, "data sheet"),
+    "a100": Gpu("A100 SXM 80 GB", 312e12, 19.5e12, 2.039e12, "data sheet"),
     "h100": Gpu("H100 SXM", 989e12, 67e12, 3.35e12, "data sheet"),
-    "h200": Gpu("H200", 790e12, 67e12, 4.3e12, "measured: bf16 products, device copy"),
-    "b200": Gpu("B200", 2250e12, 75e12, 8.0e12, "data sheet"),
+    "h200": Gpu("H200", 989e12, 67e12, 4.8e12, "data sheet"),
+    "h200-measured": Gpu("H200", 790e12, 67e12, 4.3e12, "measured: bf16 products, device copy"),
+    "b200": Gpu("B200", 2250e12, 80e12, 8.0e12, "architecture brief"),
 }
 
 
 def find_gpu(name: str) -> Gpu:
     """The row of the table behind a short name, or behind the name that the driver reports."""
-    for key, gpu in GPUS.items():
+    for key in sorted(GPUS, key=len, reverse=True):
         if key in name.lower():
-            return gpu
+            return GPUS[key]
     raise bad_argument("gpu", f"one of {', '.join(GPUS)}", repr(name), "Add a row to cost.GPUS.")

@@ -102,6 +102,7 @@ def report() -> str:
         ("compiler", machine.compiler or "not found"),
         ("Python.h", machine.python_header or "not found"),
         ("backend", backend(machine)),
+        *(("tuned", text) for text in _tuned(machine)),
         *(("hint", hint) for hint in hints(machine)),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
@@ -110,6 +111,14 @@ def report() -> str:
 def main() -> int:
     print(report())
     return 0
+
+
+def _tuned(machine: Machine) -> list[str]:
+    """The table of each kind of GPU, see `sonicmoe tune`."""
+    from .tuning.table import path_of
+
+    paths = [path_of(name) for name in dict.fromkeys(gpu.name for gpu in machine.gpus)]
+    return [str(path) if path and path.exists() else "nothing yet" for path in paths]
 
 
 def _own_version() -> str:

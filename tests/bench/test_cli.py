@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import sonicmoe.functional
-from sonicmoe.bench import peers, report, results
+from sonicmoe.bench import peers, results
+from sonicmoe.bench import readme as section
 from sonicmoe.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -54,11 +55,13 @@ def test_bench_keeps_what_it_prints(quick, tmp_path, capsys):
 
 def test_report_from_kept_results(quick, tmp_path):
     kept = ["--results", str(tmp_path / "kept")]
-    assert main(["bench", *TINY, "--peers", "dense", "--kernels", "--host", *kept]) == 0
+    routings = ["--routing", "uniform", "zipf", "hot"]
+    assert main(["bench", *TINY, *routings, "--peers", "dense", "--kernels", "--host", *kept]) == 0
     readme = tmp_path / "README.md"
-    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    readme.write_text(f"{section.BEGIN}\n{section.END}\n")
     assert main(["bench", "--report", str(readme), *kept]) == 0
-    assert "| 64,32,16,4,2 | " in readme.read_text()
+    text = readme.read_text()
+    assert text.count("| 64,32,16,4,2 | ") == 2 and "1.00×" in text and "The host alone" in text
 
 
 @pytest.mark.parametrize("command", ["bench", "verify"])
@@ -93,6 +96,13 @@ def test_cost_prints_the_model(capsys):
     assert main(["cost", "--case", "7b-fine", "--gpu", "h200"]) == 0
     printed = capsys.readouterr().out
     assert "0.46 TFLOP forward" in printed and "205272588" in printed and "H200" in printed
+
+
+def test_cost_knows_the_tiles_of_each_dtype(capsys):
+    for dtype, tiles in (("bfloat16", 1 + 4), ("float32", 4 + 4)):  # 128 rows, 4 experts
+        assert main(["cost", "--shape", "64,32,16,4,2", "--dtype", dtype]) == 0
+        (line,) = [s for s in capsys.readouterr().out.splitlines() if s.startswith("tiles ")]
+        assert line.split()[1] == str(8 * (1 + tiles))
 
 
 def test_list_names_every_case(capsys):
@@ -152,7 +162,7 @@ def test_python_dash_m():
     done = subprocess.run(
         [sys.executable, "-m", "sonicmoe", "--help"], capture_output=True, text=True, timeout=120
     )
-    for command in ("bench", "verify", "cost", "doctor", "train", "plan"):
+    for command in ("bench", "verify", "tune", "cost", "doctor", "train", "plan"):
         assert f"\n    {command} " in done.stdout
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from sonicmoe.bench import readme as section
 from sonicmoe.bench import report, results
 from sonicmoe.bench.kernels import Kernel
 
@@ -34,40 +35,117 @@ def test_provenance_says_where_a_figure_comes_from():
     json.dumps(found)
 
 
-def test_readme_shows_the_newest_and_the_lost(tmp_path):
+FIRST, SECOND, THIRD = (f"2026-01-0{day}T00:00:00+00:00" for day in (1, 2, 3))
+
+
+def rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def test_readme_shows_the_newest_run_and_the_lost(tmp_path):
     records = [
         record(ms=99.0),
-        record(ms=10.0, dense_share=0.9, kept_mib=1033.0, date="2026-01-03T00:00:00+00:00"),
-        record("dense", ms=9.0, dense_share=1.0),
-        record("published", ms=8.0),
-        record("grouped_mm", ms=20.0),
+        record("published", ms=1.0),
+        record(ms=10.0, dense_share=0.9, kept_mib=1033.0, date=THIRD),
+        record("dense", ms=9.0, dense_share=1.0, date=THIRD),
+        record("published", ms=8.0, date=THIRD),
+        record("grouped_mm", ms=20.0, date=THIRD),
         record(case="7b-fine", ms=3.0, shape="24576,1536,256,128,8"),
-        record(case="7b-fine", ms=1.0, routing="zipf"),
+        record("published", case="7b-fine", ms=3.3, shape="24576,1536,256,128,8"),
+        record(case="7b-fine", ms=1.0, shape="24576,1536,256,128,8", routing="zipf"),
         record(case="120b", subject="published", ms=1.0),
+        record("tune", router=None),
     ]
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
-    report.update_readme(readme, records)
+    readme.write_text(f"before\n{section.BEGIN}\nstale\n{section.END}\nafter\n")
+    section.update_readme(readme, records)
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+    lines = rows(text)
     assert [line.split("|")[1].split()[0] for line in lines[2:]] == ["7b-fine", "olmoe"]
     assert "3.33 / 10.00" in lines[3] and "**8.00**" in lines[3] and "9.00" in lines[3]
-    assert "**3.00**" in lines[2] and "99.00" not in text and "–" in lines[2]
-    report.update_readme(readme, records)
+    assert "**3.00**" in lines[2] and "3.30" in lines[2] and "99.00" not in text
+    assert "–" in lines[2]  # no dense products in its run
+    assert "Faster than the published SonicMoE in 1 of 2 cases: 0.80 to 1.10" in text
+    assert "Lowest share of dense: 0.90" in text
+    section.update_readme(readme, records)
     assert readme.read_text() == text
+
+
+def test_a_peer_of_an_older_run_is_not_set_beside_a_newer_figure():
+    text = section.readme_section(
+        [record(ms=10.0), record("published", ms=8.0), record(ms=9.0, date=SECOND)]
+    )
+    assert "/ 9.00 |" in text and "8.00" not in text and "published" not in text
+    assert "**" not in text and "bold" not in text  # alone, nobody wins
+
+
+def test_a_tuned_table_is_named():
+    assert "sonicmoe tune" in section.readme_section([record(tuned=3)])
+    assert "sonicmoe tune" not in section.readme_section([record(tuned=0)])
+
+
+def test_layers_that_differ_do_not_replace_each_other():
+    shape = "64,32,16,4,2"
+    text = section.readme_section(
+        [
+            record(case=shape, shape=shape, ms=1.0),
+            record(case=shape, shape=shape, ms=2.0, activation="geglu", bias=True, date=SECOND),
+            record(ms=3.0, gate_up="concatenated"),
+            record(ms=4.0, date=SECOND),
+            record(ms=5.0, dtype="float32", date=SECOND),
+        ]
+    )
+    cases = [line.split("|")[1].strip() for line in rows(text)]
+    assert cases[2:6] == [
+        "olmoe (32768,2048,1024,64,8)",
+        "olmoe (32768,2048,1024,64,8), concatenated",
+        shape,
+        f"{shape}, geglu, bias",
+    ]
+    assert cases[6:] == [cases[0], "---", "olmoe (32768,2048,1024,64,8)"]
+    assert "GPU 9, bfloat16" in text and "GPU 9, float32" in text
+
+
+def test_skew_host_cold_start_and_a_new_t_have_their_place():
+    out = {"router": "out"}
+    cold = {"cold_first_call_s": 8.25, "new_tokens_first_ms": 3.5, "new_tokens_steady_ms": 3.4}
+    text = section.readme_section(
+        [
+            record(ms=10.0, **out),
+            record(ms=30.0, routing="zipf", **out),
+            record(ms=10.0, date=SECOND, command="sonicmoe bench --routing", **out),
+            record(ms=10.4, routing="zipf", date=SECOND, command="sonicmoe bench --routing", **out),
+            record(ms=12.0, routing="hot", date=SECOND, command="sonicmoe bench --routing", **out),
+            record(ms=10.0, date=THIRD, **out),
+            record("cold", command="sonicmoe bench --cold", **cold),
+            record("host", case="host", host_fwd_ms=0.51, host_fwd_bwd_ms=1.24, date=THIRD),
+        ]
+    )
+    (row,) = [line for line in rows(text) if line.startswith("| olmoe")]
+    assert row.endswith("| 1.04× | 1.20× | 8.2 | 3.50 / 3.40 |")
+    assert "The host alone, at 64,128,64,8,2: 0.51 ms forward, 1.24 forward and backward" in text
+    for command in ("bench --routing`", "bench --cold`", "bench`"):
+        assert f"sonicmoe {command}" in text
+    assert "3.00×" not in text
+
+
+def test_a_skewed_run_without_an_even_one_gives_no_ratio():
+    assert section.readme_section([record(routing="hot", router="out")]) == (
+        "No results are kept yet."
+    )
 
 
 def test_a_readme_without_markers_is_left_alone(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("nothing here\n")
     with pytest.raises(ValueError, match=r"report: expected a file with the lines"):
-        report.update_readme(readme, [record()])
+        section.update_readme(readme, [record()])
     assert readme.read_text() == "nothing here\n"
 
 
 def test_no_results_is_said():
-    assert report.readme_table([]) == "No results are kept yet."
+    assert section.readme_section([]) == "No results are kept yet."
 
 
 def test_skew_is_shown_against_the_even_routing_of_the_run():

@@ -52,6 +52,10 @@ GRID = (
     _case("sparse", "16384,4096,1024,256,4"),
 )
 
+# H, I, E, K, router and activation as in each model's config.json: allenai/OLMoE-1B-7B-0924,
+# Qwen/Qwen3-30B-A3B, Qwen/Qwen3-Next-80B-A3B-Instruct, openai/gpt-oss-20b,
+# mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3, moonshotai/Kimi-Linear-48B-A3B-Instruct.
+# T is ours.
 _SIGMOID = "its sigmoid router is timed as softmax over the choice; shared expert left out"
 MODELS = (
     _case("olmoe-1b-7b", "32768,2048,1024,64,8", router="topk_over_softmax"),

@@ -1,14 +1,16 @@
-"""`sonicmoe bench`, `sonicmoe verify` and `sonicmoe cost`."""
+"""`sonicmoe bench`, `sonicmoe verify`, `sonicmoe tune` and `sonicmoe cost`."""
 
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from .. import cost
 from ..enums import ActivationType
 from ..errors import bad_argument
-from .cases import CASES, ROUTERS, SUITES, Case, find_case
+from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case
+from .products import NAMES
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -50,11 +52,27 @@ def register(subparsers) -> None:
     _add_device(verify)
     verify.set_defaults(run=run_verify)
 
+    tune = subparsers.add_parser(
+        "tune", help="measure kernel configurations for given shapes, and use the best from then on"
+    )
+    _add_selection(tune, routings=False)
+    _add_device(tune)
+    tune.add_argument(
+        "--product", action="append", choices=NAMES, help="one of a layer's six products; all"
+    )
+    tune.add_argument(
+        "--out", type=Path, metavar="FILE",
+        help="table to write; $SONICMOE_TUNED or ~/.cache/sonicmoe/tuned-<device>.json",
+    )  # fmt: skip
+    tune.add_argument("--results", type=Path, metavar="FOLDER", help="keep every figure there too")
+    tune.add_argument("--commit", help="of the source, where it is no git repository")
+    tune.set_defaults(run=run_tune)
+
     price = subparsers.add_parser("cost", help="FLOPs, bytes, traffic and least time of a shape")
     _add_selection(price, routings=False)
     price.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     price.add_argument("--gpu", default="h200", help=", ".join(cost.GPUS))
-    price.add_argument("--tile-height", type=int, default=128, metavar="M")
+    price.add_argument("--tile-height", type=int, metavar="M", help="128, in float32 32")
     price.set_defaults(run=run_cost)
 
 
@@ -94,7 +112,7 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from . import peers, report, results
+    from . import peers, readme, report, results
     from .run import bench_case
 
     folder = args.results or results.RESULTS
@@ -105,7 +123,7 @@ def run_bench(args: argparse.Namespace) -> int:
         print(report.table(("case", "T,H,I,E,K", "activation", "router", "note"), rows))
         return 0
     if args.report:
-        report.update_readme(args.report, results.read(folder))
+        readme.update_readme(args.report, results.read(folder))
         return 0
 
     named = peers.available() if args.peers is None else args.peers
@@ -137,20 +155,20 @@ def _extra_figures(args: argparse.Namespace, options) -> list[dict]:
     from . import report
     from .cold import measure_cold
     from .host import measure_host
+    from .run import about_case
 
+    plain = replace(options, concatenated=False)  # neither knows the other layout
     records = []
     if args.host:
         figures = measure_host(args.device, options.dtype)
         print(f"\nthe host alone\n{report.figure_table(figures)}")
-        records.append({"subject": "host"} | figures)
+        records.append(about_case(HOST, plain) | {"subject": "host"} | figures)
     if args.cold:
         for case in selected_cases(args):
             dtype = str(options.dtype).removeprefix("torch.")
             figures = measure_cold(case, args.device, dtype)
             print(f"\ncold start, {case.name}\n{report.figure_table(figures)}")
-            records.append(
-                {"subject": "cold", "case": case.name, "shape": str(case.problem)} | figures
-            )
+            records.append(about_case(case, plain) | {"subject": "cold"} | figures)
     return records
 
 
@@ -165,13 +183,42 @@ def run_verify(args: argparse.Namespace) -> int:
     return _finish(failures)
 
 
+def run_tune(args: argparse.Namespace) -> int:
+    import torch
+
+    from . import results, tune_run
+    from .timing import is_cuda
+
+    if not (is_cuda(args.device) and torch.cuda.is_available()):
+        raise bad_argument(
+            "--device", "a GPU that is here", args.device,
+            "Configurations are measured on the GPU that will run them: start it there. "
+            "`sonicmoe doctor` says what this machine lacks.",
+        )  # fmt: skip
+    if not (args.case or args.shape or args.suite):
+        raise bad_argument(
+            "--case", "the shapes to tune for", "none",
+            "Name some: --case olmoe, or --shape T,H,I,E,K.",
+        )  # fmt: skip
+    outcome = tune_run.tune_cases(
+        selected_cases(args), _options(args), args.product or NAMES, args.out
+    )
+    if args.results:
+        command = shlex.join(["sonicmoe", *args.argv])
+        origin = results.provenance(args.device, command, args.commit)
+        _keep([origin | record for record in outcome.records], args.results, "tune")
+    return _finish(outcome.failures)
+
+
 def run_cost(args: argparse.Namespace) -> int:
+    from ..tuning.config import tile_rows
     from .price import price
 
     gpu = cost.find_gpu(args.gpu)
     itemsize = 4 if args.dtype == "float32" else 2
+    height = args.tile_height or tile_rows(itemsize)
     for case in selected_cases(args):
-        print(price(case, gpu, itemsize, args.tile_height))
+        print(price(case, gpu, itemsize, height))
     return 0
 
 

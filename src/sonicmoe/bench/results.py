@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+from ..tuning import Target
+from ..tuning.table import tuned
+
 Record = dict
 
 RESULTS = Path("benchmarks/results")
@@ -28,6 +31,7 @@ def provenance(device: str | torch.device, command: str, commit: str | None = No
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "commit": commit or _commit(),
+        "tuned": tuned_entries(device),
         "command": command,
     }
 
@@ -36,6 +40,15 @@ def device_name(device: str | torch.device) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {platform.machine()}"
+
+
+def tuned_entries(device: str | torch.device) -> int:
+    """How many configurations come from a table of `sonicmoe tune`: other machines have others."""
+    if torch.device(device).type != "cuda":
+        return 0
+    p = torch.cuda.get_device_properties(device)
+    table = tuned(Target(10 * p.major + p.minor, p.multi_processor_count))
+    return len(table.rows) + len(table.weights)
 
 
 def write(records: Iterable[Record], folder: Path, label: str) -> Path | None:

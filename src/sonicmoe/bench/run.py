@@ -58,18 +58,22 @@ def verify_case(case: Case, routing: str, options: Options) -> Outcome:
     return Outcome([], failures, [])
 
 
-def bench_case(case: Case, routing: str, options: Options) -> Outcome:
-    """Measure our layer and the peers asked for; print a table; give back a record for each row."""
-    shared = {
+def about_case(case: Case, options: Options) -> Record:
+    """What a record says about the layer that was measured."""
+    return {
         "case": case.name,
         "shape": str(case.problem),
         "activation": case.activation.value,
         "bias": case.bias,
         "router_kind": case.router,
-        "routing": routing,
         "dtype": str(options.dtype).removeprefix("torch."),
         "gate_up": "concatenated" if options.concatenated else "interleaved",
     }
+
+
+def bench_case(case: Case, routing: str, options: Options) -> Outcome:
+    """Measure our layer and the peers asked for; print a table; give back a record for each row."""
+    shared = about_case(case, options) | {"routing": routing}
     inside = _bench_subjects(case, routing, options)
     _release()
     records = [shared | record for record in inside.records + _outsiders(case, routing, options)]

@@ -53,6 +53,11 @@ class WeightConfig:
     hopper: bool = False
 
 
+def tile_rows(itemsize: int) -> int:
+    """M: rows of a tile of every row product, one for the whole layer: one schedule serves all."""
+    return 32 if itemsize > 2 else 128
+
+
 def is_valid(
     config: RowConfig | WeightConfig, itemsize: int, target: Target, kernel: str = "weights"
 ) -> bool:
@@ -61,7 +66,7 @@ def is_valid(
     kernel: 'up', 'down', 'dx' or 'score_gradient', or 'weights' for a weight gradient.
     """
     powers = (config.block_m, config.block_n, config.block_k, config.warps)
-    if any(p & (p - 1) for p in powers) or config.block_k < 16:
+    if any(p <= 0 or p & (p - 1) for p in powers) or config.block_k < 16 or config.stages < 2:
         return False
     if config.tma and not target.has_tma:
         return False
@@ -72,11 +77,13 @@ def is_valid(
         return False
     if config.hopper and (
         target.arch != 90 or not target.gluon or itemsize != 2 or config.warps != 8
-    ):
+        or config.block_m not in (128, 256) or config.block_n not in (128, 256)
+        or config.block_k not in (32, 64)
+    ):  # fmt: skip
         return False
     if isinstance(config, WeightConfig):
         return True
-    if config.hopper and config.block_m != 128:
+    if config.block_m != tile_rows(itemsize):
         return False
     return config.slices in (1, 2) and config.block_n // config.slices >= 16
 

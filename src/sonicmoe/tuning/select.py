@@ -1,25 +1,42 @@
 """(kernel, dtype, sizes, device) → configuration. Pure, over measurements kept in docs/log.md.
 
-Nothing here depends on the number of tokens: a new T never compiles anything.
+What `sonicmoe tune` found on this device comes first, see `table`. Nothing here depends on the
+number of tokens: a new T never compiles anything.
 """
-
-from functools import cache
 
 import torch
 
-from .config import RowConfig, Target, WeightConfig
+from .config import RowConfig, Target, WeightConfig, tile_rows
+from .table import RowKey, WeightKey, remembered, tuned
 
 
 def tile_height(dtype: torch.dtype, backend: str) -> int:
-    """M: rows of a tile of every row product, one for the whole layer: one schedule serves all."""
-    return 32 if dtype.itemsize > 2 else 128
+    """M, see `tile_rows`."""
+    return tile_rows(dtype.itemsize)
 
 
-@cache
+@remembered
 def row_config(
     kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target
 ) -> RowConfig:
     """kernel: 'up', 'down', 'dx' or 'score_gradient'; the product is (rows, K) × (K, N)."""
+    key = RowKey(kernel, itemsize, K, N, gated)
+    return tuned(target).rows.get(key) or default_row_config(*key, target)
+
+
+@remembered
+def weight_config(
+    itemsize: int, M: int, N: int, gather_left: bool, gather_right: bool, target: Target
+) -> WeightConfig:
+    """The gradient is (M, N) for each expert; which operand's rows are gathered, if any."""
+    key = WeightKey(itemsize, M, N, gather_left, gather_right)
+    return tuned(target).weights.get(key) or default_weight_config(*key, target)
+
+
+def default_row_config(
+    kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target
+) -> RowConfig:
+    """What was measured here, for shapes that nobody tuned for."""
     if itemsize > 2:
         return RowConfig(32, 64, 32, warps=8, stages=2, tma=False, programs=2, slices=2)
     if target.arch == 90 and target.gluon and (gated or kernel in ("down", "dx")):
@@ -47,11 +64,10 @@ def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
     return RowConfig(128, columns, 32, warps=8, stages=stages, tma=True, hopper=True)
 
 
-@cache
-def weight_config(
+def default_weight_config(
     itemsize: int, M: int, N: int, gather_left: bool, gather_right: bool, target: Target
 ) -> WeightConfig:
-    """The gradient is (M, N) for each expert; which operand's rows are gathered, if any."""
+    """As `default_row_config`."""
     if itemsize > 2:
         return WeightConfig(64, 64, 32, warps=4, stages=2, tma=False, programs=2)
     if target.arch == 90 and target.gluon:

@@ -1,0 +1,243 @@
+"""The benchmark section of the README, made from kept results and from nothing else.
+
+Of each layer the newest run counts, with the peers that were measured in that run: figures of two
+runs are not compared.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import bad_argument
+from .cases import CASES, HOST
+from .peers import DENSE
+from .published import NAME as PUBLISHED
+from .results import Record
+from .subjects import OURS
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+_PEERS = {
+    PUBLISHED: "published SonicMoE",
+    "scattermoe": "ScatterMoE",
+    "grouped_mm": "PyTorch `grouped_mm`",
+    DENSE: "dense products alone",
+}
+
+
+class Layer(NamedTuple):
+    """What makes two records comparable, beside the run."""
+
+    case: str
+    shape: str
+    activation: str = "swiglu"
+    bias: bool = False
+    router_kind: str = "softmax_over_topk"
+    gate_up: str = "interleaved"
+
+    @classmethod
+    def of(cls, record: Record) -> "Layer":
+        return cls(**{name: record[name] for name in cls._fields if name in record})
+
+    def __str__(self) -> str:
+        if self.case != self.shape:  # a named case brings its own activation, bias and router
+            name, special = f"{self.case} ({self.shape})", [self.gate_up]
+        else:
+            bias = "bias" if self.bias else ""
+            name, special = self.shape, [self.activation, bias, self.router_kind, self.gate_up]
+        return ", ".join([name, *(word for word in special if word and word not in _USUAL)])
+
+
+_USUAL = Layer._field_defaults.values()
+
+
+def update_readme(readme: Path, records: Sequence[Record]) -> None:
+    """Replace what stands between the two markers."""
+    text = readme.read_text() if readme.exists() else ""
+    if BEGIN not in text or END not in text:
+        raise bad_argument(
+            "report", f"a file with the lines {BEGIN} and {END}", str(readme),
+            "Put the two lines where the table should stand.",
+        )  # fmt: skip
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    readme.write_text(f"{before}{BEGIN}\n{readme_section(records)}\n{END}{after}")
+
+
+def readme_section(records: Iterable[Record]) -> str:
+    """For each device and dtype: every layer that was measured, won or lost; then what is beside.
+
+    `records` come oldest first.
+    """
+    devices: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if "dtype" in record:
+            devices.setdefault((record["device"], record["dtype"]), []).append(record)
+    parts = []
+    for (device, dtype), found in sorted(devices.items()):
+        parts += [_layers(f"{device}, {dtype}", found), _beside(f"{device}, {dtype}", found)]
+    return "\n\n".join(part for part in parts if part) or "No results are kept yet."
+
+
+# --- the layer and its peers ----------------------------------------------------------------------
+def _layers(title: str, records: Sequence[Record]) -> str | None:
+    measured = [
+        r for r in records
+        if r.get("router") == "in" and r.get("routing") == "uniform" and "fwd_bwd_ms" in r
+    ]  # fmt: skip
+    runs = _newest_runs(measured, subject=OURS)
+    if not runs:
+        return None
+    layers = {layer: {r["subject"]: r for r in run} for layer, run in runs.items()}
+    peers = [peer for peer in _PEERS if any(peer in found for found in layers.values())]
+    head = ["case (T,H,I,E,K)", "sonicmoe", *map(_PEERS.__getitem__, peers), "of dense", "kept MiB"]
+    rows = []
+    for layer, found in layers.items():
+        ours = found[OURS]
+        times = [r["fwd_bwd_ms"] for subject, r in found.items() if subject != DENSE]
+        best = min(times) if len(times) > 1 else 0.0  # alone, nobody wins
+        cells = [str(layer), _times(ours, best), *(_times(found.get(p), best) for p in peers)]
+        cells.append(_form(ours.get("dense_share"), "{:.2f}".format))
+        rows.append([*cells, _form(ours.get("kept_mib"), "{:.0f}".format)])
+    mine = [found[OURS] for found in layers.values()]
+    bold = ", the fastest layer in bold" if set(peers) - {DENSE} else ""
+    tuned = " With a table of `sonicmoe tune`." if any(r.get("tuned") for r in mine) else ""
+    caption = (
+        f"{title}, the whole layer with its router: ms forward / forward and backward, medians"
+        f"{bold}.{_lowest(layers.values())}{tuned} {_origin(mine)}"
+    )
+    return f"{_markdown(head, rows)}\n\n{caption}"
+
+
+def _times(record: Record | None, best: float) -> str:
+    if record is None:
+        return "–"
+    both = f"{record['fwd_bwd_ms']:.2f}"
+    won = record["subject"] != DENSE and record["fwd_bwd_ms"] <= best
+    return f"{record['fwd_ms']:.2f} / {f'**{both}**' if won else both}"
+
+
+def _lowest(layers: Iterable[dict[str, Record]]) -> str:
+    """How often we lose, said before anybody asks."""
+    layers = list(layers)
+    shares = [f[OURS]["dense_share"] for f in layers if f[OURS].get("dense_share")]
+    both = [f for f in layers if PUBLISHED in f]
+    ratios = [f[PUBLISHED]["fwd_bwd_ms"] / f[OURS]["fwd_bwd_ms"] for f in both]
+    text = ""
+    if ratios:
+        won = sum(ratio > 1 for ratio in ratios)
+        text += (
+            f" Faster than the published SonicMoE in {won} of {len(ratios)} cases: "
+            f"{min(ratios):.2f} to {max(ratios):.2f} times its speed."
+        )
+    return text + (f" Lowest share of dense: {min(shares):.2f}." if shares else "")
+
+
+# --- skewed routing, cold start, a new T, the host ------------------------------------------------
+_SKEWED = ("zipf", "hot")
+
+
+def _beside(title: str, records: Sequence[Record]) -> str | None:
+    skewed, shown = _skew(records)
+    cold = {
+        layer: run[-1]
+        for layer, run in _newest_runs(r for r in records if r["subject"] == "cold").items()
+    }
+    host = next((r for r in reversed(records) if r["subject"] == "host"), None)
+    lines = []
+    layers = _ordered({*skewed, *cold})
+    if layers:
+        head = ["case (T,H,I,E,K)", "Zipf", "hot", "cold start s", "new T: first / steady ms"]
+        rows = []
+        for layer in layers:
+            ratios, start = skewed.get(layer, {}), cold.get(layer)
+            cells = [_form(ratios.get(name), "{:.2f}×".format) for name in _SKEWED]
+            rows.append([str(layer), *cells, *(_cold_cells(start) if start else "––")])
+        lines += [_markdown(head, rows), ""]
+    sources = [*cold.values()]
+    sentences = []
+    if skewed:
+        sources += shown
+        sentences.append(
+            "Zipf and hot: time ÷ that of uniform routing in the same run, for a given choice, so "
+            "that the shares are exact (hot: one expert takes a quarter of the rows)."
+        )
+    if cold:
+        sentences.append(
+            "Cold start: first forward and backward pass of a new process with empty caches, then "
+            "the first with another number of tokens."
+        )
+    if host:
+        sources.append(host)
+        sentences.append(
+            f"The host alone, at {HOST.problem}: {host['host_fwd_ms']:.2f} ms forward, "
+            f"{host['host_fwd_bwd_ms']:.2f} forward and backward."
+        )
+    if not sentences:
+        return None
+    return "\n".join([*lines, f"{title}. {' '.join(sentences)} {_origin(sources)}"])
+
+
+def _cold_cells(record: Record) -> list[str]:
+    new = f"{record['new_tokens_first_ms']:.2f} / {record['new_tokens_steady_ms']:.2f}"
+    return [f"{record['cold_first_call_s']:.1f}", new]
+
+
+def _skew(records: Sequence[Record]) -> tuple[dict[Layer, dict[str, float]], list[Record]]:
+    """Our time under each skewed routing over the even one of the same run; the records of it."""
+    given = [
+        r for r in records
+        if r["subject"] == OURS and r.get("router") == "out" and "fwd_bwd_ms" in r
+    ]  # fmt: skip
+    found: dict[Layer, dict[str, float]] = {}
+    shown = []
+    for routing in _SKEWED:
+        pair = [r for r in given if r["routing"] in ("uniform", routing)]
+        for layer, run in _newest_runs(pair, routing=routing).items():
+            times = {r["routing"]: r["fwd_bwd_ms"] for r in run}
+            if "uniform" in times:
+                found.setdefault(layer, {})[routing] = times[routing] / times["uniform"]
+                shown += run
+    return found, shown
+
+
+# --- what all of it needs -------------------------------------------------------------------------
+def _newest_runs(records: Iterable[Record], **wanted: str) -> dict[Layer, list[Record]]:
+    """For each layer the records of the newest run that has one with the values `wanted`."""
+    runs: dict[Layer, dict[tuple[str, str], list[Record]]] = {}
+    for record in records:
+        run = (record["date"], record["command"])
+        runs.setdefault(Layer.of(record), {}).setdefault(run, []).append(record)
+    newest = {}
+    for layer, by_run in runs.items():
+        having = [
+            run for run, found in by_run.items()
+            if any(wanted.items() <= record.items() for record in found)
+        ]  # fmt: skip
+        if having:
+            newest[layer] = by_run[max(having)]
+    return {layer: newest[layer] for layer in _ordered(newest)}
+
+
+def _ordered(layers: Iterable[Layer]) -> list[Layer]:
+    """Named cases in their own order, then shapes."""
+    place = {name: i for i, name in enumerate(CASES)}
+    return sorted(layers, key=lambda layer: (place.get(layer.case, len(place)), str(layer)))
+
+
+def _origin(records: Sequence[Record]) -> str:
+    """Versions, dates and commands of all that was shown."""
+    runs = dict.fromkeys((r["date"][:10], r["torch"], r["triton"], r["command"]) for r in records)
+    versions = dict.fromkeys((torch, triton) for _, torch, triton, _ in runs)
+    used = "; ".join(f"torch {torch}, triton {triton}" for torch, triton in versions)
+    commands = dict.fromkeys((date, command) for date, _, _, command in sorted(runs, reverse=True))
+    return f"{used}; " + ", ".join(f"{date}: `{command}`" for date, command in commands) + "."
+
+
+def _form(value: float | None, form: Callable[[float], str]) -> str:
+    return "–" if value is None else form(value)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,0 +1,158 @@
+"""Which configuration is the fastest for a product: right first, then timed in turns.
+
+A candidate must agree with the default element by element, from memory full of NaN. All of them
+are timed round by round, so that a drifting clock meets everyone, and each by its ratio to the
+default of the same round. The best of many is partly luck: it meets the default once more, alone,
+and only these figures count.
+"""
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..ops import memory
+from ..tuning import Target
+from ..tuning.candidates import candidates
+from ..tuning.table import Config, Key
+from .products import Product
+
+LEAST_GAIN = 0.02  # below it a choice would follow the noise
+ROUNDS = 5
+
+Timer = Callable[[Callable[[], object]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was measured for one product. `times` holds ms; `faults` why a candidate has none."""
+
+    name: str
+    key: Key
+    flops: int
+    default: Config
+    best: Config
+    default_ms: float
+    best_ms: float
+    gain: float  # share of the default's time that the best saves, median of the rounds
+    times: dict[Config, float]
+    faults: dict[Config, str]
+
+    @property
+    def chosen(self) -> Config:
+        return self.best if self.gain >= LEAST_GAIN else self.default
+
+    @property
+    def replaces(self) -> bool:
+        return self.chosen != self.default
+
+
+def gpu_timer(call: Callable[[], object]) -> float:
+    """Median ms, the L2 cache flushed before each call; short, since there are several rounds."""
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=10, rep=40, return_mode="median")
+
+
+def tune(
+    product: Product,
+    target: Target,
+    timer: Timer = gpu_timer,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Finding:
+    default, *others = candidates(product.key, target)
+    with _poisoned():
+        want = product.run(default)
+    if not all(t.isfinite().all() for t in want):
+        raise RuntimeError(f"{product.name}: the default configuration gives no finite result")
+    faults: dict[Config, str] = {}
+    right = [default]
+    for config in others:
+        progress(f"{product.name}: checking {describe(config)}")
+        fault = _fault(product, config, want)
+        if fault:
+            faults[config] = fault
+        else:
+            right.append(config)
+    del want
+
+    def round_of(configs: list[Config]) -> list[float]:
+        return [timer(partial(product.run, config)) for config in configs]
+
+    rounds = []
+    for number in range(ROUNDS):
+        progress(f"{product.name}: round {number + 1} of {ROUNDS}, {len(right)} configurations")
+        rounds.append(round_of(right))
+    times = dict(zip(right, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+    ratios = zip(*([ms / turn[0] for ms in turn] for turn in rounds), strict=True)
+    best = min(zip(map(statistics.median, ratios), right, strict=True), key=lambda pair: pair[0])[1]
+    about = (product.name, product.key, product.flops, default, best)
+    if best == default:
+        return Finding(*about, times[best], times[best], 0.0, times, faults)
+    progress(f"{product.name}: {describe(best)} against the default")
+    duel = [round_of([default, best]) for _ in range(ROUNDS)]
+    default_ms, best_ms = map(statistics.median, zip(*duel, strict=True))
+    gain = 1 - statistics.median(ms / base for base, ms in duel)
+    return Finding(*about, default_ms, best_ms, gain, times, faults)
+
+
+def steps(product: Product, target: Target) -> int:
+    """How often `tune` calls `progress`, at most."""
+    return len(candidates(product.key, target)) + ROUNDS
+
+
+def describe(config: Config) -> str:
+    kind = "Hopper" if config.hopper else "Triton"
+    tile = f"{config.block_m}×{config.block_n}×{config.block_k}"
+    return f"{kind} {tile}, {config.stages} stages" + (", plain loads" if not config.tma else "")
+
+
+def _fault(product: Product, config: Config, want: tuple[torch.Tensor, ...]) -> str | None:
+    """Why `config` cannot be chosen, in words; None where it is right."""
+    try:
+        with _poisoned():
+            got = product.run(config)
+        wrong = [i for i, (g, w) in enumerate(zip(got, want, strict=True)) if not _agree(g, w)]
+    except Exception as error:  # a compiler's or a launch's: the others can still be measured
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    return f"differs from the default in result {wrong[0]}" if wrong else None
+
+
+def _agree(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Both round the same fp32 sum, taken in another order: two steps apart, or near zero."""
+    if got.shape != want.shape:
+        return False
+    near_zero = 1e-4 * torch.linalg.vector_norm(want, dtype=torch.float32) / want.numel() ** 0.5
+    step = 2 * torch.finfo(want.dtype).eps
+    at_once = max(1, 2**26 * want.shape[0] // want.numel())  # what is compared in fp32 beside it
+    pieces = zip(got.split(at_once), want.split(at_once), strict=True)
+    right = [
+        ((g.float() - w.float()).abs() <= step * w.float().abs() + near_zero).all()  # not for NaN
+        for g, w in pieces
+    ]
+    return bool(torch.stack(right).all())
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """Every buffer of the operators starts as NaN: the last result may lie where this one goes."""
+    originals = {name: getattr(memory, name) for name in ("empty", "empty_like")}
+
+    def filled(make):
+        def poisoned(*args):
+            t = make(*args)
+            return t.fill_(math.nan) if t.is_floating_point() else t
+
+        return poisoned
+
+    try:
+        for name, make in originals.items():
+            setattr(memory, name, filled(make))
+        yield
+    finally:
+        for name, make in originals.items():
+            setattr(memory, name, make)

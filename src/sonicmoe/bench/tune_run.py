@@ -1,0 +1,116 @@
+"""Cases from inputs to a tuned table. The layer is verified with it before it is written."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ..errors import bad_argument
+from ..tuning import Target, table
+from ..tuning.table import Key, Table
+from . import report
+from .cases import Case
+from .inputs import Inputs, make_inputs
+from .products import Product, products
+from .progress import Bar
+from .results import Record, device_name
+from .run import Options, Outcome, _failure, _release, about_case
+from .subjects import ours
+from .tune import Finding, Timer, describe, gpu_timer, steps, tune
+from .verify import passed, verify
+
+
+def tune_cases(
+    cases: Sequence[Case],
+    options: Options,
+    names: Sequence[str],
+    out: Path | None,
+    timer: Timer = gpu_timer,
+) -> Outcome:
+    """Measure, print, and write what is faster; a product that two cases share is measured once."""
+    device = device_name(options.device)
+    looked_for = table.path_of(device)
+    path = out or looked_for
+    if path is None:
+        raise bad_argument(
+            "--out", "a file", f"none, and {table.VARIABLE} is empty", "Name one, or unset it."
+        )
+    findings: dict[Key, Finding] = {}
+    outcome = Outcome([], [], [])
+    for case in cases:
+        inputs = make_inputs(case, "uniform", options.device, options.dtype)
+        found, target = products(inputs, options.concatenated)
+        new = [p for p in found if p.name in names and p.key not in findings]
+        if not new:
+            print(f"\n{case.name} ({case.problem}): the same products as a case before it")
+            continue
+        fresh = {f.key: f for f in _measure(case, new, target, timer)}
+        del found, new
+        failure = _wrong(inputs, options, findings | fresh)
+        if failure:
+            outcome.failures.append(failure)
+            continue
+        findings |= fresh
+        outcome.records.extend(_record(case, options, f) for f in fresh.values())
+        faster = [
+            table.encode(f.key, f.best, default_ms=f.default_ms, ms=f.best_ms)
+            for f in fresh.values()
+            if f.replaces
+        ]
+        kept = table.write(path, device, target, fresh, faster)
+        print(f"\n{case.name} ({case.problem}), {options.dtype}\n{_table(list(fresh.values()))}")
+        for f in fresh.values():
+            for config, fault in f.faults.items():
+                print(f"left out: {f.name}, {describe(config)}: {fault}", file=sys.stderr)
+        print(f"{len(kept)} entries in {path}")
+        del inputs
+        _release()
+    if findings and path != looked_for:
+        print(f"To use it: export {table.VARIABLE}={path}")
+    return outcome
+
+
+def _measure(case: Case, new: list[Product], target: Target, timer: Timer) -> list[Finding]:
+    bar = Bar(sum(steps(product, target) for product in new))
+    try:
+        return [
+            tune(product, target, timer, lambda what: bar(f"{case.name} {what}"))
+            for product in new
+        ]  # fmt: skip
+    finally:
+        bar.close()
+
+
+def _wrong(inputs: Inputs, options: Options, findings: dict[Key, Finding]) -> str | None:
+    """What the whole layer gets wrong against fp64 with the choices made; None if nothing."""
+    with table.using(Table.of((key, f.chosen) for key, f in findings.items())):
+        subject = ours(inputs, router=True, concatenated=options.concatenated)
+        checks = verify(subject, inputs)
+    return None if passed(checks) else _failure(inputs.case, inputs.routing, subject, checks)
+
+
+def _table(findings: Sequence[Finding]) -> str:
+    rows = [
+        [
+            f.name, describe(f.default), f"{f.default_ms:.4f}", describe(f.best),
+            f"{f.best_ms:.4f}", f"{f.flops / f.best_ms / 1e9:.0f}", f"{f.gain:+.1%}",
+            "taken" if f.replaces else "default stays",
+        ]
+        for f in findings
+    ]  # fmt: skip
+    return report.table(("product", "default", "ms", "best", "ms", "TFLOP/s", "gain", ""), rows)
+
+
+def _record(case: Case, options: Options, f: Finding) -> Record:
+    return about_case(case, options) | {
+        "subject": "tune",
+        "product": f.name,
+        "default": asdict(f.default),
+        "default_ms": f.default_ms,
+        "best": asdict(f.best),
+        "best_ms": f.best_ms,
+        "gain": f.gain,
+        "taken": f.replaces,
+        "candidates": [{"config": asdict(config), "ms": ms} for config, ms in f.times.items()],
+        "faults": [{"config": asdict(config), "fault": why} for config, why in f.faults.items()],
+    }

@@ -1,0 +1,215 @@
+"""Tables that `sonicmoe tune` wrote: a JSON file for each device, read once, when first needed.
+
+The file is `$SONICMOE_TUNED` where that is set (set and empty: none), else
+`$XDG_CACHE_HOME/sonicmoe/tuned-<device>.json`, by default under ~/.cache. What no kernel of this
+version can run is left out, and said once.
+"""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+
+from ..notices import say_once
+from .config import RowConfig, Target, WeightConfig, is_valid
+
+FORMAT = 1
+VARIABLE = "SONICMOE_TUNED"
+WEIGHT_GRADIENT = "weight_gradient"
+
+
+class RowKey(NamedTuple):
+    """The product is (rows, K) × (K, N)."""
+
+    kernel: str
+    itemsize: int
+    K: int
+    N: int
+    gated: bool
+
+
+class WeightKey(NamedTuple):
+    """The gradient is (M, N) for each expert; which operand's rows are gathered."""
+
+    itemsize: int
+    M: int
+    N: int
+    gather_left: bool
+    gather_right: bool
+
+
+Key = RowKey | WeightKey
+Config = RowConfig | WeightConfig
+Entry = dict[str, Any]  # a key and a configuration as they stand in the file, and the figures
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    rows: dict[RowKey, RowConfig] = field(default_factory=dict)
+    weights: dict[WeightKey, WeightConfig] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Key, Config]]) -> "Table":
+        table = cls()
+        for key, config in pairs:
+            if isinstance(key, RowKey) and isinstance(config, RowConfig):
+                table.rows[key] = config
+            elif isinstance(key, WeightKey) and isinstance(config, WeightConfig):
+                table.weights[key] = config
+        return table
+
+
+def allowed(key: Key, config: Config, target: Target) -> bool:
+    """Whether the kernel behind `key` can run with `config`, whatever the layout of the weights."""
+    if isinstance(key, WeightKey):
+        return isinstance(config, WeightConfig) and is_valid(config, key.itemsize, target)
+    if not isinstance(config, RowConfig):
+        return False
+    if config.hopper and not (key.gated or key.kernel in ("down", "dx")):
+        return False  # plain activations have no Hopper kernel
+    return is_valid(config, key.itemsize, target, key.kernel)
+
+
+# --- which table ----------------------------------------------------------------------------------
+P = ParamSpec("P")
+T = TypeVar("T")
+_instead: Table | None = None
+_forget: list[Callable[[], None]] = []
+
+
+def remembered(function: Callable[P, T]) -> Callable[P, T]:
+    """`functools.cache` until the table changes: a launch has half a microsecond for its choice."""
+    cached = cache(function)
+    _forget.append(cached.cache_clear)
+    return cast(Callable[P, T], cached)
+
+
+def forget() -> None:
+    """The next selection looks at the disk again."""
+    for clear in _forget:
+        clear()
+
+
+def tuned(target: Target) -> Table:
+    """The table of a device; empty where nobody tuned."""
+    return _on_disk(target) if _instead is None else _instead
+
+
+@contextlib.contextmanager
+def using(table: Table) -> Iterator[None]:
+    """Select from `table` in this scope, in every thread, whatever is on the disk."""
+    global _instead
+    before, _instead = _instead, table
+    forget()
+    try:
+        yield
+    finally:
+        _instead = before
+        forget()
+
+
+@remembered
+def _on_disk(target: Target) -> Table:
+    device = _name_of(target)
+    path = device and path_of(device)
+    if not device or not path:
+        return Table()
+    if not path.exists():
+        if VARIABLE in os.environ:
+            say_once(f"{VARIABLE} names {path}, which is not there: nothing is tuned")
+        return Table()
+    entries, complaints = read(path, device, target)
+    if complaints:
+        say_once(
+            f"{path}: {complaints[0]}; {len(complaints)} such in all, ignored. "
+            "Run `sonicmoe tune` again"
+        )
+    return Table.of(decode(entry) for entry in entries)
+
+
+def path_of(device: str) -> Path | None:
+    """Where the table of a device is looked for; None where the user wants none."""
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return Path(named).expanduser() if named else None
+    cache_folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return Path(cache_folder) / "sonicmoe" / f"tuned-{slug}.json"
+
+
+def _name_of(target: Target) -> str | None:
+    """The device at hand that `target` describes: an H100 and an H200 differ by name alone."""
+    if not torch.cuda.is_available():
+        return None
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        if (10 * p.major + p.minor, p.multi_processor_count) == (target.arch, target.processors):
+            return p.name
+    return None
+
+
+# --- the file -------------------------------------------------------------------------------------
+def encode(key: Key, config: Config, **figures: float) -> Entry:
+    kernel = {"kernel": WEIGHT_GRADIENT} if isinstance(key, WeightKey) else {}
+    return kernel | key._asdict() | {"config": asdict(config)} | figures
+
+
+def decode(entry: Entry) -> tuple[Key, Config]:
+    """Raises KeyError, TypeError or ValueError for what another version may have written."""
+    weights = entry["kernel"] == WEIGHT_GRADIENT
+    key_type, config = (WeightKey, WeightConfig) if weights else (RowKey, RowConfig)
+    key = key_type(**{name: entry[name] for name in key_type._fields})
+    if set(entry["config"]) != {f.name for f in fields(config)}:
+        raise ValueError("a configuration of another version")
+    numbers = [*entry["config"].values(), *(v for n, v in key._asdict().items() if n != "kernel")]
+    if not all(isinstance(number, int) for number in numbers):
+        raise ValueError("sizes that are no integers")
+    return key, config(**entry["config"])
+
+
+def read(path: Path, device: str, target: Target) -> tuple[list[Entry], list[str]]:
+    """What holds for this device and this version, and a sentence for all that does not."""
+    try:
+        document = json.loads(path.read_text())
+        stated, found, entries = document["format"], document["device"], document["entries"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [], [f"not a table of `sonicmoe tune` ({type(error).__name__}: {error})"]
+    if stated != FORMAT:
+        return [], [f"a table of format {stated}, this version reads {FORMAT}"]
+    if found != device:
+        return [], [f"tuned for {found}, the device here is {device}"]
+    good, complaints = [], []
+    for entry in entries:
+        try:
+            if not allowed(*decode(entry), target):
+                raise ValueError("a configuration that cannot run here")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            complaints.append(f"{type(error).__name__}: {error} in {json.dumps(entry)[:80]}…")
+        else:
+            good.append(entry)
+    return good, complaints
+
+
+def write(
+    path: Path, device: str, target: Target, measured: Iterable[Key], entries: Iterable[Entry]
+) -> list[Entry]:
+    """Put `entries` into the file, in the place of all that it said about what was `measured`."""
+    known = read(path, device, target)[0] if path.exists() else []
+    replaced = set(measured)
+    kept = [entry for entry in known if decode(entry)[0] not in replaced] + list(entries)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    lines = ",\n".join(json.dumps(entry) for entry in kept)  # one entry a line
+    draft.write_text(
+        f'{{"format": {FORMAT}, "device": {json.dumps(device)}, "entries": [\n{lines}\n]}}\n'
+    )
+    draft.replace(path)  # a layer that starts meanwhile reads the old table or the new one
+    forget()
+    return kept

@@ -1,0 +1,49 @@
+"""Every candidate of `sonicmoe tune` is right on the GPU at hand; the command from end to end."""
+
+import json
+
+import pytest
+import torch
+from candidate_tables import candidate_tables
+from helpers import Case, check_experts
+
+from sonicmoe.cli import main
+from sonicmoe.ops.launch import target_of
+from sonicmoe.shapes import Problem
+from sonicmoe.tuning import table
+
+pytestmark = pytest.mark.gpu
+SHAPE = "777,264,136,6,3"  # wider than every tile, a multiple of none
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gate_up", "transposed"),
+    [
+        (torch.bfloat16, "interleaved", False),
+        (torch.bfloat16, "concatenated", True),
+        (torch.float32, "interleaved", False),
+    ],
+)
+def test_the_layer_with_every_candidate(dtype, gate_up, transposed):
+    target = target_of(torch.empty(1, device="cuda"))
+    tables = candidate_tables(Problem.parse(SHAPE), dtype.itemsize, target, transposed)
+    case = Case(SHAPE, dtype, gate_up=gate_up, transposed=transposed, routing="dropped")
+    for candidate in tables:
+        with table.using(candidate):
+            check_experts(case, "cuda", "triton")
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "tuned.json"
+    monkeypatch.setenv(table.VARIABLE, str(out))
+    shape = ["--shape", "4096,512,256,8,2"]
+    assert main(["tune", *shape, "--product", "down", "--results", str(tmp_path)]) == 0
+    assert "down" in capsys.readouterr().out
+    document = json.loads(out.read_text())
+    assert document["device"] == torch.cuda.get_device_name()
+    target = target_of(torch.empty(1, device="cuda"))
+    assert len(table.tuned(target).rows) == len(document["entries"])
+    (kept,) = tmp_path.glob("*/*-tune.jsonl")
+    record = json.loads(kept.read_text())
+    assert len(record["candidates"]) > 3 and record["default_ms"] > 0
+    assert record["taken"] == bool(document["entries"])

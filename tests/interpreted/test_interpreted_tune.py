@@ -1,0 +1,104 @@
+"""`sonicmoe tune` on real kernels, with times that are made up; the layer with every candidate."""
+
+import json
+
+import pytest
+import torch
+from candidate_tables import candidate_tables
+from helpers import Case as LayerCase
+from helpers import check_experts
+
+from sonicmoe import functional
+from sonicmoe.bench.cases import Case
+from sonicmoe.bench.products import NAMES
+from sonicmoe.bench.run import Options
+from sonicmoe.bench.tune_run import tune_cases
+from sonicmoe.ops import launch_products
+from sonicmoe.shapes import Problem
+from sonicmoe.tuning import RowConfig, Target, table
+from sonicmoe.tuning.table import RowKey
+
+TINY = "64,24,8,3,2"
+HERE = Target(90, 4, gluon=False)  # what the interpreter is taken for
+OPTIONS = Options(device="cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+def test_the_layer_with_every_candidate(arch, transposed, monkeypatch):
+    target = Target(arch, 4, gluon=False)
+    monkeypatch.setattr(launch_products, "target_of", lambda t: target)
+    gate_up = "concatenated" if transposed else "interleaved"
+    case = LayerCase(TINY, gate_up=gate_up, transposed=transposed, routing="dropped")
+    tables = candidate_tables(Problem.parse(TINY), 2, target, transposed)
+    assert len(tables) > 3
+    for candidate in tables:
+        with table.using(candidate):
+            check_experts(case, "cpu", "triton")
+
+
+@pytest.fixture
+def layer_runs_kernels(monkeypatch):
+    monkeypatch.setattr(functional, "resolve_backend", lambda backend, x: "triton")
+
+
+class Clock:
+    """Configurations with short blocks take half the time."""
+
+    def __call__(self, call):
+        call()
+        (config,) = call.args
+        return 0.5 if config.block_k == 32 else 1.0
+
+
+def test_from_cases_to_a_table(tmp_path, layer_runs_kernels, capsys):
+    out = tmp_path / "tuned.json"
+    cases = [Case.of_shape(TINY), Case.of_shape("40,24,8,3,2")]  # the second differs in T alone
+    outcome = tune_cases(cases, OPTIONS, NAMES, out, Clock())
+    assert outcome.failures == []
+    assert [r["product"] for r in outcome.records] == list(NAMES)
+    assert all(r["taken"] and r["gain"] == 0.5 and not r["faults"] for r in outcome.records)
+    json.dumps(outcome.records)
+    printed = capsys.readouterr().out
+    assert "+50.0%" in printed and "6 entries in" in printed
+    assert "40,24,8,3,2): the same products as a case before it" in printed
+    assert f"To use it: export SONICMOE_TUNED={out}" in printed
+    entries, complaints = table.read(out, json.loads(out.read_text())["device"], HERE)
+    assert len(entries) == 6 and complaints == []
+    key, config = table.decode(entries[0])
+    assert key == RowKey("up", 2, 24, 16, True) and isinstance(config, RowConfig)
+    assert config.block_k == 32
+
+
+def test_a_wrong_kernel_has_no_figure(tmp_path, layer_runs_kernels, monkeypatch, capsys):
+    right = launch_products.down
+
+    def off_by_a_little(*args, config=None):
+        y = right(*args, config=config)
+        return y * 1.02 if config and config.block_k == 32 else y
+
+    monkeypatch.setattr(launch_products, "down", off_by_a_little)
+    out = tmp_path / "tuned.json"
+    outcome = tune_cases([Case.of_shape(TINY)], OPTIONS, ["down"], out, Clock())
+    (record,) = outcome.records
+    assert record["faults"] and not record["taken"]
+    assert all(c["config"]["block_k"] == 64 for c in record["candidates"])
+    assert json.loads(out.read_text())["entries"] == []
+    assert "differs from the default" in capsys.readouterr().err
+
+
+def test_nothing_is_written_for_a_layer_that_is_wrong(
+    tmp_path, layer_runs_kernels, monkeypatch, capsys
+):
+    right = launch_products.aggregate
+    monkeypatch.setattr(launch_products, "aggregate", lambda *args: right(*args) * 1.05)
+    out = tmp_path / "tuned.json"
+    outcome = tune_cases([Case.of_shape(TINY)], OPTIONS, ["down"], out, Clock())
+    assert outcome.records == [] and "wrong out" in outcome.failures[0]
+    assert not out.exists() and "gain" not in capsys.readouterr().out
+
+
+def test_a_table_has_to_go_somewhere(monkeypatch):
+    monkeypatch.setenv(table.VARIABLE, "")
+    with pytest.raises(ValueError, match=r"--out: expected a file, got none, and SONICMOE_TUNED"):
+        tune_cases([Case.of_shape(TINY)], OPTIONS, NAMES, None, Clock())

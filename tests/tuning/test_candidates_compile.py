@@ -1,0 +1,39 @@
+"""The candidates that only a GPU can run compile, use the tensor cores and fit into its memory.
+
+The plain ones run in the interpreter: tests/interpreted.
+"""
+
+import pytest
+import torch
+from candidate_tables import candidate_tables
+from machine_code import PROCESSORS, report
+from test_machine_code import compile_layer
+
+from sonicmoe.enums import ActivationType
+from sonicmoe.shapes import Problem
+from sonicmoe.tuning import Target, table
+
+HOPPER = Target(90, PROCESSORS)
+H, I = 264, 136  # wide enough for every tile, a multiple of none
+PRODUCTS = ("up_kernel", "product_kernel", "score_gradient_kernel", "weight_gradient_kernel")
+
+
+def short_blocks(config):
+    """Blocks of 64 are selected by default, so tests/test_machine_code.py compiles them."""
+    return config.hopper and config.block_k == 32 and config.stages > 3
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["enk", "ekn and concatenated"])
+def test_candidates_compile(other):
+    for candidate in candidate_tables(
+        Problem(64, H, I, 2, 2), 2, HOPPER, other, only=short_blocks
+    ):  # fmt: skip
+        with table.using(candidate):
+            kernels = compile_layer(
+                90, torch.bfloat16, ActivationType.SWIGLU, other, other, False, (H, I)
+            )
+        products = [k for k in kernels if k.metadata.name.endswith(PRODUCTS)]
+        assert len(products) == 6
+        for kernel in products:
+            assert kernel.metadata.shared <= HOPPER.shared_memory, kernel.metadata.name
+            assert report(kernel)["HGMMA"], f"{kernel.metadata.name} misses tensor cores"
