@@ -53,7 +53,7 @@ class Trainer:
         self.first_loss = self.last_loss = self.validation_loss = math.nan
         self.steady: list[tuple[int, float]] = []  # (tokens, seconds) of logged intervals
 
-        _make_deterministic(config.deterministic)
+        make_deterministic(config.deterministic)
         torch.manual_seed(config.seed)
         self.model = _build_model(config, world)
         self.optimizer = optim.build(self.model, config)
@@ -231,10 +231,14 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
     return model
 
 
-def _make_deterministic(wanted: bool) -> None:
+def make_deterministic(wanted: bool) -> None:
+    """Whether every operator must give the same bits twice; one that cannot is an error then.
+
+    Not `warn_only`: attention takes its repeatable backward pass (flash, not cuDNN) only without.
+    """
     if wanted:  # read by cuBLAS when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    torch.use_deterministic_algorithms(wanted)
     # Our kernels write every element they own; filling each buffer first would only cost time.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 for mypy
 
