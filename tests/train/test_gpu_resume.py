@@ -32,9 +32,10 @@ def _cublas_can_repeat():
     [
         {"precision": "bf16"},
         {"precision": "bf16", "router": "token_rounding"},
+        {"precision": "bf16", "router": "expert_choice"},
         {"precision": "autocast", "compile": True},
     ],
-    ids=["bf16", "bf16-token-rounding", "autocast-compiled"],
+    ids=["bf16", "bf16-token-rounding", "bf16-expert-choice", "autocast-compiled"],
 )
 def test_a_run_continues_bit_for_bit(tiny, cache, tmp_path, monkeypatch, how):
     config = tiny.override({**SHAPE, **how})

@@ -54,6 +54,8 @@ class Trainer:
         self.steady: list[tuple[int, float]] = []  # (tokens, seconds) of logged intervals
 
         make_deterministic(config.deterministic)
+        if world.device.type == "cuda":  # an earlier run of this process has its own peak
+            torch.cuda.reset_peak_memory_stats(world.device)
         torch.manual_seed(config.seed)
         self.model = _build_model(config, world)
         self.optimizer = optim.build(self.model, config)
@@ -73,8 +75,10 @@ class Trainer:
         stopped = False
         with _stop_signals() as wanted:
             self._mark = time.perf_counter()
+            step = self._first_step
             while self.step < c.steps and not stopped:
-                self._train_step()
+                step()
+                step = self._train_step
                 if self.step % c.log_every == 0 or self.step == c.steps:
                     self._report()
                 stopped = self.world.any(wanted())
@@ -87,6 +91,16 @@ class Trainer:
         if self.log:
             self.log.close()
         return self.step == c.steps
+
+    def _first_step(self) -> None:
+        """It builds code, which can take half a minute: say so, and when it is done."""
+        builds = _what_builds_code(self.config, self.world.device)
+        if builds:
+            self.display.busy(f"First step: {builds} …")
+        self._train_step()
+        if builds:
+            self.pending[-1].tolist()  # wait for the device
+            self.display.busy(f"First step done after {time.perf_counter() - self._mark:.0f} s.")
 
     def _train_step(self) -> None:
         c = self.config
@@ -137,7 +151,7 @@ class Trainer:
             "seconds": self.seconds,
             "tokens_per_second": tokens / elapsed,
             "flops_per_second": flops,
-            "peak_share": _share_of_peak(flops / self.world.size, self.world.device),
+            "peak_share": share_of_peak(flops / self.world.size, self.world.device),
             "memory": peak_memory(self.world.device),
             "balance": _balance(aux_loss, c),
         }
@@ -180,6 +194,8 @@ class Trainer:
 
     # --- saving and loading -----------------------------------------------------------------------
     def _save(self) -> None:
+        if not self.config.keep:
+            return
         state = checkpoint.gather(self.model, self.optimizer, self.world)
         state |= {
             "config": self.config.to_dict(),
@@ -243,6 +259,14 @@ def make_deterministic(wanted: bool) -> None:
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 for mypy
 
 
+def _what_builds_code(config: TrainConfig, device: torch.device) -> str:
+    if config.compile:
+        return "torch.compile builds the model, about half a minute where nothing is cached"
+    if device.type == "cuda":
+        return "Triton builds the kernels, some seconds where nothing is cached"
+    return ""
+
+
 def _check_batch(config: TrainConfig, world: parallel.World) -> None:
     if config.batch % (config.micro_batch * world.size):
         raise bad_argument(
@@ -267,7 +291,7 @@ def _check_memory(config: TrainConfig, world: parallel.World) -> None:
         )  # fmt: skip
 
 
-def _share_of_peak(flops: float, device: torch.device) -> float | None:
+def share_of_peak(flops: float, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     known = hardware.recognise(torch.cuda.get_device_name(device))
