@@ -1,7 +1,6 @@
 """On a GPU too, an interrupted run continues bit for bit."""
 
 import os
-import signal
 
 import pytest
 import torch
@@ -37,20 +36,12 @@ def _cublas_can_repeat():
     ],
     ids=["bf16", "bf16-token-rounding", "bf16-expert-choice", "autocast-compiled"],
 )
-def test_a_run_continues_bit_for_bit(tiny, cache, tmp_path, monkeypatch, how):
+def test_a_run_continues_bit_for_bit(tiny, cache, tmp_path, stop_after, how):
     config = tiny.override({**SHAPE, **how})
     assert run.train(config, tmp_path / "whole", cache)["finished"]
 
-    step = loop.Trainer._train_step
-
-    def step_and_stop(self):
-        step(self)
-        if self.step == STOP_AFTER:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     folder = tmp_path / "interrupted"
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.Trainer, "_train_step", step_and_stop)
+    with stop_after(STOP_AFTER):
         assert not run.train(config, folder, cache)["finished"]
     assert checkpoint.steps(folder / "checkpoints")[-1] == STOP_AFTER
     assert run.train(run.continued(folder, {}), folder, cache, resume=True)["finished"]

@@ -83,11 +83,6 @@ def test_what_takes_long_at_the_start_is_said(tiny, cache, tmp_path, capsys, mon
     assert out.index("torch.compile builds") < out.index("First step done") < out.index("step 1/2")
 
 
-def test_expert_parallel_is_refused_with_a_remedy(tiny, cache, tmp_path):
-    with pytest.raises(ValueError, match="torchrun"):
-        run.train(tiny.override({"expert_parallel": 2}), tmp_path / "run", cache)
-
-
 def test_the_cache_of_keys_continues_a_text_as_the_whole_would():
     torch.manual_seed(0)
     model = Decoder(ModelConfig(num_layers=2, num_kv_heads=2)).eval()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import bad_argument
 from . import accounting, checkpoint, hardware, optim, parallel
@@ -42,7 +41,7 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         check_backend(config.backend, config.model.router)
-        parallel.check_expert_parallel(config.expert_parallel)
+        parallel.check_expert_parallel(config, world)
         _check_batch(config, world)
         _check_memory(config, world)
         self.config, self.folder, self.world, self.display = config, folder, world, display
@@ -116,7 +115,8 @@ class Trainer:
                 loss, aux_loss = self.model(x, y, loss_chunk=c.loss_chunk)
             ((loss + aux_loss) / len(pieces)).backward()
             total += torch.stack([loss.detach().float(), aux_loss.detach().float()]) / len(pieces)
-        nn.utils.clip_grad_norm_(self.model.parameters(), c.gradient_clip)
+        parallel.average_over_experts(self.model, c.expert_parallel)
+        parallel.clip_gradients(self.model.parameters(), c.gradient_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = optim.learning_rate(c, self.step)
         self.optimizer.step()
@@ -243,7 +243,7 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
         for block in model.blocks:  # one block compiles once for all of them
             block.compile()
     if world.size > 1:
-        parallel.shard(model, model.blocks, world, config.precision)
+        parallel.shard(model, model.blocks, world, config)
     return model
 
 

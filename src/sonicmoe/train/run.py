@@ -17,7 +17,7 @@ from .presets import preset
 
 # What may change when a run continues. Anything else would make it another run.
 _CHANGEABLE = {"steps", "warmup_steps", "log_every", "validate_every", "checkpoint_every", "keep",
-               "tensorboard", "device"}  # fmt: skip
+               "tensorboard", "device", "expert_parallel"}  # fmt: skip
 # What leaves the goal of a preset meaningful.
 _HARMLESS = {"device", "tensorboard", "log_every", "validate_every", "checkpoint_every", "keep"}
 
