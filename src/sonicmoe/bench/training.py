@@ -149,24 +149,26 @@ def rounding_table(records: Sequence[Mapping[str, Any]]) -> str:
 # --- throughput -----------------------------------------------------------------------------------
 def throughput(base: TrainConfig, backends: Sequence[str], place: Place) -> list[dict[str, Any]]:
     """The same few steps on every backend; the first one once more with repeatable operators."""
-    configs, records = {}, []
+    configs, missing = {}, []
     for name in backends:
         try:
             check_backend(name, base.model.router)
+            configs[name] = base.override({"backend": name})
         except MissingExtra:
-            records.append({"experiment": "throughput", "run": name, "failed": "not installed"})
-            continue
-        configs[name] = base.override({"backend": name})
+            missing.append({"experiment": "throughput", "run": name, "failed": "not installed"})
     first = backends[0]
     configs[f"{first}, deterministic"] = base.override({"backend": first, "deterministic": True})
+    records = []
     for name, config in configs.items():
+        if config.compile:
+            torch.compiler.reset()
         try:
             records += _trained(
                 "throughput", {name: config}, place.runs / "throughput", place.cache
             )
         except torch.cuda.OutOfMemoryError:
             records.append({"experiment": "throughput", "run": name, "failed": "out of memory"})
-    return records
+    return records + missing
 
 
 def throughput_table(records: Sequence[Mapping[str, Any]]) -> str:

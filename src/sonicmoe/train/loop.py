@@ -252,8 +252,8 @@ def make_deterministic(wanted: bool) -> None:
 
     Not `warn_only`: attention takes its repeatable backward pass (flash, not cuDNN) only without.
     """
-    if wanted:  # read by cuBLAS when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Read once, at the first product of the process: it must be there before a later run wants it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
     # Our kernels write every element they own; filling each buffer first would only cost time.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 for mypy
