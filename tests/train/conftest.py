@@ -1,6 +1,9 @@
 """A small corpus with a grammar to be learnt, and a model small enough to learn it in seconds."""
 
+import contextlib
+import os
 import random
+import signal
 
 import pytest
 import torch
@@ -57,6 +60,27 @@ def one_thread():
     yield
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Within `with stop_after(n):`, a run gets a SIGTERM in its n-th step."""
+    from sonicmoe.train import loop
+
+    @contextlib.contextmanager
+    def block(last: int):
+        step = loop.Trainer._train_step
+
+        def step_and_stop(self):
+            step(self)
+            if self.step == last:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.Trainer, "_train_step", step_and_stop)
+            yield
+
+    return block
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from sonicmoe.train.run import configure
         ({"precision": "fp8"}, ["precision", "autocast", "fp8"]),
         ({"batch": 9, "micro_batch": 2}, ["batch", "micro_batch = 2", "9"]),
         ({"warmup_steps": 10**6}, ["warmup_steps", "below steps"]),
+        ({"keep": -1}, ["keep", "0 or more", "-1"]),
         ({"validation_fraction": 0.9}, ["validation_fraction", "0.9"]),
         ({"learning_rate": -1}, ["learning_rate", "-1"]),
     ],

@@ -60,9 +60,27 @@ def test_recomputation_and_chunks_change_no_number(tiny, cache, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_expert_parallel_is_refused_with_a_remedy(tiny, cache, tmp_path):
-    with pytest.raises(ValueError, match="torchrun"):
-        run.train(tiny.override({"expert_parallel": 2}), tmp_path / "run", cache)
+def test_token_rounding_takes_its_subroutine_from_the_name(tiny):
+    for name, subroutine in (("token_rounding", "nr-f"), ("token_rounding:down", "down")):
+        model = Decoder(tiny.override({"router": name, "rounding_tile": 16}).model)
+        routing = model.blocks[0].moe.routing
+        assert (routing.subroutine, routing.tile) == (subroutine, 16)
+    with pytest.raises(ValueError, match="nr-f"):
+        Decoder(tiny.override({"router": "token_rounding:sideways"}).model)
+
+
+def test_no_checkpoint_is_written_where_none_is_kept(tiny, cache, tmp_path):
+    change = {"steps": 2, "keep": 0, "checkpoint_every": 1, "router": "token_rounding:down"}
+    run.train(tiny.override(change), tmp_path / "run", cache, picture=False)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "loss.png").exists()
+
+
+def test_what_takes_long_at_the_start_is_said(tiny, cache, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)  # a minute, and not ours
+    run.train(tiny.override({"steps": 2, "compile": True}), tmp_path / "run", cache)
+    out = capsys.readouterr().out
+    assert out.index("torch.compile builds") < out.index("First step done") < out.index("step 1/2")
 
 
 def test_the_cache_of_keys_continues_a_text_as_the_whole_would():

@@ -49,9 +49,8 @@ class LayerBytes:
 def layer_bytes(m: ModelConfig, tokens: int, element: int) -> LayerBytes:
     """Ours: X, Z and about 20 bytes of routing a row. Gathered: rows of X, A and Y in addition."""
     p = Problem(tokens, m.hidden_size, m.intermediate_size, m.num_experts, m.experts_per_token)
-    ours = cost.caller_bytes(p, element) + sum(
-        cost.kept_bytes(p, element, router=m.router).values()
-    )
+    router = m.router.partition(":")[0]
+    ours = cost.caller_bytes(p, element) + sum(cost.kept_bytes(p, element, router=router).values())
     return LayerBytes(ours, ours + element * p.R * (2 * p.H + p.I))
 
 

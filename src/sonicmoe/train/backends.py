@@ -79,4 +79,5 @@ def _scattermoe(x, scores, ids, w1, w2):
 
 
 _PEERS = {"grouped_mm": _gather_grouped_mm, "scattermoe": _scattermoe}
-BACKENDS = (*_LAYER, *_PEERS)
+LAYER_BACKENDS = tuple(_LAYER)
+BACKENDS = (*LAYER_BACKENDS, *_PEERS)

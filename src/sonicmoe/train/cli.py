@@ -121,8 +121,8 @@ def _train(args: argparse.Namespace) -> int:
     if numbers["rank"] > 0:
         return 0 if numbers["finished"] else 130
     if not numbers["finished"]:
-        print(f"Stopped after step {numbers['steps']} and saved. "
-              f"Continue: sonicmoe train --resume {folder}")  # fmt: skip
+        saved = f"and saved. Continue: sonicmoe train --resume {folder}"
+        print(f"Stopped after step {numbers['steps']} {saved if config.keep else '(keep=0).'}")
         return 130
     reached, sentence = summary.verdict(numbers)
     print("\n".join(filter(None, [

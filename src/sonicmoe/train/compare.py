@@ -1,10 +1,15 @@
 """The same training under several routers, backends or seeds: one picture and one table."""
 
+import dataclasses
+import gc
 import itertools
 import json
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..errors import bad_argument
 from . import plots, run, runlog, summary
@@ -19,9 +24,9 @@ def variants(
 ) -> dict[str, TrainConfig]:
     """Every combination under a name that says what differs."""
     choices = {
-        "router": _names("--routers", routers),
-        "backend": _names("--backends", backends),
-        "seed": _names("--seeds", seeds) if seeds else [str(config.seed)],
+        "router": names("--routers", routers),
+        "backend": names("--backends", backends),
+        "seed": names("--seeds", seeds) if seeds else [str(config.seed)],
     }
     varying = [key for key, values in choices.items() if len(values) > 1] or ["router"]
     found = {}
@@ -36,24 +41,41 @@ def variants(
 
 def compare(configs: dict[str, TrainConfig], folder: Path, cache: Path) -> str:
     """Train every variant in a folder of its own below `folder`; return the table."""
-    results: dict[str, dict[str, Any]] = {}
-    for name, config in configs.items():
-        print(f"\n=== {name} ({len(results) + 1} of {len(configs)})", flush=True)
-        results[name] = run.train(config, folder / _slug(name), cache)
-        if not results[name]["finished"]:
-            print("Stopped: the comparison holds what was trained until here.")
-            break
+    results = dict(train_each(configs, folder, cache))
     text = _table(results)
     (folder / "compare.json").write_text(json.dumps(results, indent=1))
     (folder / "compare.md").write_text(text + "\n")
     if plots.available():
         first = next(iter(configs.values()))
         _, line = summary.title(first)
-        logs = {name: runlog.read(folder / _slug(name)) for name in results}
+        logs = {name: runlog.read(folder / slug(name)) for name in results}
         plots.comparison(folder / "compare.png", logs, _title(results), _shared(line))
     return (
         f"\n{text}\n\nKept in {folder}: compare.png, compare.md, compare.json and a folder a run."
     )
+
+
+def train_each(
+    configs: Mapping[str, TrainConfig], folder: Path, cache: Path, pictures: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Train one after the other; name and numbers of each, until a signal ends one early.
+
+    Runs that differ in nothing but the seed share compiled code: name them one after the other.
+    """
+    before: TrainConfig | None = None
+    for i, (name, config) in enumerate(configs.items(), 1):
+        print(f"\n=== {name} ({i} of {len(configs)})", flush=True)
+        if config.compile and before and dataclasses.replace(before, seed=config.seed) != config:
+            torch.compiler.reset()  # PyTorch gives up compiling after eight variants of a function
+        before = config
+        numbers = run.train(config, folder / slug(name), cache, picture=pictures)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        yield name, numbers
+        if not numbers["finished"]:
+            print("Stopped: the comparison holds what was trained until here.")
+            return
 
 
 def _table(results: dict[str, dict[str, Any]]) -> str:
@@ -92,12 +114,12 @@ def _shared(line: str) -> str:
     return f"{before}; {after.partition('; ')[2]}"
 
 
-def _names(argument: str, text: str) -> list[str]:
-    names = [n.strip() for n in text.split(",") if n.strip()]
-    if not names or len(set(names)) < len(names):
+def names(argument: str, text: str) -> list[str]:
+    found = [n.strip() for n in text.split(",") if n.strip()]
+    if not found or len(set(found)) < len(found):
         raise bad_argument(argument, "different names, with commas", repr(text), "Remove doubles.")
-    return names
+    return found
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "-" for c in name)

@@ -18,7 +18,11 @@ PRECISIONS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The sizes of a decoder with a Mixture-of-Experts layer in every block."""
+    """The sizes of a decoder with a Mixture-of-Experts layer in every block.
+
+    `router` is a name that `MoE` knows. Token rounding takes its subroutine after a colon, as in
+    "token_rounding:down", and rounds to multiples of `rounding_tile`.
+    """
 
     vocab_size: int = 2048
     context: int = 128
@@ -31,6 +35,7 @@ class ModelConfig:
     experts_per_token: int = 2
     intermediate_size: int = 128
     router: str = "softmax_over_topk"
+    rounding_tile: int = 128
     aux_loss_coef: float = 0.01
     z_loss_coef: float = 0.0
     rope_theta: float = 10000.0
@@ -53,13 +58,13 @@ class ModelConfig:
 
 _INTEGERS_OF_MODEL = (
     "vocab_size", "context", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
-    "num_experts", "experts_per_token", "intermediate_size",
+    "num_experts", "experts_per_token", "intermediate_size", "rounding_tile",
 )  # fmt: skip
 
 
 _INTEGERS_OF_RUN = (
     "steps", "batch", "micro_batch", "log_every", "validate_every", "validation_sequences",
-    "checkpoint_every", "keep", "expert_parallel",
+    "checkpoint_every", "expert_parallel",
 )  # fmt: skip
 
 
@@ -68,7 +73,8 @@ class TrainConfig:
     """One training run. `batch` sequences a step, cut into micro-batches of `micro_batch`.
 
     `data` is "local" (text that this installation carries), files and folders, or a Hugging Face
-    dataset. `target_loss` is checked against the validation loss at the end.
+    dataset. `target_loss` is checked against the validation loss at the end. `keep` checkpoints are
+    kept; 0 writes none.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -111,6 +117,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in _INTEGERS_OF_RUN:
             _positive(name, getattr(self, name))
+        if self.keep < 0:
+            raise bad_argument("keep", "0 or more", self.keep, "0 writes no checkpoints.")
         _multiple("batch", self.batch, self.micro_batch, "micro_batch")
         if self.precision not in PRECISIONS:
             raise bad_argument(

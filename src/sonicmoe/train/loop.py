@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import bad_argument
 from . import accounting, checkpoint, hardware, optim, parallel
@@ -42,7 +41,7 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         check_backend(config.backend, config.model.router)
-        parallel.check_expert_parallel(config.expert_parallel)
+        parallel.check_expert_parallel(config, world)
         _check_batch(config, world)
         _check_memory(config, world)
         self.config, self.folder, self.world, self.display = config, folder, world, display
@@ -53,7 +52,9 @@ class Trainer:
         self.first_loss = self.last_loss = self.validation_loss = math.nan
         self.steady: list[tuple[int, float]] = []  # (tokens, seconds) of logged intervals
 
-        _make_deterministic(config.deterministic)
+        make_deterministic(config.deterministic)
+        if world.device.type == "cuda":  # an earlier run of this process has its own peak
+            torch.cuda.reset_peak_memory_stats(world.device)
         torch.manual_seed(config.seed)
         self.model = _build_model(config, world)
         self.optimizer = optim.build(self.model, config)
@@ -73,8 +74,10 @@ class Trainer:
         stopped = False
         with _stop_signals() as wanted:
             self._mark = time.perf_counter()
+            step = self._first_step
             while self.step < c.steps and not stopped:
-                self._train_step()
+                step()
+                step = self._train_step
                 if self.step % c.log_every == 0 or self.step == c.steps:
                     self._report()
                 stopped = self.world.any(wanted())
@@ -87,6 +90,16 @@ class Trainer:
         if self.log:
             self.log.close()
         return self.step == c.steps
+
+    def _first_step(self) -> None:
+        """It builds code, which can take half a minute: say so, and when it is done."""
+        builds = _what_builds_code(self.config, self.world.device)
+        if builds:
+            self.display.busy(f"First step: {builds} …")
+        self._train_step()
+        if builds:
+            self.pending[-1].tolist()  # wait for the device
+            self.display.busy(f"First step done after {time.perf_counter() - self._mark:.0f} s.")
 
     def _train_step(self) -> None:
         c = self.config
@@ -102,7 +115,8 @@ class Trainer:
                 loss, aux_loss = self.model(x, y, loss_chunk=c.loss_chunk)
             ((loss + aux_loss) / len(pieces)).backward()
             total += torch.stack([loss.detach().float(), aux_loss.detach().float()]) / len(pieces)
-        nn.utils.clip_grad_norm_(self.model.parameters(), c.gradient_clip)
+        parallel.average_over_experts(self.model, c.expert_parallel)
+        parallel.clip_gradients(self.model.parameters(), c.gradient_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = optim.learning_rate(c, self.step)
         self.optimizer.step()
@@ -137,7 +151,7 @@ class Trainer:
             "seconds": self.seconds,
             "tokens_per_second": tokens / elapsed,
             "flops_per_second": flops,
-            "peak_share": _share_of_peak(flops / self.world.size, self.world.device),
+            "peak_share": share_of_peak(flops / self.world.size, self.world.device),
             "memory": peak_memory(self.world.device),
             "balance": _balance(aux_loss, c),
         }
@@ -180,6 +194,8 @@ class Trainer:
 
     # --- saving and loading -----------------------------------------------------------------------
     def _save(self) -> None:
+        if not self.config.keep:
+            return
         state = checkpoint.gather(self.model, self.optimizer, self.world)
         state |= {
             "config": self.config.to_dict(),
@@ -227,16 +243,28 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
         for block in model.blocks:  # one block compiles once for all of them
             block.compile()
     if world.size > 1:
-        parallel.shard(model, model.blocks, world, config.precision)
+        parallel.shard(model, model.blocks, world, config)
     return model
 
 
-def _make_deterministic(wanted: bool) -> None:
-    if wanted:  # read by cuBLAS when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
+def make_deterministic(wanted: bool) -> None:
+    """Whether every operator must give the same bits twice; one that cannot is an error then.
+
+    Not `warn_only`: attention takes its repeatable backward pass (flash, not cuDNN) only without.
+    """
+    # Read once, at the first product of the process: it must be there before a later run wants it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
     # Our kernels write every element they own; filling each buffer first would only cost time.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 for mypy
+
+
+def _what_builds_code(config: TrainConfig, device: torch.device) -> str:
+    if config.compile:
+        return "torch.compile builds the model, about half a minute where nothing is cached"
+    if device.type == "cuda":
+        return "Triton builds the kernels, some seconds where nothing is cached"
+    return ""
 
 
 def _check_batch(config: TrainConfig, world: parallel.World) -> None:
@@ -263,7 +291,7 @@ def _check_memory(config: TrainConfig, world: parallel.World) -> None:
         )  # fmt: skip
 
 
-def _share_of_peak(flops: float, device: torch.device) -> float | None:
+def share_of_peak(flops: float, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     known = hardware.recognise(torch.cuda.get_device_name(device))

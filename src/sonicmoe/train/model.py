@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..enums import ActivationType
 from ..moe import MoE
+from ..routing import Router, TokenRounding
 from .backends import run_layer
 from .config import ModelConfig
 
@@ -70,6 +71,15 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v) if keep else None
 
 
+def _router(c: ModelConfig) -> str | Router:
+    name, _, subroutine = c.router.partition(":")
+    if name != "token_rounding":
+        return c.router
+    return TokenRounding(
+        c.num_experts, c.experts_per_token, tile=c.rounding_tile, subroutine=subroutine or "nr-f"
+    )
+
+
 class Block(nn.Module):
     def __init__(self, c: ModelConfig, backend: str) -> None:
         super().__init__()
@@ -80,7 +90,7 @@ class Block(nn.Module):
         self.moe = MoE(
             c.num_experts, c.experts_per_token, c.hidden_size, c.intermediate_size,
             ActivationType.SWIGLU, False, c.init_std,
-            router=c.router, gate_up="concatenated",
+            router=_router(c), gate_up="concatenated",
             aux_loss_coef=c.aux_loss_coef, z_loss_coef=c.z_loss_coef,
         )  # fmt: skip
 

@@ -1,14 +1,20 @@
-"""One process or many: the group that torchrun starts, and a model sharded over it (FSDP2)."""
+"""One process or many: the group that torchrun starts, and a model spread over it."""
 
+import itertools
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import bad_argument
+from ..moe import MoE
+from .backends import LAYER_BACKENDS
+from .config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +77,66 @@ def stop(world: World) -> None:
         dist.destroy_process_group()
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, precision: str) -> None:
-    """Cut every block's parameters, and then the rest, over all ranks. In place."""
+def shard(model: nn.Module, blocks: Iterable[Any], world: World, config: TrainConfig) -> None:
+    """Cut every block's parameters, and then the rest, over all ranks (FSDP2). In place.
+
+    With expert parallelism, `expert_parallel` ranks share the experts of a layer; over the other
+    dimension of the mesh FSDP2 cuts each rank's experts further.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    from ..distributed import parallelize
+
+    kind, together = world.device.type, config.expert_parallel
+    everyone = init_device_mesh(kind, (world.size,))
     policy = MixedPrecisionPolicy()
-    if precision == "autocast":
+    if config.precision == "autocast":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if together > 1:
+        shape = (world.size // together, together)
+        grid = init_device_mesh(kind, shape, mesh_dim_names=("data", "expert"))
+        for block in blocks:
+            parallelize(block.moe, grid["expert"])
+            # It waits for the device to say how much travels: nothing that a graph can hold.
+            block.moe.forward = torch.compiler.disable(block.moe.forward)
+            fully_shard(block.moe, mesh=grid["data"], mp_policy=policy)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=everyone, mp_policy=policy)
+    fully_shard(model, mesh=everyone, mp_policy=policy)
+
+
+def average_over_experts(model: nn.Module, expert_parallel: int) -> None:
+    """Make the layers' gradients, which are summed over the ranks that share experts, means.
+
+    FSDP2 can divide by itself; on gloo, and over a dimension of one rank, not in every version.
+    """
+    if expert_parallel > 1:
+        layers = (m for m in model.modules() if isinstance(m, MoE))
+        gradients = _gradients(p for layer in layers for p in layer.parameters())
+        torch._foreach_mul_(gradients, 1 / expert_parallel)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """Scale all gradients so that their norm, over all ranks, is at most `limit`.
+
+    What lives on different meshes is added up by hand: PyTorch does it within one.
+    """
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    if len(by_mesh) < 2:
+        nn.utils.clip_grad_norm_(itertools.chain(*by_mesh.values()), limit)
+        return
+    norms = [nn.utils.get_total_norm(_gradients(group)) for group in by_mesh.values()]
+    total = torch.stack([cast(DTensor, norm).full_tensor() for norm in norms]).norm()
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, limit, total)
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
@@ -93,9 +147,22 @@ def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
         model.set_requires_gradient_sync(wanted)
 
 
-def check_expert_parallel(expert_parallel: int) -> None:
-    if expert_parallel > 1:
+def check_expert_parallel(config: TrainConfig, world: World) -> None:
+    ranks = config.expert_parallel
+    if ranks == 1:
+        return
+    if world.size % ranks:
         raise bad_argument(
-            "expert_parallel", "1 (experts are sharded over ranks by FSDP2)", expert_parallel,
-            "Start with torchrun --nproc-per-node N and leave expert_parallel at 1.",
+            "expert_parallel", f"a divisor of the {world.size} process(es)", ranks,
+            f"Start with torchrun --nproc-per-node {ranks} -m sonicmoe train …",
+        )  # fmt: skip
+    if config.model.num_experts % ranks:
+        raise bad_argument(
+            "expert_parallel", f"a divisor of num_experts = {config.model.num_experts}", ranks,
+            "Every rank holds the same number of experts.",
+        )  # fmt: skip
+    if config.backend not in LAYER_BACKENDS:
+        raise bad_argument(
+            "backend", f"{', '.join(LAYER_BACKENDS)} with expert_parallel", repr(config.backend),
+            "Peers are compared without it.",
         )  # fmt: skip

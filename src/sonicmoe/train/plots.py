@@ -10,6 +10,7 @@ from .extras import have, need
 _INK, _MUTED, _GRID = "#1f2430", "#6b7280", "#e5e7eb"
 _COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#be185d")
 Records = Sequence[Mapping[str, Any]]
+Curve = Sequence[tuple[float, float]]  # (step, loss)
 
 
 def available() -> bool:
@@ -80,6 +81,69 @@ def comparison(path: Path, runs: Mapping[str, Records], title: str, subtitle: st
     _finish(figure, path, title, subtitle)
 
 
+def against_first(path: Path, curves: Mapping[str, Sequence[Curve]], title: str, subtitle: str):
+    """Several seeds of several variants: validation loss, and its difference to the first variant
+    at the same step and seed."""
+    figure, (loss, change) = _figure(2, (12, 5.4))
+    base, first = next(iter(curves.items()))
+    for i, (name, seeds) in enumerate(curves.items()):
+        colour = _COLOURS[i % len(_COLOURS)]
+        # Curves that coincide stay visible: each later one is drawn with longer gaps.
+        style = "-" if i == 0 else (0, (5, 1.5 + 1.5 * i))
+        changes = [
+            [(step, 100 * (y / z - 1)) for (step, y), (_, z) in zip(seed, other, strict=True)]
+            for seed, other in zip(seeds, first, strict=True)
+        ]
+        for axes, runs, digits in ((loss, seeds, ".3f"), (change, changes, "+.2f")):
+            mean = _mean(runs)
+            for run in runs:
+                axes.plot(*zip(*run, strict=True), color=colour, linewidth=0.8, alpha=0.45)
+            axes.plot(*zip(*mean, strict=True), color=colour, linestyle=style, linewidth=2,
+                      marker="o", markersize=3.5,
+                      label=f"{name}: {mean[-1][1]:{digits}}")  # fmt: skip
+    scale = "%"
+    if max(map(abs, change.get_ylim())) > 4:  # one is far off, the others should stay apart
+        scale = "%, logarithmic beyond ±1"
+        change.set_yscale("symlog", linthresh=1)
+        ticks = (0, 0.5, 1, 2, 5, 10, 20, 50, 100)
+        change.set_yticks([s * t for s in (-1, 1) for t in ticks[s < 0 :]])
+        change.yaxis.set_major_formatter("{x:g}")
+        change.set_ylim(min(0, *(l.get_ydata().min() for l in change.lines)) * 1.1, None)
+    _label(loss, "step", "validation loss (nats a token)")
+    _label(change, "step", f"difference to {base} ({scale})")
+    for axes, what in ((loss, "validation loss"), (change, "difference in %")):
+        axes.set_xlim(left=0)
+        axes.legend(frameon=False, title=f"{what} at the end, mean", alignment="left")
+    _finish(figure, path, title, subtitle)
+
+
+def on_top(path: Path, curves: Mapping[str, Curve], title: str, subtitle: str) -> None:
+    """Two loss curves on top of each other, and how far they are apart."""
+    figure, (loss, apart) = _figure(2, (12, 5.2))
+    (name, first), (other, second) = curves.items()
+    loss.plot(*zip(*first, strict=True), color=_COLOURS[0], linewidth=4, alpha=0.4, label=name)
+    loss.plot(*zip(*second, strict=True), color=_COLOURS[1], linewidth=1.2, label=other)
+    difference = [(s, a - b) for (s, a), (_, b) in zip(first, second, strict=True)]
+    apart.plot(*zip(*difference, strict=True), color=_INK, linewidth=1)
+    apart.axhline(0, color=_MUTED, linewidth=0.8)
+    largest = max(abs(d) for _, d in difference)
+    apart.annotate(f"at most {largest:.2g} apart", (1, 1), xycoords="axes fraction",
+                   xytext=(-6, -6), textcoords="offset points", ha="right", va="top",
+                   color=_MUTED)  # fmt: skip
+    _label(loss, "step", "training loss (nats a token)")
+    _label(apart, "step", f"{name} − {other} (nats a token)")
+    loss.legend(frameon=False)
+    _finish(figure, path, title, subtitle)
+
+
+def _mean(runs: Sequence[Curve]) -> list[tuple[float, float]]:
+    """Of curves with the same steps."""
+    return [
+        (points[0][0], sum(y for _, y in points) / len(points))
+        for points in zip(*runs, strict=True)
+    ]
+
+
 def _series(records: Records, kind: str, against: str) -> tuple[list[float], list[float]]:
     chosen = [r for r in records if r["kind"] == kind]
     return [r[against] for r in chosen], [r["loss"] for r in chosen]
@@ -100,6 +164,7 @@ def _label(axes, x: str, y: str) -> None:
     axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_MUTED)
+    axes.xaxis.get_major_locator().set_params(integer=x == "step")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):

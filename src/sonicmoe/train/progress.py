@@ -51,6 +51,10 @@ class Plain:
     def say(self, message: str) -> None:
         print(message, flush=True)
 
+    def busy(self, message: str) -> None:
+        """What takes long before the first measurement."""
+        self.say(message)
+
     def train(self, record: dict[str, Any]) -> None:
         self.say(
             f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  {describe(record)}"
@@ -84,6 +88,9 @@ class Live(Plain):
         if bar is None:
             return super().say(message)
         bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def busy(self, message: str) -> None:
+        self._bar.update(self._task, description=message)
 
     def train(self, record: dict[str, Any]) -> None:
         text = describe(record) + self._held

@@ -17,7 +17,7 @@ from .presets import preset
 
 # What may change when a run continues. Anything else would make it another run.
 _CHANGEABLE = {"steps", "warmup_steps", "log_every", "validate_every", "checkpoint_every", "keep",
-               "tensorboard", "device"}  # fmt: skip
+               "tensorboard", "device", "expert_parallel"}  # fmt: skip
 # What leaves the goal of a preset meaningful.
 _HARMLESS = {"device", "tensorboard", "log_every", "validate_every", "checkpoint_every", "keep"}
 
@@ -40,17 +40,19 @@ def configure(preset_name: str | None, overrides: dict[str, Any]) -> TrainConfig
     return base.override(overrides)
 
 
-def train(config: TrainConfig, folder: Path, cache: Path, resume: bool = False) -> dict[str, Any]:
+def train(
+    config: TrainConfig, folder: Path, cache: Path, resume: bool = False, picture: bool = True
+) -> dict[str, Any]:
     """Train in `folder`; the numbers of the summary, and whether it `finished`."""
     world = parallel.start(config.device)
     display = progress.display(world.first)
     try:
-        return _train(config, folder, cache, resume, world, display)
+        return _train(config, folder, cache, resume, picture, world, display)
     finally:
         parallel.stop(world)
 
 
-def _train(config, folder, cache, resume, world, display) -> dict[str, Any]:
+def _train(config, folder, cache, resume, picture, world, display) -> dict[str, Any]:
     key = json.loads((folder / "run.json").read_text())["corpus"] if resume else None
     if not world.first:
         world.wait()  # the first rank prepares the text, the others find it in the cache
@@ -69,12 +71,12 @@ def _train(config, folder, cache, resume, world, display) -> dict[str, Any]:
     numbers = summary.summarise(trainer) | {"finished": finished, "rank": world.rank}
     if world.first:
         summary.write(folder, numbers)
-        if plots.available():
+        if picture and plots.available():
             plots.loss_curve(
                 folder / "loss.png", runlog.read(folder), head, line.replace("; ", "\n", 1),
                 config.model.vocab_size, config.target_loss,
             )  # fmt: skip
-        else:
+        elif picture:
             display.say("No picture: pip install matplotlib draws loss.png.")
     return numbers
 

@@ -9,7 +9,7 @@ import torch
 
 from . import accounting
 from .config import TrainConfig
-from .loop import Trainer, peak_memory
+from .loop import Trainer, peak_memory, share_of_peak
 from .progress import count as counted
 from .progress import human, human_bytes
 from .tables import table
@@ -24,13 +24,14 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
     element = accounting.ELEMENT_BYTES[c.precision]
     kept = accounting.layer_bytes(c.model, c.micro_batch * c.model.context, element)
     count = accounting.parameters(c.model)
-    device = trainer.world.device
+    device, ranks = trainer.world.device, trainer.world.size
+    flops = rate * accounting.flops_per_token(c.model)
     return {
         "preset": c.preset,
         "router": c.model.router,
         "backend": c.backend,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "ranks": trainer.world.size,
+        "ranks": ranks,
         "parameters": count.total,
         "active_parameters": count.active,
         "steps": trainer.step,
@@ -42,7 +43,8 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
         "validation_loss": trainer.validation_loss,
         "target_loss": c.target_loss,
         "tokens_per_second": rate,
-        "flops_per_second": rate * accounting.flops_per_token(c.model),
+        "flops_per_second": flops,
+        "peak_share": share_of_peak(flops / ranks, device),
         "peak_memory": peak_memory(device),
         "kept_bytes": kept.ours * c.model.num_layers,
         "gathered_bytes": kept.gathered * c.model.num_layers,

@@ -1,0 +1,112 @@
+"""Trains models to answer three questions, and keeps the tables, the pictures and every curve.
+
+python benchmarks/training_evidence.py --parts rounding --seconds-per-run 12
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from sonicmoe.bench import training
+from sonicmoe.bench.results import RESULTS, device_name, slug
+from sonicmoe.train.compare import names
+from sonicmoe.train.config import parse_assignments
+from sonicmoe.train.run import default_cache
+
+PARTS = "rounding,throughput,agreement"
+# Not part of the command that is kept: they do not change what is measured.
+PRIVATE = {
+    "output": "folder of what is kept (default: benchmarks/results/<device>/training)",
+    "runs": "folder of the runs' logs (default: runs/evidence)",
+    "cache": "folder of tokenised text",
+    "commit": "what is measured, where there is no git to ask",
+}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=training.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--parts", default=PARTS, help=f"some of {PARTS}")
+    parser.add_argument("--rows-per-expert", default="512,256,128", help="T·K/E, with commas")
+    parser.add_argument("--seeds", default="0,1", help="of each router")
+    parser.add_argument(
+        "--seconds-per-run", type=float, default=12, help="of the slowest router in `rounding`"
+    )
+    parser.add_argument(
+        "--backends", default="sonicmoe,grouped_mm,scattermoe", help="of throughput"
+    )
+    parser.add_argument("--agreement", default="sonicmoe,torch", help="the two backends compared")
+    parser.add_argument("--agreement-steps", type=int, default=100)
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction,
+        help="torch.compile; default: in `throughput` only, since it takes longer than a short run",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="any setting of a training, for every part",
+    )  # fmt: skip
+    for name, help_text in PRIVATE.items():
+        parser.add_argument(f"--{name}", help=help_text)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    output = Path(args.output or RESULTS / slug(device_name(device)) / "training")
+    runs, cache = Path(args.runs or "runs/evidence"), Path(args.cache or default_cache())
+    place = training.Place(output, runs, cache)
+    output.mkdir(parents=True, exist_ok=True)
+    changes = parse_assignments(args.set)
+    if args.compile is not None:
+        changes["compile"] = str(args.compile)
+    base, large = (c.override(changes) for c in (training.BASE, training.THROUGHPUT))
+    parts = names("--parts", args.parts)
+    if set(parts) - set(training.TABLES):
+        sys.exit(f"--parts: expected some of {PARTS}, got {args.parts!r}.")
+
+    jobs = []
+    if "agreement" in parts:
+        short = base.override({"steps": args.agreement_steps})
+        jobs.append(lambda: training.agreement(short, names("--agreement", args.agreement), place))
+    if "rounding" in parts:
+        seeds = names("--seeds", args.seeds)
+        for rows in map(int, names("--rows-per-expert", args.rows_per_expert)):
+            jobs.append(
+                lambda rows=rows: training.rounding(base, rows, seeds, args.seconds_per_run, place)
+            )
+    if "throughput" in parts:
+        jobs.append(lambda: training.throughput(large, names("--backends", args.backends), place))
+    records: list = []
+    for job in jobs:
+        records += job()
+        text = training.write(
+            records, output, _command(), args.commit
+        )  # what is done is kept, whatever follows
+    print(f"\n{text}\n\nKept in {output}.")
+    return 0
+
+
+def _command() -> str:
+    """This command without what is private to a machine."""
+    kept, given = [], iter(sys.argv[1:])
+    for word in given:
+        name, sign, _ = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in PRIVATE:
+            if not sign:
+                next(given, None)
+            continue
+        kept.append(word)
+    return shlex.join(["python", "benchmarks/training_evidence.py", *kept])
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        sys.exit(f"training_evidence.py: {error}")
