@@ -26,9 +26,18 @@ def keys(p: Problem, itemsize: int, transposed: bool = False) -> list[Key]:
 
 
 def candidate_tables(
-    p: Problem, itemsize: int, target: Target, transposed: bool = False, only=lambda config: True
+    p: Problem,
+    itemsize: int,
+    target: Target,
+    transposed: bool = False,
+    only=lambda: lambda config: True,
 ) -> list[Table]:
-    """The i-th table holds the i-th candidate of every product, as long as there is one."""
-    wanted = keys(p, itemsize, transposed)
-    columns = [[(key, c) for c in candidates(key, target) if only(c)] for key in wanted]
+    """The i-th table holds the i-th candidate of every product, as long as there is one.
+
+    `only()` makes the filter for one product.
+    """
+    columns = []
+    for key in keys(p, itemsize, transposed):
+        wanted = only()
+        columns.append([(key, c) for c in candidates(key, target) if wanted(c)])
     return [Table.of(pair for pair in row if pair) for row in zip_longest(*columns)]

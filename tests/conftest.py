@@ -9,6 +9,8 @@ from hypothesis import settings
 # Kernels under Triton's interpreter need a process of their own: test_interpreter_kernels.py.
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 os.environ["SONICMOE_TUNED"] = ""  # the choices that are shipped, not those of this machine
+# PyTorch reads this once, at the first product of a process: with it cuBLAS can repeat itself.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 collect_ignore = [] if INTERPRETING else ["interpreted"]
 
 settings.register_profile("sonicmoe", deadline=None, derandomize=True, print_blob=True)
