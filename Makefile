@@ -4,7 +4,7 @@ BIN := .venv/bin
 INPUTS := pyproject.toml constraints.txt
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: test test-gpu train format clean
+.PHONY: test test-gpu compatibility train format clean
 
 test: .venv/test  ## lint, type-check and test, in an environment of its own
 	$(BIN)/ruff check
@@ -15,6 +15,9 @@ test: .venv/test  ## lint, type-check and test, in an environment of its own
 test-gpu:  ## the tests that need a GPU, with the Python at hand; files side by side, since they compile
 	grep -rl 'mark\.gpu' tests --include='test_*.py' | PYTHONPATH=src xargs -P 8 -n 1 \
 	  $(PYTHON) -m pytest -m gpu -q -o addopts= -p no:cacheprovider $(ARGS)
+
+compatibility: .venv/test  ## run what docs/integrations.md claims; write its table with the versions here
+	$(BIN)/pytest -n $(JOBS) -m tries --compatibility $(ARGS)
 
 train: .venv/train  ## train a small language model: make train ARGS="--help"
 	$(BIN)/sonicmoe train $(ARGS)

@@ -2,6 +2,7 @@
 
 import os
 
+import compatibility
 import pytest
 import torch
 from hypothesis import settings
@@ -15,6 +16,16 @@ collect_ignore = [] if INTERPRETING else ["interpreted"]
 
 settings.register_profile("sonicmoe", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("sonicmoe")
+
+
+def pytest_addoption(parser):
+    words = "write the table of docs/integrations.md from what passes"
+    parser.addoption("--compatibility", action="store_true", help=words)
+
+
+def pytest_configure(config):
+    if config.getoption("--compatibility"):
+        config.pluginmanager.register(compatibility.Recorder())
 
 
 def pytest_collection_modifyitems(items):

@@ -123,6 +123,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.tries("torch.compile", "one graph for changing T, same gradients")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiled_without_a_graph_break(compiler, fresh_compiler):
     """One graph for changing numbers of tokens, with the same results and gradients."""
@@ -144,6 +145,7 @@ def test_compiled_without_a_graph_break(compiler, fresh_compiler):
     assert counter.frame_count == 1, "compiled again for another number of tokens"
 
 
+@pytest.mark.tries("torch.compile", "each public function")
 @pytest.mark.parametrize("entry", ["experts", "grouped", "general"])
 def test_compiled_functions(entry, fresh_compiler):
     given = make_inputs(CASE)

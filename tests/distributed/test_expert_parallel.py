@@ -18,12 +18,14 @@ def case(tokens, routing="uniform", **options) -> Case:
     return Case(f"{sum(tokens)},16,8,8,3", torch.float64, routing=routing, **options)
 
 
+@pytest.mark.tries("expert parallelism", "two processes, uneven and empty ranks, absent experts")
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", TWO, ids=str)
 def test_two_ranks(two, tokens, routing):
     two.run(ranks.experts_equal_one_process, case(tokens, routing, bias=True), tokens)
 
 
+@pytest.mark.tries("expert parallelism", "four processes")
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", FOUR, ids=str)
 def test_four_ranks(four, tokens, routing):
@@ -44,6 +46,7 @@ def test_neither_side_keeps_y(two):
     two.run(ranks.nothing_of_size_h_is_kept_but_the_rows, case([20]))
 
 
+@pytest.mark.tries("expert parallelism", "`MoE` with every router")
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("tokens", TWO[:2], ids=str)
 def test_layer(two, tokens, router):
@@ -59,6 +62,7 @@ def test_layer_on_four_ranks(four):
     four.run(ranks.layer_equals_one_process, [5, 1, 0, 6], {})
 
 
+@pytest.mark.tries("expert parallelism", "FSDP2 on the other dimension of a mesh")
 @pytest.mark.parametrize("tokens", [[3, 4, 5, 2], [0, 6, 0, 1]], ids=str)
 def test_layer_with_fsdp_on_the_other_dimension(four, tokens):
     four.run(ranks.layer_with_fsdp_on_the_other_dimension, tokens)

@@ -40,6 +40,7 @@ MOE = MoE(4, 2, 16, 8, add_bias=True)
 BACKWARD = {"aggregate": 1}  # the backward pass sums the rows of dX with the same operator
 
 
+@pytest.mark.tries("activation checkpointing", "plain")
 def test_plain(runs):
     x = torch.randn(12, 16)
     want = step(MOE, x)
@@ -51,6 +52,7 @@ def test_plain(runs):
     )
 
 
+@pytest.mark.tries("activation checkpointing", "selective; how often each operator runs")
 @pytest.mark.parametrize("names", [(), ("up",), ("topk", "permute"), ("up", "down", "aggregate")])
 def test_saved_operators_run_once(runs, names):
     x = torch.randn(12, 16)

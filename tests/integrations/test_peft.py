@@ -28,12 +28,14 @@ def adapted():
     return model
 
 
+@pytest.mark.tries("PEFT", "its wrapper around our backend, every gradient")
 def test_its_wrapper_around_our_backend(adapted):
     ours = copy.deepcopy(adapted)
     ours.base_model.model.set_experts_implementation(NAME)
     close(step(ours), step(adapted))
 
 
+@pytest.mark.tries("PEFT", "our products on its factors")
 def test_our_products_on_its_factors(adapted):
     outer = next(m for m in adapted.modules() if type(m).__name__ == "ParamWrapper")
     inner = outer.base_layer

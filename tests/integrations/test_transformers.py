@@ -31,6 +31,10 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.tries(
+    "Hugging Face transformers",
+    "every gradient of Mixtral, Qwen3-MoE, OLMoE, Granite-MoE, DeepSeek-V3 and GPT-OSS",
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_gradients(name, calls):
     model = small(name)
@@ -43,6 +47,7 @@ def test_logits_loss_and_gradients(name, calls):
     assert len(experts) >= 2 * layers and all(got[n].any() for n in experts)
 
 
+@pytest.mark.tries("Hugging Face transformers", "gradient checkpointing")
 @pytest.mark.parametrize("name", MODELS)
 def test_gradient_checkpointing(name):
     model = with_backend(small(name), NAME)
@@ -53,6 +58,7 @@ def test_gradient_checkpointing(name):
     close(step(model), want)
 
 
+@pytest.mark.tries("Hugging Face transformers", "`from_pretrained` and `generate`")
 @pytest.mark.parametrize("name", MODELS)
 def test_save_reload_and_generate(name, tmp_path):
     model = small(name).eval()
@@ -67,6 +73,7 @@ def test_save_reload_and_generate(name, tmp_path):
     assert torch.equal(again.generate(prompt, **options), want)
 
 
+@pytest.mark.tries("Hugging Face transformers", "autocast and bf16")
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_autocast_and_bf16(name, calls):
     model = small(name)
@@ -80,6 +87,7 @@ def test_autocast_and_bf16(name, calls):
         assert (logits.float() - exact).norm() < 0.1 * exact.norm()
 
 
+@pytest.mark.tries("Hugging Face transformers", "`torch.compile`")
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_compiled_without_a_graph_break(name):
     block = with_backend(small(name), NAME).model.layers[0].mlp.experts

@@ -1,0 +1,369 @@
+"""Our experts inside other frameworks, beside what runs there without them; verified first.
+
+train   small random models of transformers: loss curves and step times from the same seed
+layer   one OLMoE block of transformers: its router, and our experts or `grouped_mm`
+lora    adapters on frozen experts: our products, W + scale·B·A written out, PEFT's wrapper
+join    what torchtitan's two parameters for gate and up cost beside one
+"""
+
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..functional import experts, grouped_experts
+from ..integrations.lora import LowRank, lora_experts
+from ..reference import layer as reference
+from ..shapes import Problem
+from . import report
+from .cases import Case, find_case
+from .inputs import Inputs, make_inputs
+from .measure import measure
+from .results import Record
+from .subjects import Subject, leaves_of
+from .timing import wall_ms
+from .verify import MARGIN, PEER_MARGIN, Check, _Error, _honest_products, passed, verify
+
+NAME = "sonicmoe_experts"
+LAYER = replace(find_case("olmoe-1b-7b"), name="olmoe in transformers")
+LORA = replace(find_case("7b-fine"), name="lora")
+JOIN = replace(find_case("olmoe"), name="gate and up")
+RANK, SCALE = 16, 0.5
+PEFT = "PEFT, grouped_mm"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    tiny: bool = False  # sizes that a CPU likes
+    steps: int = 20
+
+    def sized(self, case: Case) -> Case:
+        return replace(case, problem=Problem.parse("64,32,16,8,2")) if self.tiny else case
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    records: list[Record]
+    failures: list[str]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# --- train ----------------------------------------------------------------------------------------
+IMPLEMENTATIONS = (NAME, "eager", "grouped_mm")
+MODELS: dict[str, dict] = {
+    "Qwen3Moe": {"moe_intermediate_size": 512, "num_experts": 32, "norm_topk_prob": True},
+    "GptOss": {"num_local_experts": 32, "sliding_window": 128},
+}
+LARGE = dict(
+    vocab_size=2048, hidden_size=1024, intermediate_size=512, num_hidden_layers=4,
+    num_attention_heads=8, num_key_value_heads=8, head_dim=128, num_experts_per_tok=4,
+)  # fmt: skip
+TINY = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts_per_tok=2,
+)  # fmt: skip
+
+
+def train(options: Options) -> Outcome:
+    """The same model and batches under each implementation. What strays from `eager` much more than
+    `grouped_mm` does is wrong, and gets no figure."""
+    records: list[Record] = []
+    failures = []
+    for model in MODELS:
+        losses, times = {}, {}
+        for implementation in IMPLEMENTATIONS:
+            losses[implementation], times[implementation] = _train(model, implementation, options)
+            _release()
+        strays = {
+            name: max(abs(a - b) for a, b in zip(curve, losses["eager"], strict=True))
+            for name, curve in losses.items()
+        }
+        if not strays[NAME] <= 2 * strays["grouped_mm"] + 0.02:  # NaN fails
+            failures.append(f"{model}: losses differ from eager's by up to {strays[NAME]:.3f}")
+            continue
+        rows: list[list] = [
+            [step + 1, *(losses[name][step] for name in IMPLEMENTATIONS)]
+            for step in range(options.steps)
+        ]
+        rows += [["ms a step", *times.values()], ["off eager", *strays.values()]]
+        print(f"\n{model}, {options.dtype}: loss\n{report.table(('step', *IMPLEMENTATIONS), rows)}")
+        records += [
+            {"part": "train", "case": model, "subject": name, "losses": losses[name],
+             "step_ms": times[name], "off_eager": strays[name]}
+            for name in IMPLEMENTATIONS
+        ]  # fmt: skip
+    return Outcome(records, failures)
+
+
+def _train(name: str, implementation: str, options: Options) -> tuple[list[float], float]:
+    import transformers
+
+    from ..integrations.transformers import register
+
+    register()
+    sizes = MODELS[name] | (TINY if options.tiny else LARGE)
+    if options.tiny:
+        sizes |= {key: 8 for key in sizes if key in ("num_experts", "num_local_experts")}
+        sizes |= {key: 16 for key in sizes if key == "moe_intermediate_size"}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes, pad_token_id=0)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model.set_experts_implementation(implementation)
+    model = model.to(options.device, options.dtype).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses: list[float] = []
+    times: list[float] = []
+    for batch in _batches(sizes["vocab_size"], options):
+
+        def step(batch=batch) -> None:
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+        times.append(wall_ms(step, options.device))
+        if len(times) % 5 == 0:
+            _say(f"{name}, {implementation}: step {len(times)}, loss {losses[-1]:.3f}")
+    return losses, statistics.median(times[options.steps // 4 :])  # the first ones compile
+
+
+def _batches(vocabulary: int, options: Options) -> Iterator[torch.Tensor]:
+    """Tokens that follow from the one before, so that there is something to learn."""
+    rows, length = (2, 16) if options.tiny else (8, 1024)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(options.steps):
+        tokens = [torch.randint(vocabulary, (rows,), generator=generator)]
+        for _ in range(length - 1):
+            tokens.append((5 * tokens[-1] + 7) % vocabulary)
+        yield torch.stack(tokens, 1).to(options.device)
+
+
+# --- layer ----------------------------------------------------------------------------------------
+def layer(options: Options) -> Outcome:
+    from ..integrations.transformers import register
+
+    register()
+    case = options.sized(LAYER)
+    inputs = make_inputs(case, "uniform", options.device, options.dtype)
+    outcome = Outcome([], [])
+    for name in (NAME, "grouped_mm"):
+        for router in (False, True):
+            subject = _in_transformers(inputs, name, router)
+            # Its router rounds scores to the model's dtype, which ours does not.
+            checks = verify(subject, inputs, peer=router or name != NAME)
+            _measured("layer", case, subject, checks, outcome)
+    _print_table(case, outcome)
+    for where in ("out", "in"):
+        found = {r["subject"]: r["fwd_bwd_ms"] for r in outcome.records if r["router"] == where}
+        if len(found) == 2:
+            print(f"router {where}: {found['grouped_mm'] / found[NAME]:.2f} × grouped_mm")
+    return outcome
+
+
+def _in_transformers(inputs: Inputs, implementation: str, router: bool) -> Subject:
+    block, ids, leaves = (
+        _block(inputs, implementation),
+        inputs.ids.long(),
+        leaves_of(inputs, router),
+    )
+    leaves |= {"w1": block.experts.gate_up_proj, "w2": block.experts.down_proj}
+    if router:
+        leaves["router_w"] = block.gate.weight
+
+    def forward() -> torch.Tensor:
+        return block(inputs.x[None])[0] if router else block.experts(inputs.x, ids, inputs.scores)
+
+    return Subject(implementation, router, forward, leaves, inputs.dout, concatenated=True)
+
+
+def _block(inputs: Inputs, implementation: str) -> Any:
+    """OLMoE's router and experts, with the weights of the inputs."""
+    from transformers import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+
+    p = inputs.case.problem
+    config = OlmoeConfig(
+        hidden_size=p.H, intermediate_size=p.I, num_experts=p.E, num_experts_per_tok=p.K,
+        norm_topk_prob=False,
+    )  # fmt: skip
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        block: Any = OlmoeSparseMoeBlock(config)
+    block.gate.weight = nn.Parameter(inputs.router_w.detach())
+    block.experts.gate_up_proj = nn.Parameter(inputs.w1.detach())
+    block.experts.down_proj = nn.Parameter(inputs.w2.detach())
+    return block
+
+
+# --- lora -----------------------------------------------------------------------------------------
+def lora(options: Options) -> Outcome:
+    """Weights are frozen; x, the scores and the four factors have gradients."""
+    case = options.sized(LORA)
+    p = case.problem
+    i = make_inputs(case, "uniform", options.device, options.dtype)
+    w1, w2 = i.w1.detach(), i.w2.detach()
+
+    def factor(*shape: int, std: float) -> torch.Tensor:
+        return nn.Parameter(torch.randn(shape, device=options.device, dtype=options.dtype) * std)
+
+    up = LowRank(
+        factor(RANK * p.E, p.H, std=p.H**-0.5), factor(p.N, RANK * p.E, std=RANK**-0.5), SCALE
+    )
+    down = LowRank(
+        factor(RANK * p.E, p.I, std=p.I**-0.5), factor(p.H, RANK * p.E, std=RANK**-0.5), SCALE
+    )
+    leaves = {"x": i.x, "scores": i.scores, "a1": up.a, "b1": up.b, "a2": down.a, "b2": down.b}
+
+    def subject(name: str, forward: Callable[[], torch.Tensor]) -> Subject:
+        return Subject(name, False, forward, leaves, i.dout)
+
+    def ours() -> torch.Tensor:
+        return lora_experts(i.x, i.ids, i.scores, w1, w2, up, down, gate_up="concatenated")
+
+    def written_out() -> torch.Tensor:
+        weights = _written_out(w1, up), _written_out(w2, down)
+        return experts(i.x, i.ids, i.scores, *weights, gate_up="concatenated")
+
+    exact, plain = (_reference(i, leaves, dtype) for dtype in (torch.float64, options.dtype))
+    _release()
+    outcome = Outcome([], [])
+    for s in (
+        subject("lora_experts", ours),
+        subject("W + scale·B·A, experts", written_out),
+        subject(PEFT, _peft(i, up, down)),
+    ):
+        _measured("lora", case, s, _checks(s, exact, plain), outcome)
+    _print_table(case, outcome)
+    return outcome
+
+
+def _written_out(w: torch.Tensor, lora: LowRank) -> torch.Tensor:
+    """PEFT's own definition, formed in full."""
+    a = lora.a.reshape(w.shape[0], -1, w.shape[2])
+    b = lora.b.reshape(w.shape[1], -1, w.shape[0])
+    return w + lora.scale * torch.einsum("ore,eri->eoi", b, a)
+
+
+def _reference(i: Inputs, leaves: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The output and the gradient of every leaf in plain PyTorch, from the same values."""
+    same = {  # scores are fp32 and stay so
+        name: t.detach().to(torch.promote_types(t.dtype, dtype)).requires_grad_()
+        for name, t in leaves.items()
+    }
+    up, down = LowRank(same["a1"], same["b1"], SCALE), LowRank(same["a2"], same["b2"], SCALE)
+    weights = [_written_out(w.detach().to(dtype), f) for w, f in ((i.w1, up), (i.w2, down))]
+    with _honest_products():
+        out = reference.experts(same["x"], i.ids, same["scores"], *weights, concatenated=True)
+        grads = torch.autograd.grad(out, tuple(same.values()), i.dout.to(dtype))
+    return {"out": out.detach(), **dict(zip(same, grads, strict=True))}
+
+
+def _checks(subject: Subject, exact: dict, plain: dict) -> list[Check]:
+    out = subject.forward()
+    got, checks = {"out": out.detach(), **subject.gradients(out)}, []
+    margin = PEER_MARGIN if subject.name == PEFT else MARGIN[out.element_size()]
+    for name, true in exact.items():
+        error = _Error()
+        error.add(got[name], plain[name], true)
+        checks.append(error.check(name, margin, torch.finfo(out.dtype).eps))
+    return checks
+
+
+def _peft(i: Inputs, up: LowRank, down: LowRank) -> Callable[[], torch.Tensor]:
+    """PEFT's wrapper around the experts of transformers, with our factors in it."""
+    import peft
+
+    block = _block(i, "grouped_mm").requires_grad_(False)
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=RANK, lora_alpha=int(SCALE * RANK), target_parameters=targets)
+    outer: Any = peft.inject_adapter_in_model(config, block).experts
+    for wrapper in (outer, outer.base_layer):
+        factors = up if wrapper.parameter_name == "gate_up_proj" else down
+        wrapper.lora_A["default"].weight = factors.a
+        wrapper.lora_B["default"].weight = factors.b
+    ids = i.ids.long()
+    return lambda: outer(i.x, ids, i.scores)
+
+
+# --- join -----------------------------------------------------------------------------------------
+def join(options: Options) -> Outcome:
+    """`grouped_experts` on gate and up as two parameters, joined at each call, and as one."""
+    case = options.sized(JOIN)
+    p = case.problem
+    i = make_inputs(case, "uniform", options.device, options.dtype)
+    rows = i.x.detach().repeat(p.K, 1).requires_grad_()
+    counts = i.ids.flatten().bincount(minlength=p.E)
+    dout = torch.randn_like(rows)
+    fused = i.w1.detach().unflatten(1, (p.I, 2))
+    gate, up = (fused[:, :, half].contiguous().requires_grad_() for half in (0, 1))
+
+    def one() -> torch.Tensor:
+        return grouped_experts(rows, counts, i.w1, i.w2)
+
+    def two() -> torch.Tensor:
+        w1 = torch.cat([gate, up], dim=1)
+        return grouped_experts(rows, counts, w1, i.w2, gate_up="concatenated")
+
+    subjects = (
+        Subject("one parameter", False, one, {"x": rows, "w1": i.w1, "w2": i.w2}, dout),
+        Subject("two, joined", False, two, {"x": rows, "g": gate, "u": up, "w2": i.w2}, dout),
+    )
+    outcome, want = Outcome([], []), subjects[0].forward().detach()
+    for subject in subjects:
+        off = ((subject.forward().detach() - want).float().norm() / want.float().norm()).item()
+        allowed = 4 * torch.finfo(options.dtype).eps
+        _measured("join", case, subject, [Check("out", off, 0.0, allowed)], outcome)
+    _print_table(case, outcome)
+    return outcome
+
+
+# --- shared ---------------------------------------------------------------------------------------
+def _measured(
+    part: str, case: Case, subject: Subject, checks: list[Check], outcome: Outcome
+) -> None:
+    """A record of what was right; a failure for what was not."""
+    router = "in" if subject.router else "out"
+    if not passed(checks):
+        wrong = ", ".join(check.tensor for check in checks if not check.passed)
+        outcome.failures.append(
+            f"{case.name}: {subject.name}, router {router}, is wrong in {wrong}\n"
+            f"{report.check_table(checks)}"
+        )
+        return
+    _say(f"{case.name}: timing {subject.name}, router {router}")
+    figures = measure(subject, case.problem)
+    if part == "lora":  # the frozen weights have no gradient: the FLOPs are not those of the layer
+        figures = {name: v for name, v in figures.items() if not name.endswith("tflops")}
+    outcome.records.append(
+        {"part": part, "case": case.name, "shape": str(case.problem), "subject": subject.name,
+         "router": router, **figures, "checks": [asdict(check) for check in checks]}
+    )  # fmt: skip
+    _release()
+
+
+def _print_table(case: Case, outcome: Outcome) -> None:
+    if outcome.records:
+        print(f"\n{case.name} ({case.problem})\n{report.layer_table(outcome.records)}")
+
+
+PARTS: dict[str, Callable[[Options], Outcome]] = {
+    "train": train, "layer": layer, "lora": lora, "join": join,
+}  # fmt: skip

@@ -1,0 +1,63 @@
+"""torchtitan: name one of these functions in `--override.imports`.
+
+`experts` leaves every parameter as it is. Gate and up are two of them there and one in our
+products, so each call joins them: 8·E·F·D bytes of traffic in the forward pass and as many for the
+two gradients, and a joined copy of 4·E·F·D bytes that is kept for the backward pass.
+`fused_experts` pays nothing of this: it takes over torchtitan's own fused parameter `w13`, whose
+rows are gate and up in turn. Checkpoints of the model stay torchtitan's; the state of the optimizer
+is that of `w13`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan.config import derive, override
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.overrides.fused_swiglu import FusedGroupedExperts, fused_grouped_experts
+
+from ..functional import grouped_experts
+
+
+class Experts(GroupedExperts):
+    """torchtitan's experts and parameters, our products; bf16 inside, as there."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD, num_tokens_per_expert_E):
+        gate, up, down = _local(self.w1_EFD, self.w3_EFD, self.w2_EDF)
+        return _experts(
+            x_RD, num_tokens_per_expert_E, torch.cat([gate, up], dim=1), down, "concatenated"
+        )
+
+
+class FusedExperts(FusedGroupedExperts):
+    """torchtitan's fused parameter w13 (E, F, 2, D), which is our interleaved W1 as it lies."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FusedGroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD, num_tokens_per_expert_E):
+        w13, down = _local(self.w13, self.w2_EDF)
+        return _experts(x_RD, num_tokens_per_expert_E, w13.flatten(1, 2), down, "interleaved")
+
+
+@override(target=GroupedExperts.Config, exact=True, description="sonicmoe, parameters unchanged")
+def experts(config: GroupedExperts.Config) -> Experts.Config:
+    return derive(config, Experts.Config)
+
+
+@override(target=GroupedExperts.Config, exact=True, description="sonicmoe, gate and up fused")
+def fused_experts(config: GroupedExperts.Config) -> FusedExperts.Config:
+    return derive(fused_grouped_experts(config), FusedExperts.Config)
+
+
+def _local(*weights: torch.Tensor) -> list[torch.Tensor]:
+    return [(w.to_local() if isinstance(w, DTensor) else w).bfloat16() for w in weights]
+
+
+def _experts(x, counts, w1, w2, gate_up: str) -> torch.Tensor:
+    return grouped_experts(x.bfloat16(), counts, w1, w2, gate_up=gate_up).type_as(x)
