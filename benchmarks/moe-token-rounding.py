@@ -5,10 +5,13 @@ python benchmarks/moe-token-rounding.py --thiekq 16384,4096,1024,256,4,128 --rou
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
+from sonicmoe.bench import results
 from sonicmoe.bench.rounding import ROUTINGS, Options, bench_rounding, parse_shape
+from sonicmoe.bench.rounding_sweep import run_sweep, sweep_shapes, sweep_table
 
 
 def parse_args() -> argparse.Namespace:
@@ -31,7 +34,31 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--concat_layout", action="store_true", help="all gates first, then all ups"
     )
+    parser.add_argument(
+        "--sweep", action="store_true", help="four sweeps of E, top-K and nr; --thiekq is not used"
+    )
+    parser.add_argument("--tokens", type=int, help="of a sweep; default: 16384")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="keep a sweep's figures")
+    parser.add_argument("--commit", help="named in kept figures")
     return parser.parse_args()
+
+
+def sweep(args: argparse.Namespace, options: Options) -> list[str]:
+    """Prints each shape when it is done, then the whole table."""
+    shapes, kept, failures = sweep_shapes(args.tokens), [], []
+    origin = results.provenance(options.device, " ".join(sys.argv), args.commit)
+    for i, found in enumerate(run_sweep(shapes, options), 1):
+        if isinstance(found, str):
+            failures.append(found)
+            continue
+        records = [origin | record for record in found]
+        kept += records
+        print(f"{i}/{len(shapes)}", sweep_table(records).splitlines()[-1], flush=True)
+        if args.results:
+            results.write(records, args.results, "rounding")
+    if kept:
+        print(sweep_table(kept))
+    return failures
 
 
 def main() -> int:
@@ -51,7 +78,7 @@ def main() -> int:
         check=not args.skip_test,
         rep_ms=args.rep,
     )
-    failures = bench_rounding(case, options)
+    failures = sweep(args, options) if args.sweep else bench_rounding(case, options)
     for failure in failures:
         print(f"FAILED {failure}\nNo figure is given for it.", file=sys.stderr)
     return 1 if failures else 0

@@ -1,5 +1,6 @@
 """benchmarks/moe-token-rounding.py from end to end on the CPU."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sonicmoe.bench import rounding, timing
+from sonicmoe.bench import rounding, rounding_sweep, timing
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "moe-token-rounding.py"
 TINY = ("--thiekq", "96,32,16,4,2,16", "--rep", "1")
@@ -54,3 +55,23 @@ def test_a_wrong_choice_gets_no_figure(monkeypatch, capsys):
     assert script(monkeypatch, *TINY) == 1
     shown = capsys.readouterr()
     assert "keeps other pairs" in shown.err and "fwd ms" not in shown.out
+
+
+def test_the_sweep(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(rounding_sweep, "SWEEPS", {"96,32,16,E,2": (4, 8)})
+    assert script(monkeypatch, "--sweep", "--rep", "1", "--results", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert "2/2 96,32,16,8,2" in shown and "NR-f 64" in shown
+    (kept,) = tmp_path.glob("*/*-rounding.jsonl")
+    records = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [(r["shape"], r["routing"], r["tile"]) for r in records] == [
+        (f"96,32,16,{e},2", *contender) for e in (4, 8) for contender in rounding_sweep.CONTENDERS
+    ]
+    assert all(r["fwd_bwd_ms"] > 0 and r["rows"] >= 0 for r in records)
+
+
+def test_a_sweep_with_a_wrong_choice_keeps_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(rounding_sweep, "SWEEPS", {"96,32,16,E,2": (4,)})
+    monkeypatch.setattr(rounding, "_same_choice", lambda router, r: False)
+    assert script(monkeypatch, "--sweep", "--rep", "1", "--results", str(tmp_path)) == 1
+    assert "keeps other pairs" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -23,7 +23,9 @@ STOP_AFTER = 6
 def _cublas_can_repeat():
     """PyTorch reads this once, at the first product of the process."""
     if torch.cuda.is_initialized() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        pytest.fail("CUBLAS_WORKSPACE_CONFIG must be set before CUDA starts: tests/conftest.py does")
+        pytest.fail(
+            "CUBLAS_WORKSPACE_CONFIG must be set before CUDA starts: tests/conftest.py does"
+        )
 
 
 @pytest.mark.parametrize(

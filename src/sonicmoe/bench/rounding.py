@@ -56,18 +56,18 @@ def parse_shape(text: str, bias: bool = False) -> tuple[Case, int]:
 def bench_rounding(case: Case, options: Options) -> list[str]:
     """Print the table of one routing; what is wrong comes back as text and gets no figure."""
     inputs = make_inputs(case, "uniform", options.device, options.dtype)
-    p, router = case.problem, _router(case, options)
+    p, router = case.problem, make_router(case, options)
     with torch.no_grad():
         logits = torch.nn.functional.linear(inputs.x, inputs.router_w)
         fixed = router(logits)
     if options.check:
-        failures = _failures(inputs, router, fixed, options)
+        failures = failures_of(inputs, router, fixed, options)
         if failures:
             return failures
 
     leaf = fixed.scores.detach().clone().requires_grad_()
     subjects = {
-        "in": Subject(options.routing, True, _with_router(inputs, router, options),
+        "in": Subject(options.routing, True, with_router(inputs, router, options),
                       leaves_of(inputs, router=True), inputs.dout),
         "out": _without_router(inputs, fixed, leaf, lambda: leaf, options),
     }  # fmt: skip
@@ -78,7 +78,7 @@ def bench_rounding(case: Case, options: Options) -> list[str]:
         found = times(p, forward, both - forward)
         columns = ("fwd_ms", "bwd_ms", "fwd_bwd_ms", "fwd_tflops", "fwd_bwd_tflops")
         rows.append([options.routing, name, *(found[column] for column in columns)])
-    alone = _routing_alone(router, logits, options)
+    alone = routing_alone(router, logits, options)
     by_clock = median_ms(alone, options.device, options.rep_ms)
     busy = busy_ms(alone, options.device)
 
@@ -94,7 +94,7 @@ def bench_rounding(case: Case, options: Options) -> list[str]:
     return []
 
 
-def _router(case: Case, options: Options) -> Router:
+def make_router(case: Case, options: Options) -> Router:
     p, subroutine = case.problem, ROUTINGS[options.routing]
     if subroutine is None:
         return TopK(p.E, p.K, softmax_over_topk=False)
@@ -109,7 +109,7 @@ def _layer(i: Inputs, r: Routing, scores: torch.Tensor, options: Options) -> tor
     )  # fmt: skip
 
 
-def _with_router(i: Inputs, router: Router, options: Options) -> Callable[[], torch.Tensor]:
+def with_router(i: Inputs, router: Router, options: Options) -> Callable[[], torch.Tensor]:
     def forward() -> torch.Tensor:
         r = router(torch.nn.functional.linear(i.x, i.router_w))
         return _layer(i, r, r.scores, options)
@@ -131,7 +131,7 @@ def _without_router(
     )  # fmt: skip
 
 
-def _routing_alone(router: Router, logits: torch.Tensor, options: Options) -> Callable[[], object]:
+def routing_alone(router: Router, logits: torch.Tensor, options: Options) -> Callable[[], object]:
     tokens, num_experts = logits.shape
 
     def alone() -> object:
@@ -146,7 +146,7 @@ def _routing_alone(router: Router, logits: torch.Tensor, options: Options) -> Ca
 
 
 # --- verification ---------------------------------------------------------------------------------
-def _failures(inputs: Inputs, router: Router, r: Routing, options: Options) -> list[str]:
+def failures_of(inputs: Inputs, router: Router, r: Routing, options: Options) -> list[str]:
     """The choice against plain PyTorch, then the layer and every gradient against fp64."""
     if isinstance(router, TokenRounding) and not _same_choice(router, r):
         return [f"{options.routing}: keeps other pairs than plain PyTorch"]

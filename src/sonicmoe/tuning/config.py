@@ -90,7 +90,10 @@ def is_valid(
 
 def shared_bytes(config: RowConfig | WeightConfig, itemsize: int, kernel: str) -> int:
     """The ring of operands and, in Hopper kernels, what is on its way out."""
-    ring = config.stages * (config.block_m + config.block_n) * config.block_k * itemsize
+    blocks = config.stages
+    if isinstance(config, RowConfig) and itemsize > 2:
+        blocks = 2 * (config.stages - 1)  # two products are added up before they join the sum
+    ring = blocks * (config.block_m + config.block_n) * config.block_k * itemsize
     if not config.hopper:
         return ring
     tile = config.block_m * config.block_n * itemsize

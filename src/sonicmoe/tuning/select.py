@@ -58,7 +58,7 @@ def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
     copy engine brings them, 128 columns and a long ring.
     """
     if kernel in ("down", "dx"):
-        return RowConfig(128, 128, 64, warps=8, stages=5, tma=True, hopper=True)
+        return RowConfig(128, 128, 64, warps=8, stages=6, tma=True, hopper=True)
     columns = 128 if N <= 128 else 256
     stages = 6 if kernel == "score_gradient" else 8
     return RowConfig(128, columns, 32, warps=8, stages=stages, tma=True, hopper=True)

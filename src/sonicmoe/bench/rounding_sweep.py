@@ -1,0 +1,99 @@
+"""Token rounding beside plain top-K over four sweeps of the number of experts, router in."""
+
+import statistics as stats
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from . import report
+from .inputs import make_inputs
+from .kernels import busy_ms
+from .measure import times
+from .results import Record
+from .rounding import Options, failures_of, make_router, parse_shape, routing_alone, with_router
+from .subjects import Subject, leaves_of
+from .timing import median_ms
+
+# More experts, fewer rows for each: the less whole tiles a row of experts fills.
+SWEEPS = {
+    "16384,1536,256,E,8": (64, 128, 256, 512),
+    "16384,1536,1024,E,2": (16, 32, 64, 128),
+    "16384,4096,512,E,8": (64, 128, 256, 512),
+    "16384,4096,1024,E,4": (32, 64, 128, 256),
+}
+# top_k leaves an expert's last rows to half tiles; 64 rounds to those.
+CONTENDERS = (("top_k", 128), ("nr", 128), ("nr", 64))
+ROUNDS = 3
+
+
+def sweep_shapes(tokens: int | None = None) -> list[str]:
+    shapes = [s.replace("E", str(e)) for s, experts in SWEEPS.items() for e in experts]
+    return shapes if tokens is None else [f"{tokens},{s.split(',', 1)[1]}" for s in shapes]
+
+
+def run_sweep(shapes: list[str], options: Options) -> Iterator[list[Record] | str]:
+    """For each shape its records, or what is wrong with it."""
+    for shape in shapes:
+        case, _ = parse_shape(f"{shape},{options.tile}")
+        inputs = make_inputs(case, "uniform", options.device, options.dtype)
+        with torch.no_grad():
+            logits = torch.nn.functional.linear(inputs.x, inputs.router_w)
+        subjects: dict[tuple[str, int], Subject] = {}
+        records, wrong = [], []
+        for routing, tile in CONTENDERS:
+            one = replace(options, routing=routing, tile=tile)
+            router = make_router(case, one)
+            with torch.no_grad():
+                fixed = router(logits)
+            if options.check:
+                wrong += failures_of(inputs, router, fixed, one)
+            subjects[routing, tile] = Subject(
+                routing, True, with_router(inputs, router, one),
+                leaves_of(inputs, router=True), inputs.dout,
+            )  # fmt: skip
+            records.append({
+                "kind": "rounding", "shape": shape, "routing": routing, "tile": tile,
+                "rows": int((fixed.ids >= 0).sum()),
+                "routing_busy_ms": busy_ms(routing_alone(router, logits, one), options.device),
+            })  # fmt: skip
+        if wrong:
+            yield f"{shape}: " + "; ".join(wrong)
+            continue
+        forward = _alternating({k: s.forward for k, s in subjects.items()}, options)
+        both = _alternating({k: s.forward_backward for k, s in subjects.items()}, options)
+        for record, key in zip(records, subjects, strict=True):
+            record |= times(case.problem, forward[key], both[key] - forward[key])
+        yield records
+
+
+def sweep_table(records: list[Record]) -> str:
+    """A line for each shape; TFLOP/s count the products of plain top-K on every side."""
+    rows = []
+    for shape in dict.fromkeys(r["shape"] for r in records):
+        of = {(r["routing"], r["tile"]): r for r in records if r["shape"] == shape}
+        plain, line = of["top_k", 128], [shape]
+        for key in CONTENDERS:
+            r = of[key]
+            line.append(f"{r['fwd_bwd_ms']:.2f} ({r['fwd_bwd_tflops']:.0f})")
+            if key != ("top_k", 128):
+                line.append(f"{plain['fwd_bwd_ms'] / r['fwd_bwd_ms']:.2f}×")
+        extra = of["nr", 128]["routing_busy_ms"] - plain["routing_busy_ms"]
+        rows.append([*line, f"{1e3 * extra:.0f}"])
+    head = (
+        "T,H,I,E,K", "top-K ms (TFLOP/s)", "NR-f 128", "gain", "NR-f 64", "gain", "routing + µs"
+    )  # fmt: skip
+    return report.table(head, rows)
+
+
+def _alternating(calls: dict, options: Options) -> dict:
+    """Medians over rounds in turn, so that a clock that drifts decides nothing."""
+    found: dict = {key: [] for key in calls}
+    for _ in range(ROUNDS):
+        for key, call in calls.items():
+            found[key].append(_median(call, options))
+    return {key: stats.median(values) for key, values in found.items()}
+
+
+def _median(call: Callable[[], object], options: Options) -> float:
+    return median_ms(call, options.device, options.rep_ms)
