@@ -24,7 +24,7 @@ def _cublas_can_repeat():
     """PyTorch reads this once, at the first product of the process."""
     if torch.cuda.is_initialized() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         pytest.fail(
-            "CUBLAS_WORKSPACE_CONFIG must be set before CUDA starts: tests/conftest.py does"
+            "set CUBLAS_WORKSPACE_CONFIG before CUDA starts, as tests/conftest.py does"
         )
 
 
