@@ -71,8 +71,11 @@ def _load_weights(
 
 @gluon.jit
 def _tokens(row_token, row, end, r):
-    """Token of each of 64 rows; 0 for rows past the end, whose results are dropped."""
-    return gl.load(row_token + row + r, mask=row + r < end, other=0)
+    """Token of each of 64 rows. Past the end, where results are dropped, the expert's last token:
+
+    one token for all of them, and every tail on the GPU would wait for the same line of the cache.
+    """
+    return gl.load(row_token + gl.maximum(gl.minimum(row + r, end - 1), 0))
 
 
 @gluon.jit

@@ -45,7 +45,9 @@ def round_tokens(scores, ids, tile, subroutine, uniform):
     launch(
         kernels.select_kernel, (experts,),
         keys, chosen, uniform, rows, least, cut, tokens, length, experts, tile,
-        SUBROUTINE=subroutine, BE=power_of_two(experts), CHUNK=_COLUMN, num_warps=32,
+        SUBROUTINE=subroutine, BE=power_of_two(experts),
+        CHUNK=_COLUMN // 2 if subroutine == "nr-s" else _COLUMN,  # its sums take registers too
+        num_warps=32,
     )  # fmt: skip
     launch(
         kernels.tally_kernel, (blocks,),

@@ -66,7 +66,7 @@ class TokenRounding(Router):
             return Routing(logits, ids, scores)
         with torch.no_grad():
             _, ids = topk_scores(logits, self.k, backend=backend)
-        scores = widened(logits).softmax(-1)
+        scores = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         if self.normalize:
             scores = scores / scores.gather(1, ids.long()).sum(-1, keepdim=True)
         if uniform is None and self.subroutine in STOCHASTIC:
