@@ -33,7 +33,7 @@ def compile_layer(arch, dtype, activation, concatenated, transposed, bias, sizes
         new(tokens, 2, dtype=torch.float32),
         index(rows),
         index(3),
-        index(4, 4),
+        index(4, 3),
     )
     height = tile_height(dtype, "triton")
     with compiling(arch) as compiled:

@@ -21,31 +21,17 @@ from .hopper_copies import copy_gathered, copy_in
 from .ragged import store_rows, store_rows_of_half
 
 ROWS = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instruction
-GROUP = gl.constexpr(16)  # M-tiles that take the same N-tile side by side
 
 
 @gluon.jit
 def tile_of(tiles, index, total, n_tiles):
-    """Expert, first row, the expert's end row and N-tile of work item `index`, or of the last one.
+    """Expert, first row and the expert's end row of work item `index`, or of the last one past it.
 
-    Up to GROUP M-tiles of an expert take the same N-tile side by side, then the next: programs that
-    run together share both operands in the L2 cache. No work at all reads as the table's header.
+    Where there is no work at all that is the table's header, which reads as no rows.
     """
-    index = gl.minimum(index, total - 1)
-    at = gl.where(total > 0, index // n_tiles, -1)
-    entry = tiles + 4 + 4 * at
-    expert = gl.load(entry)
-    row = gl.load(entry + 1)
-    end = gl.load(entry + 2)
-    first = gl.load(entry + 3)
-    start = row - (at - first) * (2 * ROWS)
-    place = index - first * n_tiles
-    group = place // (GROUP * n_tiles)
-    place -= group * (GROUP * n_tiles)
-    left = (end - start + 2 * ROWS - 1) // (2 * ROWS) - group * GROUP
-    abreast = gl.maximum(gl.minimum(left, GROUP), 1)
-    row = start + (group * GROUP + place % abreast) * (2 * ROWS)
-    return expert, row, end, place // abreast
+    m = gl.minimum(index // n_tiles, total // n_tiles - 1)
+    entry = tiles + 3 + 3 * m
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
 
 
 @gluon.jit
@@ -106,17 +92,16 @@ def producer(
     r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    expert, row, end, n = tile_of(tiles, first, total, n_tiles)
-    next_expert, next_row, next_end, next_n = tile_of(tiles, first + stride, total, n_tiles)
+    expert, row, end = tile_of(tiles, first, total, n_tiles)
+    next_expert, next_row, next_end = tile_of(tiles, first + stride, total, n_tiles)
     if GATHER:
         upper = _tokens(row_token, row, end, r)
         lower = _tokens(row_token, row + ROWS, end, r)
     step = 0
     for index in range(first, total, stride):
+        n = index % n_tiles
         column = n * (BN // 2) if TWO_HALVES else n * BN
-        later_expert, later_row, later_end, later_n = tile_of(
-            tiles, index + 2 * stride, total, n_tiles
-        )
+        later_expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
         if GATHER:
             upper_ptr = a + gl.expand_dims(upper.to(gl.int64) * K, 1) + gl.expand_dims(offs_k, 0)
             lower_ptr = a + gl.expand_dims(lower.to(gl.int64) * K, 1) + gl.expand_dims(offs_k, 0)
@@ -142,8 +127,8 @@ def producer(
                 copy_in(a, [row, k], full.index(slot), a_smem.index(2 * slot))
                 copy_in(a, [row + ROWS, k], full.index(slot), a_smem.index(2 * slot + 1))
             step += 1
-        expert, row, n = next_expert, next_row, next_n
-        next_expert, next_row, next_end, next_n = later_expert, later_row, later_end, later_n
+        expert, row = next_expert, next_row
+        next_expert, next_row, next_end = later_expert, later_row, later_end
     if GATHER:
         async_copy.wait_group(0)
 
@@ -238,10 +223,11 @@ def _product_consumer(
     step = 0
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    expert, row, end, n = tile_of(tiles, first, total, n_tiles)
+    expert, row, end = tile_of(tiles, first, total, n_tiles)
     for index in range(first, total, stride):
+        n = index % n_tiles
         row += WHICH * ROWS
-        next_expert, next_row, next_end, next_n = tile_of(tiles, index + stride, total, n_tiles)
+        next_expert, next_row, next_end = tile_of(tiles, index + stride, total, n_tiles)
         if row < end:
             acc, step = accumulate(
                 step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, False
@@ -258,7 +244,7 @@ def _product_consumer(
             stage_and_store(acc.to(y.dtype), y, end, row, n * BN, y_smem.index(WHICH), BN)
         else:
             step = pass_by(step, full, empty, K, BK, STAGES)
-        expert, row, end, n = next_expert, next_row, next_end, next_n
+        expert, row, end = next_expert, next_row, next_end
     tma.store_wait(0)
 
 
@@ -331,7 +317,8 @@ def _up_consumer(
     STORES: gl.constexpr = 3 if KEEP_Z else 1  # for a piece of A; those of a tile alternate
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, n = tile_of(tiles, index, total, n_tiles)
+        n = index % n_tiles
+        expert, row, end = tile_of(tiles, index, total, n_tiles)
         row += WHICH * ROWS
         if row < end:
             acc, step = accumulate(

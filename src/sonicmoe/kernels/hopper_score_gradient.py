@@ -118,11 +118,12 @@ def _consumer(
     z_round = 0  # how often the buffers were filled; a tile fills them all, SLICES // BUFFERS times
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    _expert, row, end, n = tile_of(tiles, first, total, n_tiles)
-    _expert, next_row, next_end, next_n = tile_of(tiles, first + stride, total, n_tiles)
+    _expert, row, end = tile_of(tiles, first, total, n_tiles)
+    _expert, next_row, next_end = tile_of(tiles, first + stride, total, n_tiles)
     row += WHICH * ROWS
     slot = _slots(row_slot, row, end, r)
     for index in range(first, total, stride):
+        n = index % n_tiles
         next_row += WHICH * ROWS
         next_slot = _slots(row_slot, next_row, next_end, r)
         if row < end:
@@ -140,9 +141,7 @@ def _consumer(
             acc, step = accumulate(
                 step, do_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
             )
-            _expert, later_row, later_end, later_n = tile_of(
-                tiles, index + 2 * stride, total, n_tiles
-            )
+            _expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
             if BN == 256:
                 left, right = halves(acc)
                 s0, s1, s2, s3 = quarters(left)
@@ -172,11 +171,9 @@ def _consumer(
                 gl.store(partial + n * plane.to(gl.int64) + slot, gl.sum(ds, 1), mask=ok)
         else:
             step = pass_by(step, full, empty, H, BK, STAGES)
-            _expert, later_row, later_end, later_n = tile_of(
-                tiles, index + 2 * stride, total, n_tiles
-            )
-        row, end, n, slot = next_row, next_end, next_n, next_slot
-        next_row, next_end, next_n = later_row, later_end, later_n
+            _expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
+        row, end, slot = next_row, next_end, next_slot
+        next_row, next_end = later_row, later_end
     tma.store_wait(0)
 
 

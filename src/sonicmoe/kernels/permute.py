@@ -45,7 +45,6 @@ def _write_tiles(tiles, start, rows, num_experts, HEIGHT: tl.constexpr, BE: tl.c
         tl.store(tiles, tl.sum(count, 0))
         tl.store(tiles + 1, 0)
         tl.store(tiles + 2, 0)
-        tl.store(tiles + 3, 0)
     for expert in tl.range(p, num_experts, tl.num_programs(0)):
         mine = e == expert
         n = tl.sum(tl.where(mine, count, 0), 0)
@@ -54,11 +53,10 @@ def _write_tiles(tiles, start, rows, num_experts, HEIGHT: tl.constexpr, BE: tl.c
         end = row + tl.sum(tl.where(mine, rows, 0), 0)
         for i0 in tl.range(0, n, 64):
             i = i0 + tl.arange(0, 64)
-            entry = tiles + 4 * (1 + tile + i)
+            entry = tiles + 3 * (1 + tile + i)
             tl.store(entry, expert, mask=i < n)
             tl.store(entry + 1, row + i * HEIGHT, mask=i < n)
             tl.store(entry + 2, end, mask=i < n)
-            tl.store(entry + 3, tile, mask=i < n)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 @triton.jit
 def tile_of(tiles, index):
     """Expert, first row and end row of the expert for M-tile `index`."""
-    entry = tiles + 4 + 4 * index
+    entry = tiles + 3 + 3 * index
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
 

@@ -55,18 +55,16 @@ def permute(
 
 
 def tiles(expert_start: torch.Tensor, rows: int, tile_height: int) -> torch.Tensor:
-    """(1+n, 4): the number of tiles; then of each its expert, its first row, the expert's end row
-    and the expert's first tile.
-    """
+    """(1+n, 3): the number of tiles, then expert, first row and the expert's end row of each."""
     start = expert_start.tolist()
-    table: list[tuple[int, int, int, int]] = []
-    for e in range(len(start) - 1):
-        first = len(table)
-        rows_of = range(start[e], start[e + 1], tile_height)
-        table += [(e, row, start[e + 1], first) for row in rows_of]
+    table = [
+        (e, row, start[e + 1])
+        for e in range(len(start) - 1)
+        for row in range(start[e], start[e + 1], tile_height)
+    ]
     bound = max_tiles(rows, len(start) - 1, tile_height)
     assert len(table) <= bound, f"{ceil_div(rows, tile_height)=} {len(table)=}"
-    out = torch.full((1 + bound, 4), -1, device=expert_start.device)
-    out[0] = torch.tensor([len(table), 0, 0, 0])
-    out[1 : 1 + len(table)] = torch.tensor(table, dtype=out.dtype).reshape(-1, 4)
+    out = torch.full((1 + bound, 3), -1, device=expert_start.device)
+    out[0] = torch.tensor([len(table), 0, 0])
+    out[1 : 1 + len(table)] = torch.tensor(table, dtype=out.dtype).reshape(-1, 3)
     return out
