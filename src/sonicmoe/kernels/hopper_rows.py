@@ -414,5 +414,5 @@ def hopper_up_kernel(
             )),
         ],
         [4, 4 if GATHER else 1],
-        [224, 56] if TWO_HALVES else [232, 40],
+        [224, 56],
     )  # fmt: skip

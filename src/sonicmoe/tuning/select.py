@@ -40,7 +40,7 @@ def default_row_config(
     if itemsize > 2:
         return RowConfig(32, 64, 32, warps=8, stages=2, tma=False, programs=2, slices=2)
     if target.arch == 90 and target.gluon and (gated or kernel in ("down", "dx")):
-        return _hopper_rows(kernel, K, N)
+        return _hopper_rows(kernel, N)
     if target.arch == 90:
         if kernel == "score_gradient":
             return RowConfig(128, 128, 64, warps=8, stages=4, tma=True, slices=2)
@@ -51,7 +51,7 @@ def default_row_config(
     return RowConfig(128, 128, 64, warps=8, stages=3, tma=False, slices=2)
 
 
-def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
+def _hopper_rows(kernel: str, N: int) -> RowConfig:
     """Measured on an H200 at the shapes of docs/log.md.
 
     Where rows are gathered, 256 columns: with 128 every row is gathered twice as often. Where the
@@ -60,8 +60,9 @@ def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
     if kernel in ("down", "dx"):
         return RowConfig(128, 128, 64, warps=8, stages=6, tma=True, hopper=True)
     columns = 128 if N <= 128 else 256
-    stages = 6 if kernel == "score_gradient" else 8
-    return RowConfig(128, columns, 32, warps=8, stages=stages, tma=True, hopper=True)
+    if kernel == "score_gradient":
+        return RowConfig(128, columns, 32, warps=8, stages=6, tma=True, hopper=True)
+    return RowConfig(128, columns, 64, warps=8, stages=4, tma=True, hopper=True)
 
 
 def default_weight_config(
