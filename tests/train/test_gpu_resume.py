@@ -23,9 +23,7 @@ STOP_AFTER = 6
 def _cublas_can_repeat():
     """PyTorch reads this once, at the first product of the process."""
     if torch.cuda.is_initialized() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        pytest.fail(
-            "set CUBLAS_WORKSPACE_CONFIG before CUDA starts, as tests/conftest.py does"
-        )
+        pytest.fail("set CUBLAS_WORKSPACE_CONFIG before CUDA starts, as tests/conftest.py does")
 
 
 @pytest.mark.parametrize(
