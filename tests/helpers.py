@@ -263,6 +263,27 @@ def check_experts(case: Case, device: str = "cpu", backend: str | None = None) -
     check_zeros(got, inputs)
 
 
+def check_main_grad(case: Case, device: str = "cpu", backend: str | None = None) -> None:
+    """Two backward passes into fp32 buffers, against gradients added up outside."""
+    inputs = make_inputs(case, device)
+    rough, exact = run(plain(case), inputs), run(plain(case), inputs.double())
+    given, began = inputs.arguments(), {}
+    for name in ("w1", "w2"):
+        given[name] = torch.nn.Parameter(given[name])
+        given[name].main_grad = torch.randn_like(given[name], dtype=torch.float32)
+        began[name] = given[name].main_grad.clone()
+    for _ in range(2):
+        with poisoned():
+            ours(case, backend)(**given).backward(inputs.dout)
+    for name, begin in began.items():
+        assert given[name].grad is None
+        outside = begin + rough[f"d{name}"] + rough[f"d{name}"]
+        budget(
+            given[name].main_grad - begin, outside - begin, 2 * exact[f"d{name}"],
+            name=name, dtype=case.dtype, tokens=len(exact["out"]),
+        )  # fmt: skip
+
+
 def check_zeros(got: dict, inputs: Inputs) -> None:
     """Experts without rows and slots without an expert have gradients that are exactly zero."""
     experts = inputs.w1.shape[0]

@@ -60,6 +60,14 @@ def _arguments() -> dict[str, list[tuple]]:
             (given.dout, *down_back, *some, b),
             (rows, *grouped_back, True, True, False, False, b),
         ],
+        "down_backward_into": [
+            (torch.zeros_like(given.w2), given.dout, *down_back, True, True, True, b),
+            (torch.zeros_like(given.w2), given.dout, *down_back, False, False, False, b),
+        ],
+        "up_backward_into": [
+            (torch.zeros_like(given.w1), z, *up_back, True, True, b),
+            (torch.zeros_like(given.w1), z, *up_back, False, False, b),
+        ],
         "up_backward": [
             (z, *up_back, True, True, True, b),
             (z, *up_back, False, True, False, b),

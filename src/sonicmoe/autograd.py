@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import ops
+from .main_grad import added_to_main_grad, with_main_grad
 
 
 class RouterLogits(torch.autograd.Function):
@@ -89,6 +90,7 @@ class Up(torch.autograd.Function):
         ctx.mark_non_differentiable(a)
         ctx.save_for_backward(x, w1, row_token, slot_row, token_start, expert_start, tiles)
         ctx.options = (tile_height, backend)
+        ctx.main = with_main_grad(w1)
         return z, a
 
     @staticmethod
@@ -98,9 +100,15 @@ class Up(torch.autograd.Function):
             return (None,) * 13
         tile_height, backend = ctx.options
         need_dx, need_dw1, need_db1 = ctx.needs_input_grad[:3]
-        dx, dw1, db1 = ops.up_backward(
-            dz, *ctx.saved_tensors, tile_height, need_dx, need_dw1, need_db1, backend
-        )
+        if need_dw1 and ctx.main is not None:
+            dx, db1 = ops.up_backward_into(
+                ctx.main.main_grad, dz, *ctx.saved_tensors, tile_height, need_dx, need_db1, backend
+            )
+            dw1 = added_to_main_grad(ctx.main)
+        else:
+            dx, dw1, db1 = ops.up_backward(
+                dz, *ctx.saved_tensors, tile_height, need_dx, need_dw1, need_db1, backend
+            )
         grads = (dx if need_dx else None, dw1 if need_dw1 else None, db1 if need_db1 else None)
         return *grads, *([None] * 10)
 
@@ -133,6 +141,7 @@ class Down(torch.autograd.Function):
             out = ops.aggregate(out, scores, slot_row, token_start, tokens, backend)
         ctx.save_for_backward(z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles)
         ctx.options = (tile_height, activation, concatenated, backend)
+        ctx.main = with_main_grad(w2)
         return out
 
     @staticmethod
@@ -140,10 +149,17 @@ class Down(torch.autograd.Function):
     def backward(ctx, dout):
         *options, backend = ctx.options
         need_dz, _, need_dscores, need_dw2, need_db2 = ctx.needs_input_grad[:5]
-        dz, dw2, db2, dscores = ops.down_backward(
-            dout.contiguous(), *ctx.saved_tensors, *options,
-            need_dz, need_dw2, need_db2, need_dscores, backend,
-        )  # fmt: skip
+        if need_dw2 and ctx.main is not None:
+            dz, db2, dscores = ops.down_backward_into(
+                ctx.main.main_grad, dout.contiguous(), *ctx.saved_tensors, *options,
+                need_dz, need_db2, need_dscores, backend,
+            )  # fmt: skip
+            dw2 = added_to_main_grad(ctx.main)
+        else:
+            dz, dw2, db2, dscores = ops.down_backward(
+                dout.contiguous(), *ctx.saved_tensors, *options,
+                need_dz, need_dw2, need_db2, need_dscores, backend,
+            )  # fmt: skip
         grads = (
             dz if need_dz else None,
             None,

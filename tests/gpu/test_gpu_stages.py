@@ -7,6 +7,7 @@ from helpers import (
     Case,
     budget,
     check_experts,
+    check_main_grad,
     compare,
     make_inputs,
     plain,
@@ -121,6 +122,14 @@ def test_grouped_rows_and_a_tail_of_garbage(counts, with_scores):
         got = run(grouped, given)
     compare(got, rough, exact, case.dtype)
     assert (got["out"][used:] == 0).all() and (got["dx"][used:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+@pytest.mark.parametrize("routing", ["uniform", "empty_experts"])
+def test_weight_gradients_added_to_a_buffer(dtype, transposed, routing):
+    shape = "777,264,136,6,2"
+    check_main_grad(Case(shape, dtype, transposed=transposed, routing=routing), CUDA, "triton")
 
 
 @pytest.mark.parametrize("concatenated", [False, True])

@@ -6,6 +6,7 @@ from helpers import (
     ACTIVATIONS,
     Case,
     check_experts,
+    check_main_grad,
     compare,
     make_inputs,
     ours,
@@ -51,6 +52,12 @@ SHAPES = {
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_gradient_is_within_the_budget(case):
     check_experts(case, "cpu", "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+def test_weight_gradients_added_to_a_buffer(dtype, transposed):
+    check_main_grad(Case(TINY, dtype, transposed=transposed, routing="dropped"), "cpu", "triton")
 
 
 @pytest.mark.parametrize(("shape", "routing"), SHAPES.items())

@@ -106,9 +106,29 @@ def _producer(
 
 
 @gluon.jit
+def _add_to(
+    main_grad, piece, expert, m0, n0,
+    M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """(ROWS, COLUMNS) onto fp32 in memory: every element is some program's own."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
+    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    n = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
+    row = (expert.to(gl.int64) * M + m) * N
+    ptr = main_grad + gl.expand_dims(row, 1) + gl.expand_dims(n, 0)
+    inside = gl.expand_dims(m < M, 1) & gl.expand_dims(n < N, 0)
+    sum = gl.load(ptr, mask=inside, other=0.0) + gl.convert_layout(piece, L, assert_trivial=True)
+    gl.store(ptr, sum, mask=inside)
+
+
+@gluon.jit
 def _consumer(
-    out, expert_start, total, m_tiles, n_tiles, left_smem, right_smem, out_smem, full, empty,
-    WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    out, main_grad, expert_start, total, m_tiles, n_tiles,
+    left_smem, right_smem, out_smem, full, empty,
+    WHICH: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     GATHER: gl.constexpr,
 ):  # fmt: skip
     CM: gl.constexpr = BM // 2
@@ -140,28 +160,36 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=end > start)
         pieces = quarters(acc)
+        expert = index // per_expert
         for i in gl.static_range(4):
-            tma.store_wait(1)  # the piece before the last has left the buffer they share
-            staged = out_smem.index(2 * WHICH + i % 2)
-            staged.reshape([CM, BN // 4]).store(pieces[i].to(out.dtype))
-            fence_async_shared()
-            copy_out(out, [index // per_expert, m0, n0 + i * (BN // 4)], staged)
+            column = n0 + i * (BN // 4)
+            if main_grad is not None:
+                if end > start:
+                    _add_to(main_grad, pieces[i], expert, m0, column, M, N, CM, BN // 4)
+            else:
+                tma.store_wait(1)  # the piece before the last has left the buffer they share
+                staged = out_smem.index(2 * WHICH + i % 2)
+                staged.reshape([CM, BN // 4]).store(pieces[i].to(out.dtype))
+                fence_async_shared()
+                copy_out(out, [expert, m0, column], staged)
         start, end = next_start, next_end
     tma.store_wait(0)
 
 
 @gluon.jit
 def hopper_weight_gradient_kernel(
-    left, right, row_token, out, expert_start, num_experts,
+    left, right, row_token, out, main_grad, expert_start, num_experts,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :]; at most one of the operands gathered.
 
+    Instead of `out`, `main_grad` (E, M, N) in fp32 may be given, to which the sums are added.
+
     Grid: one program a multiprocessor; each walks over (expert, M-tile, N-tile).
     """
     CM: gl.constexpr = BM // 2
-    dtype: gl.constexpr = out.dtype
+    dtype: gl.constexpr = right.dtype if GATHER_LEFT else left.dtype
     m_tiles: gl.constexpr = (M + BM - 1) // BM
     n_tiles: gl.constexpr = (N + BN - 1) // BN
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -173,7 +201,10 @@ def hopper_weight_gradient_kernel(
         right_smem = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], PLAIN)
     else:
         right_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BK, BN], right.layout)
-    out_smem = gl.allocate_shared_memory(dtype, [4, 1, CM, BN // 4], out.layout)
+    if main_grad is None:
+        out_smem = gl.allocate_shared_memory(dtype, [4, 1, CM, BN // 4], out.layout)
+    else:
+        out_smem = left_smem  # not used
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     GATHER: gl.constexpr = GATHER_LEFT or GATHER_RIGHT
@@ -185,14 +216,14 @@ def hopper_weight_gradient_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out, expert_start, total, m_tiles, n_tiles,
+                out, main_grad, expert_start, total, m_tiles, n_tiles,
                 left_smem, right_smem, out_smem, full, empty,
-                0, BM, BN, BK, STAGES, GATHER,
+                0, M, N, BM, BN, BK, STAGES, GATHER,
             )),
             (_consumer, (
-                out, expert_start, total, m_tiles, n_tiles,
+                out, main_grad, expert_start, total, m_tiles, n_tiles,
                 left_smem, right_smem, out_smem, full, empty,
-                1, BM, BN, BK, STAGES, GATHER,
+                1, M, N, BM, BN, BK, STAGES, GATHER,
             )),
             (_producer, (
                 left, right, row_token, expert_start, total, m_tiles, n_tiles,

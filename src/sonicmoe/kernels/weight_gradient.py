@@ -44,8 +44,11 @@ def weight_gradient_kernel(
     M: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     L_TMA: tl.constexpr, R_TMA: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :] over the rows of e; zeros where e has none.
+
+    With `ADD` the sums are added to what `out` holds.
 
     Rows of `left` and `right` are gathered where a token map is given. Grid: any number of
     programs; each walks over (expert, M-tile, N-tile) and owns what it writes.
@@ -72,7 +75,10 @@ def weight_gradient_kernel(
         m = m0 + tl.arange(0, BM)
         n = n0 + tl.arange(0, BN)
         ptr = out + (expert.to(tl.int64) * M + m[:, None]) * N + n[None, :]
-        tl.store(ptr, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+        inside = (m < M)[:, None] & (n < N)[None, :]
+        if ADD:
+            acc += tl.load(ptr, mask=inside, other=0.0)
+        tl.store(ptr, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,6 +1,17 @@
-"""Operators: every stage of the layer as `torch.ops.sonicmoe.*`, functional, for both backends."""
+"""Operators: every stage of the layer as `torch.ops.sonicmoe.*`, for both backends.
 
-from .products import aggregate, down, down_backward, up, up_backward
+All functional but two: those that end in `_into` add a weight gradient to a buffer.
+"""
+
+from .products import (
+    aggregate,
+    down,
+    down_backward,
+    down_backward_into,
+    up,
+    up_backward,
+    up_backward_into,
+)
 from .routing import permute, tiles, topk, topk_backward
 from .token_rounding import round_tokens
 
@@ -8,6 +19,7 @@ __all__ = [
     "aggregate",
     "down",
     "down_backward",
+    "down_backward_into",
     "permute",
     "round_tokens",
     "tiles",
@@ -15,4 +27,5 @@ __all__ = [
     "topk_backward",
     "up",
     "up_backward",
+    "up_backward_into",
 ]

@@ -152,8 +152,9 @@ def aggregate(y, scores, slot_row, token_start, tokens):
 def down_backward(
     dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
     activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, config=None, weights=None,
+    main_grad=None,
 ):  # fmt: skip
-    """dZ, dW2, db2, dscores."""
+    """dZ, dW2, db2, dscores; dW2 is added to `main_grad` if there is one."""
     dout, w2 = aligned(dout), aligned(w2)
     none = memory.absent(z)
     dz = a = dscores = none
@@ -163,7 +164,9 @@ def down_backward(
             tile_height, activation, concatenated, need_dz, need_dw2, need_dscores, config,
         )  # fmt: skip
     dw2 = (
-        _weight_gradient(dout, row_token, a, None, w2, expert_start, weights) if need_dw2 else none
+        _weight_gradient(dout, row_token, a, None, w2, expert_start, weights, main_grad)
+        if need_dw2
+        else none
     )
     db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start) if need_db2 else none
     return dz, dw2, db2, dscores
@@ -228,9 +231,9 @@ def _score_gradient(
 
 def up_backward(
     dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
-    need_dx, need_dw1, need_db1, config=None, weights=None,
+    need_dx, need_dw1, need_db1, config=None, weights=None, main_grad=None,
 ):  # fmt: skip
-    """dX, dW1, db1."""
+    """dX, dW1, db1; dW1 is added to `main_grad` if there is one."""
     x, dz, w1 = aligned(x), aligned(dz), aligned(w1)
     none = memory.absent(dz)
     dx = dw1 = db1 = none
@@ -241,7 +244,7 @@ def up_backward(
         else:
             dx = _zero_tail(dx, expert_start)
     if need_dw1:
-        dw1 = _weight_gradient(dz, None, x, row_token, w1, expert_start, weights)
+        dw1 = _weight_gradient(dz, None, x, row_token, w1, expert_start, weights, main_grad)
     if need_db1:
         like = memory.empty(w1.shape[:2], w1.dtype, w1.device)
         db1 = _bias_gradient(dz, None, None, None, like, expert_start)
@@ -260,9 +263,14 @@ def _zero_tail(y: torch.Tensor, expert_start: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _weight_gradient(left, left_token, right, right_token, w, expert_start, config=None):
-    """(E, M, N) = Σ over an expert's rows of leftᵀ right, with the strides of `w`."""
-    dw = memory.empty_like(w)
+def _weight_gradient(
+    left, left_token, right, right_token, w, expert_start, config=None, main_grad=None
+):
+    """(E, M, N) = Σ over an expert's rows of leftᵀ right, with the strides of `w`.
+
+    Added to `main_grad`, fp32 with the same strides, if there is one.
+    """
+    dw = memory.empty_like(w) if main_grad is None else main_grad
     out = dw
     if _stored_transposed(dw):
         # Written the other way round, so that rows of the store are contiguous.
@@ -277,7 +285,15 @@ def _weight_gradient(left, left_token, right, right_token, w, expert_start, conf
     )
     if config.hopper and left.shape[0] and right.shape[0]:
         _hopper().weight_gradient(
-            left, left_token, right, right_token, out, expert_start, config, *grid
+            left,
+            left_token,
+            right,
+            right_token,
+            out,
+            None if main_grad is None else out,
+            expert_start,
+            config,
+            *grid,
         )
         return dw
     l_tma = config.tma and left_token is None and left.shape[0] > 0
@@ -288,7 +304,7 @@ def _weight_gradient(left, left_token, right, right_token, w, expert_start, conf
         descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
         out, expert_start, experts,
         M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
-        FLATTEN=config.flatten, **_options(config),
+        FLATTEN=config.flatten, ADD=main_grad is not None, **_options(config),
     )  # fmt: skip
     return dw
 

@@ -157,6 +157,44 @@ def down_backward(
     )  # fmt: skip
 
 
+def _down_backward_into_fake(
+    main_grad, dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles,
+    tile_height, activation, concatenated, need_dz, need_db2, need_dscores, backend,
+):  # fmt: skip
+    return (
+        torch.empty_like(z) if need_dz else absent(z),
+        torch.empty_like(b2) if need_db2 else absent(z),
+        torch.empty_like(scores) if need_dscores else absent(z),
+    )
+
+
+@operator(
+    "down_backward_into(Tensor(a!) main_grad, Tensor dout, Tensor z, Tensor w2, Tensor? b2,"
+    " Tensor? scores, Tensor? row_token, Tensor? row_slot, Tensor? slot_row, Tensor expert_start,"
+    " Tensor tiles, int tile_height, str activation, bool concatenated, bool need_dz,"
+    " bool need_db2, bool need_dscores, str backend) -> (Tensor, Tensor, Tensor)",
+    fake=_down_backward_into_fake,
+    flops=lambda main_grad, dout, z, w2, *_, out_shape=None: 4 * z[0] * w2[1] * w2[2],
+)
+def down_backward_into(
+    main_grad, dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles,
+    tile_height, activation, concatenated, need_dz, need_db2, need_dscores, backend,
+):  # fmt: skip
+    """`down_backward` that adds dW2 to `main_grad`, fp32 with the strides of W2."""
+    given = (
+        dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
+    )  # fmt: skip
+    needs = (need_dz, True, need_db2, need_dscores)
+    if backend == "torch":
+        dz, dw2, db2, dscores = down_backward(*given, activation, concatenated, *needs, backend)
+        main_grad.add_(dw2)
+    else:
+        dz, _, db2, dscores = _triton().down_backward(
+            *given, ActivationType(activation), concatenated, *needs, main_grad=main_grad
+        )
+    return dz, db2, dscores
+
+
 # --- backward of up -------------------------------------------------------------------------------
 def _up_backward_fake(
     dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
@@ -196,3 +234,32 @@ def up_backward(
         dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
         need_dx, need_dw1, need_db1,
     )  # fmt: skip
+
+
+@operator(
+    "up_backward_into(Tensor(a!) main_grad, Tensor dz, Tensor x, Tensor w1, Tensor? row_token,"
+    " Tensor? slot_row, Tensor? token_start, Tensor expert_start, Tensor tiles, int tile_height,"
+    " bool need_dx, bool need_db1, str backend) -> (Tensor, Tensor)",
+    fake=lambda main_grad, dz, x, w1, *rest: (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if rest[-3] else absent(dz),
+        w1.new_empty(w1.shape[0], w1.shape[1]) if rest[-2] else absent(dz),
+    ),
+    flops=lambda main_grad, dz, x, w1, *rest, out_shape=None: (
+        2 * dz[0] * w1[1] * w1[2] * (rest[-3] + 1)
+    ),
+)
+def up_backward_into(
+    main_grad, dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
+    need_dx, need_db1, backend,
+):  # fmt: skip
+    """`up_backward` that adds dW1 to `main_grad`, fp32 with the strides of W1."""
+    given = (
+        dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
+        need_dx, True, need_db1,
+    )  # fmt: skip
+    if backend == "torch":
+        dx, dw1, db1 = up_backward(*given, backend)
+        main_grad.add_(dw1)
+    else:
+        dx, _, db1 = _triton().up_backward(*given, main_grad=main_grad)
+    return dx, db1

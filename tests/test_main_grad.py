@@ -1,0 +1,112 @@
+"""Weight gradients added to an fp32 `main_grad` by the product itself."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sonicmoe import MoE, experts
+
+E, K, H, I, T = 5, 2, 16, 8, 40
+
+
+def micro_batches(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, dout = torch.randn(2, 3, T, H, generator=generator).to(dtype)
+    ids = torch.randint(-1, E - 1, (3, T, K), generator=generator)  # the last expert gets nothing
+    scores = torch.rand(3, T, K, generator=generator)
+    return list(zip(x, ids, scores, dout, strict=True))
+
+
+def weights(dtype, transposed):
+    generator = torch.Generator().manual_seed(1)
+
+    def new(*shape):
+        w = torch.randn(shape, generator=generator).to(dtype)
+        return torch.nn.Parameter(w.mT.contiguous().mT if transposed else w)
+
+    return new(E, 2 * I, H), new(E, H, I)
+
+
+def with_main_grads(parameters):
+    for w in parameters:
+        w.main_grad = torch.full_like(w, 0.5, dtype=torch.float32)
+    return parameters
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_same_as_adding_up_outside(dtype, transposed):
+    added = with_main_grads(weights(dtype, transposed))
+    outside = weights(dtype, transposed)
+    sums = [torch.full_like(w, 0.5, dtype=torch.float32) for w in outside]
+    for x, ids, scores, dout in micro_batches(dtype):
+        x_grads = []
+        for w in (added, outside):
+            leaf = x.clone().requires_grad_()
+            experts(leaf, ids, scores, *w).backward(dout)
+            x_grads.append(leaf.grad)
+        assert torch.equal(*x_grads)
+        for total, w in zip(sums, outside, strict=True):
+            total += w.grad
+            w.grad = None
+    for w, total in zip(added, sums, strict=True):
+        assert w.grad is None
+        assert w.main_grad.stride() == w.stride()
+        assert torch.equal(w.main_grad, total)
+        assert (w.main_grad[-1] == 0.5).all()
+
+
+def test_in_the_layer_and_under_checkpointing():
+    torch.manual_seed(0)
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(1)
+        moe = MoE(E, K, H, I)
+        with_main_grads([moe.c_fc.weight, moe.c_proj.weight])
+        x = torch.randn(T, H, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        out = (
+            checkpoint(lambda x, moe=moe: moe(x)[0], x, use_reentrant=False)
+            if checkpointed
+            else moe(x)[0]
+        )
+        out.square().sum().backward()
+        assert moe.router.weight.grad is not None and moe.c_fc.weight.grad is None
+        found.append((moe.c_fc.weight.main_grad, moe.c_proj.weight.main_grad))
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again) and not (plain == 0.5).all()
+
+
+def test_hooks_run_for_a_trainer_that_asks():
+    w1, w2 = with_main_grads(weights(torch.float32, False))
+    w1.grad_added_to_main_grad = False
+    called = []
+    w1.register_post_accumulate_grad_hook(lambda w: called.append(w.grad_added_to_main_grad))
+    x, ids, scores, dout = micro_batches(torch.float32)[0]
+    experts(x, ids, scores, w1, w2).backward(dout)
+    assert called == [True]
+    assert not hasattr(w2, "grad_added_to_main_grad")
+
+
+def test_frozen_weights_are_left_alone():
+    w1, w2 = with_main_grads(weights(torch.float32, False))
+    w1.requires_grad_(False)
+    x, ids, scores, dout = micro_batches(torch.float32)[0]
+    experts(x, ids, scores, w1, w2).backward(dout)
+    assert (w1.main_grad == 0.5).all() and not (w2.main_grad == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda w: torch.zeros_like(w, dtype=torch.bfloat16),
+        lambda w: torch.zeros(w.shape[1:]),
+        lambda w: torch.zeros(w.mT.shape).mT,
+    ],
+    ids=["dtype", "shape", "strides"],
+)
+def test_a_buffer_that_does_not_fit(wrong):
+    w1, w2 = weights(torch.float32, False)
+    w1.main_grad = wrong(w1)
+    x, ids, scores, _ = micro_batches(torch.float32)[0]
+    with pytest.raises(ValueError, match=r"main_grad.*zeros_like"):
+        experts(x, ids, scores, w1, w2)
