@@ -139,7 +139,7 @@ def test_another_number_of_tokens_compiles_nothing(bias):
         with compiling(90) as compiled:
             scores, ids = launch_routing.topk(new(tokens, experts), k, True)
             maps = launch_routing.permute(ids, experts, None, 128)
-            row_token, row_slot, slot_row, start, tiles = maps
+            row_token, row_slot, slot_row, start, tiles, _counts = maps
             swiglu = ActivationType.SWIGLU
             z, a = launch_products.up(x, w1, b1, row_token, start, tiles, 128, swiglu, False, True)
             y = launch_products.down(a, w2, b2, None, start, tiles, 128, True)

@@ -80,7 +80,7 @@ def test_permutation_invariants(choice, dtype):
 
     assert p.rows == slots and p.num_experts == experts
     assert start[0] == 0 and start[-1] == used
-    assert p.counts().tolist() == torch.bincount(flat[here], minlength=experts).tolist()
+    assert p.counts.tolist() == torch.bincount(flat[here], minlength=experts).tolist()
     assert torch.equal(slot_row[row_slot], torch.arange(used))  # inverse to each other
     assert torch.equal(row_slot[slot_row[here]], here.nonzero()[:, 0])
     assert (slot_row[~here] == -1).all()

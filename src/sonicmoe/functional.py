@@ -106,7 +106,7 @@ def grouped_experts(
     tiles = ops.tiles(start, rows.shape[0], height, backend)
     maps = Permutation(
         row_token=None, row_slot=None, slot_row=None, expert_start=start, tiles=tiles,
-        token_start=None, tile_height=height,
+        token_start=None, tile_height=height, counts=None,
     )  # fmt: skip
     return _layer(rows, scores, w1, w2, b1, b2, maps, activation, gate_up, backend)
 
@@ -171,8 +171,10 @@ def permute(
             raise bad_argument("tokens", "the number of tokens", tokens, "slot_token needs it.")
         every = torch.arange(tokens + 1, device=ids.device, dtype=slot_token.dtype)
         token_start = torch.searchsorted(slot_token, every, out_int32=True)
-    row_token, row_slot, slot_row, expert_start, tiles = maps
-    return Permutation(row_token, row_slot, slot_row, expert_start, tiles, token_start, height)
+    row_token, row_slot, slot_row, expert_start, tiles, counts = maps
+    return Permutation(
+        row_token, row_slot, slot_row, expert_start, tiles, token_start, height, counts
+    )
 
 
 def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backend) -> torch.Tensor:
@@ -312,4 +314,4 @@ def _published(x, ids, scores, slot_token, w1, b1, w2, b2, activation, gate_up):
         ids, w1.shape[0], slot_token=slot_token, tokens=x.shape[0], dtype=x.dtype, backend=backend
     )
     out = _layer(x, scores, w1, w2, b1, b2, p, activation, gate_up, backend)
-    return out, p.counts()
+    return out, p.counts

@@ -17,7 +17,10 @@ class Permutation:
     tiles         (1+n,3) row 0: (number of tiles, 0, 0); row 1+i: tile i's (expert, first row,
                   end row of the expert)
 
-    row_token, row_slot and slot_row are None for rows that arrive sorted: row i is token i there.
+    counts        (E,)    rows of each expert
+
+    row_token, row_slot, slot_row and counts are None for rows that arrive sorted: row i is token i
+    there.
 
     All int32. R = S is the size of the buffers; rows at or past expert_start[E] are not in use and
     hold nothing to be trusted. Within an expert, rows keep the order of their slots.
@@ -32,6 +35,7 @@ class Permutation:
     tiles: torch.Tensor
     token_start: torch.Tensor | None
     tile_height: int
+    counts: torch.Tensor | None
 
     @property
     def rows(self) -> int:
@@ -41,7 +45,3 @@ class Permutation:
     @property
     def num_experts(self) -> int:
         return self.expert_start.shape[0] - 1
-
-    def counts(self) -> torch.Tensor:
-        """(E,) int32: rows of each expert."""
-        return self.expert_start[1:] - self.expert_start[:-1]

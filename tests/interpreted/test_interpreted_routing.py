@@ -54,6 +54,7 @@ def test_permutation_is_the_reference_one(shape, routing):
     with poisoned():
         got = permute(ids, experts, backend="triton")
     used, tiles = int(want.expert_start[-1]), int(want.tiles[0, 0])
+    assert torch.equal(got.counts, want.counts)
     assert torch.equal(got.expert_start, want.expert_start)
     assert torch.equal(got.row_token[:used], want.row_token[:used])
     assert torch.equal(got.row_slot[:used], want.row_slot[:used])

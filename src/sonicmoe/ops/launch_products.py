@@ -1,5 +1,7 @@
 """Launches of the grouped products: pick a configuration, allocate, launch."""
 
+from functools import cache
+
 import torch
 
 from ..enums import ActivationType
@@ -19,6 +21,7 @@ def _derivative(activation: ActivationType):
     return getattr(device_activation, f"{activation.value}_backward")
 
 
+@cache
 def _hopper():
     from . import launch_hopper
 

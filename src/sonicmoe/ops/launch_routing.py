@@ -62,11 +62,12 @@ def permute(ids, num_experts, slot_token, tile_height):
     row_token, row_slot, slot_row = new(slots), new(slots), new(slots)
     expert_start = new(num_experts + 1)
     table = new(1 + max_tiles(slots, num_experts, tile_height), 3)
+    totals = new(num_experts).zero_()
     if slots == 0:
-        return row_token, row_slot, slot_row, expert_start.zero_(), table.zero_()
+        return row_token, row_slot, slot_row, expert_start.zero_(), table.zero_(), totals
     span = _CHUNK * ceil_div(ceil_div(slots, _CHUNK), _SPANS)
     spans = ceil_div(slots, span)
-    counts, totals = new(spans, num_experts), new(num_experts).zero_()
+    counts = new(spans, num_experts)
     ids = ids.contiguous()
     block = power_of_two(num_experts)
     columns = max(1, min(8, 8192 // block))
@@ -86,7 +87,7 @@ def permute(ids, num_experts, slot_token, tile_height):
         slots, span, num_experts, ids.shape[-1] if slot_token is None else 1,
         CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
-    return row_token, row_slot, slot_row, expert_start, table
+    return row_token, row_slot, slot_row, expert_start, table, totals
 
 
 def tiles(expert_start, rows, tile_height):

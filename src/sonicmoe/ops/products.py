@@ -4,6 +4,8 @@ Shapes as in `Permutation`; `row_token` None means that rows arrive sorted by ex
 a caller does not need is asked for with a flag and comes back empty.
 """
 
+from functools import cache
+
 import torch
 
 from ..enums import ActivationType
@@ -12,6 +14,7 @@ from .memory import absent
 from .register import operator
 
 
+@cache
 def _triton():
     from . import launch_products
 

@@ -1,5 +1,7 @@
 """Operators of the routing: top-K with scores, its backward, the permutation."""
 
+from functools import cache
+
 import torch
 
 from ..reference import routing as reference
@@ -7,6 +9,7 @@ from ..shapes import max_tiles
 from .register import operator
 
 
+@cache
 def _triton():
     from . import launch_routing
 
@@ -50,16 +53,16 @@ def _permute_fake(ids, num_experts, slot_token, tile_height, backend):
 
     rows = ids.numel()
     tiles = new(1 + max_tiles(rows, num_experts, tile_height), 3)
-    return new(rows), new(rows), new(rows), new(num_experts + 1), tiles
+    return new(rows), new(rows), new(rows), new(num_experts + 1), tiles, new(num_experts)
 
 
 @operator(
     "permute(Tensor ids, int num_experts, Tensor? slot_token, int tile_height, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_permute_fake,
 )
 def permute(ids, num_experts, slot_token, tile_height, backend):
-    """row_token, row_slot, slot_row, expert_start and tiles of `Permutation`."""
+    """row_token, row_slot, slot_row, expert_start, tiles and counts of `Permutation`."""
     if backend == "torch":
         return reference.permute(ids, num_experts, slot_token, tile_height)
     return _triton().permute(ids, num_experts, slot_token, tile_height)

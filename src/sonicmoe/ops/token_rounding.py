@@ -1,5 +1,7 @@
 """The operator of token rounding: a choice (T, K) in, the list of kept pairs out."""
 
+from functools import cache
+
 import torch
 
 from ..reference import token_rounding as reference
@@ -7,6 +9,7 @@ from ..reference.token_rounding import most_rows
 from .register import operator
 
 
+@cache
 def _triton():
     from . import launch_token_rounding
 

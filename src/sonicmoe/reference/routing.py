@@ -50,7 +50,7 @@ def permute(
     slot_row = torch.empty_like(order)
     slot_row[order] = torch.where(used, torch.arange(flat.numel(), device=flat.device), -1)
 
-    maps = (token, order, slot_row, start, tiles(start, flat.numel(), tile_height))
+    maps = (token, order, slot_row, start, tiles(start, flat.numel(), tile_height), counts)
     return tuple(m.to(torch.int32) for m in maps)
 
 
