@@ -28,6 +28,11 @@ def test_records_come_back_oldest_first(tmp_path):
     assert results.write([], tmp_path, "layer") is None
 
 
+def test_provenance_names_no_folder():
+    command = "sonicmoe bench --results /home/me/out --case olmoe --commit abc --out=/tmp/x"
+    assert results.provenance("cpu", command, "abc")["command"] == "sonicmoe bench --case olmoe"
+
+
 def test_provenance_says_where_a_figure_comes_from():
     found = results.provenance("cpu", "sonicmoe bench --device cpu")
     assert {"date", "device", "torch", "triton", "commit", "command", "sonicmoe"} <= set(found)

@@ -32,12 +32,12 @@ def each_tile_once():
     return first
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_the_layer_with_every_tile(dtype):
+def test_the_layer_with_every_tile():
+    """In bf16; plain candidates, those of fp32 among them, run in Triton's interpreter."""
     target = target_of(torch.empty(1, device="cuda"))
     p = Problem.parse(SHAPE)
-    tables = candidate_tables(p, dtype.itemsize, target, only=each_tile_once)
-    case = Case(SHAPE, dtype, routing="dropped")
+    tables = candidate_tables(p, torch.bfloat16.itemsize, target, only=each_tile_once)
+    case = Case(SHAPE, torch.bfloat16, routing="dropped")
     for candidate in tables:
         with table.using(candidate):
             check_experts(case, "cuda", "triton")

@@ -1,5 +1,6 @@
 """`sonicmoe tune` on real kernels, with times that are made up; the layer with every candidate."""
 
+import itertools
 import json
 
 import pytest
@@ -23,14 +24,19 @@ HERE = Target(90, 4, gluon=False)  # what the interpreter is taken for
 OPTIONS = Options(device="cpu", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
-def test_the_layer_with_every_candidate(arch, transposed, monkeypatch):
+@pytest.mark.parametrize(
+    ("arch", "transposed", "dtype"),
+    [
+        *itertools.product([80, 90], [False, True], [torch.bfloat16]),
+        (90, False, torch.float32),
+    ],
+)
+def test_the_layer_with_every_candidate(arch, transposed, dtype, monkeypatch):
     target = Target(arch, 4, gluon=False)
     monkeypatch.setattr(launch_products, "target_of", lambda t: target)
     gate_up = "concatenated" if transposed else "interleaved"
-    case = LayerCase(TINY, gate_up=gate_up, transposed=transposed, routing="dropped")
-    tables = candidate_tables(Problem.parse(TINY), 2, target, transposed)
+    case = LayerCase(TINY, dtype, gate_up=gate_up, transposed=transposed, routing="dropped")
+    tables = candidate_tables(Problem.parse(TINY), dtype.itemsize, target, transposed)
     assert len(tables) > 3
     for candidate in tables:
         with table.using(candidate):

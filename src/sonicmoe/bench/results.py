@@ -16,6 +16,8 @@ from ..tuning.table import tuned
 Record = dict
 
 RESULTS = Path("benchmarks/results")
+# Paths of one machine, and what the record says itself.
+_WHERE_IT_WENT = re.compile(r" --(results|output|out|commit|sonicmoe-path)[ =]\S+")
 
 
 def provenance(device: str | torch.device, command: str, commit: str | None = None) -> Record:
@@ -32,7 +34,7 @@ def provenance(device: str | torch.device, command: str, commit: str | None = No
         "python": platform.python_version(),
         "commit": commit or _commit(),
         "tuned": tuned_entries(device),
-        "command": command,
+        "command": _WHERE_IT_WENT.sub("", command),
     }
 
 

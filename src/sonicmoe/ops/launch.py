@@ -37,7 +37,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, **options)
-    key = (id(kernel), device, *map(_constant, options.values()), *map(_specialisation, args))
+    key = (id(kernel), device.index, *_specialisation(args, options))
     found = _compiled.get(key)
     if found is None or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler listens
         compiled = kernel[grid](*args, **options)
@@ -55,20 +55,19 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     return None
 
 
-def _constant(value):
-    """A device function by identity: its own hash is made from its source, every time."""
-    return id(value) if callable(value) else value
+def _specialisation(args: tuple, options: dict) -> list:
+    """What Triton compiles anew for: dtypes, alignment, ones, multiples of 16, blocks, options.
 
-
-def _specialisation(arg):
-    """What Triton compiles anew for: dtypes, alignment, ones, multiples of 16, block shapes."""
-    if arg is None:
-        return None
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    if isinstance(arg, int):
-        return arg == 1, arg % 16 == 0, arg.bit_length() > 31
-    return arg.base.dtype, *arg.block_shape
+    In one expression, since it runs for a hundred arguments a step; a device function counts by
+    identity, since its own hash is made from its source every time.
+    """
+    return [
+        None if a is None
+        else (a.dtype, not a.data_ptr() & 15) if isinstance(a, torch.Tensor)
+        else (a == 1, not a & 15, a.bit_length() > 31) if isinstance(a, int)
+        else (a.base.dtype, *a.block_shape)
+        for a in args
+    ] + [id(v) if callable(v) else v for v in options.values()]  # fmt: skip
 
 
 def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
