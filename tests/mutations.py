@@ -1,0 +1,149 @@
+"""Break each promise on purpose and see a test fail: `python tests/mutations.py [--gpu]`.
+
+A mutation changes one place in a copy of the source; the tests named with it must then fail.
+Without `--gpu` those that need none. What survives is printed and makes the exit status 1.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutation(NamedTuple):
+    broken: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    gpu: bool = False
+    interpreted: bool = False
+
+
+_SYNC = ("    target = target_of(x)\n", "    int(expert_start[-1])\n    target = target_of(x)\n")
+_LAYER = "tests/interpreted/test_interpreted_layer.py"
+_ROUTING = "tests/interpreted/test_interpreted_routing.py"
+
+MUTATIONS = [
+    Mutation(
+        "the host reads a value", "ops/launch_products.py", *_SYNC, "tests/test_no_waiting.py",
+    ),
+    Mutation(
+        "a boolean index in the backward pass", "routing/token_rounding.py",
+        "        place = torch.where(expert < 0",
+        "        expert[expert >= 0]\n        place = torch.where(expert < 0",
+        "tests/test_no_waiting.py",
+    ),
+    Mutation(
+        "main_grad is overwritten", "ops/products.py",
+        "main_grad.add_(dw2)", "main_grad.copy_(dw2)", "tests/test_main_grad.py",
+    ),
+    Mutation(
+        "main_grad is overwritten by the kernel", "kernels/weight_gradient.py",
+        "            acc += tl.load(ptr, mask=inside, other=0.0)\n", "            pass\n",
+        f"{_LAYER} -k buffer", interpreted=True,
+    ),
+    Mutation(
+        "another expert's rows in a weight gradient", "kernels/weight_gradient.py",
+        "    ok = rows < end\n", "    ok = rows < end + BK\n",
+        f"{_LAYER} -k zipf", interpreted=True,
+    ),
+    Mutation(
+        "ties go to the higher index", "kernels/topk.py",
+        "| (0xFFFF - column)", "| column", _ROUTING, interpreted=True,
+    ),
+    Mutation(
+        "a slot whose expert is not here gets a row", "kernels/permute.py",
+        "    here = (expert >= 0) & (expert < num_experts)\n", "    here = expert >= -1\n",
+        _ROUTING, interpreted=True,
+    ),
+    Mutation(
+        "the host waits", "ops/launch_products.py", *_SYNC,
+        "tests/gpu/test_gpu_promises.py -k never_wait", gpu=True,
+    ),
+    Mutation(
+        "the host waits in a graph", "ops/launch_products.py", *_SYNC,
+        "tests/gpu/test_gpu_promises.py -k cuda_graph", gpu=True,
+    ),
+    Mutation(
+        "gathered rows at 32 bits", "kernels/hopper_rows.py",
+        "upper.to(gl.int64) * K", "upper * K",
+        "tests/gpu/test_gpu_large.py -k more_elements", gpu=True,
+    ),
+    Mutation(
+        "aggregated rows at 32 bits", "kernels/aggregation.py",
+        "y + row.to(tl.int64) * H + h", "y + row * H + h",
+        "tests/gpu/test_gpu_large.py -k more_elements", gpu=True,
+    ),
+    Mutation(
+        "logits at 32 bits", "kernels/topk.py",
+        "    ptr = logits + token.to(tl.int64)[:, None] * logits_stride + e[None, :]\n    NARROW",
+        "    ptr = logits + token[:, None] * logits_stride + e[None, :]\n    NARROW",
+        "tests/gpu/test_gpu_large.py -k logits", gpu=True,
+    ),
+    Mutation(
+        "rows in the order of arrival", "kernels/permute.py",
+        "rank + tl.load(first_row + p.to(tl.int64) * num_experts + expert, mask=here, other=0)",
+        "tl.atomic_add(first_row + expert, 1, mask=here)",
+        "tests/gpu/test_gpu_promises.py -k bitwise", gpu=True,
+    ),
+    Mutation(
+        "another expert's rows in a weight gradient on Hopper", "kernels/hopper_weight_gradient.py",
+        "            ok = k + r < end\n", "            ok = k + r < end + BK\n",
+        "tests/gpu/test_gpu_promises.py -k nan", gpu=True,
+    ),
+    Mutation(
+        "main_grad of the wrong columns", "kernels/hopper_weight_gradient.py",
+        "            column = n0 + i * (BN // 4)\n            if main_grad",
+        "            column = n0\n            if main_grad",
+        "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
+    ),
+]  # fmt: skip
+
+
+def survives(mutation: Mutation) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source)
+        file = source / "sonicmoe" / mutation.file
+        text = file.read_text()
+        if mutation.old not in text:
+            raise SystemExit(f"{mutation.broken}: {mutation.file} has no {mutation.old!r}")
+        file.write_text(text.replace(mutation.old, mutation.new, 1))
+        environment = os.environ | {"PYTHONPATH": str(source)}
+        if mutation.interpreted:
+            environment["TRITON_INTERPRET"] = "1"
+        tests, *choice = mutation.tests.split(" -k ")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "addopts=", tests]
+        command += ["-p", "no:cacheprovider", *(["-k", choice[0]] if choice else [])]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode > 1:  # neither passed nor failed nor crashed: not run at all
+            raise SystemExit(f"{mutation.broken}:\n{done.stdout}{done.stderr}")
+        return done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", action="store_true", help="those that need a GPU instead")
+    parser.add_argument("--only", default="", metavar="TEXT", help="in what is broken")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    chosen = [m for m in MUTATIONS if m.gpu == args.gpu and args.only in m.broken]
+    alive = 0
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for mutation, survived in zip(chosen, pool.map(survives, chosen), strict=True):
+            alive += survived
+            print("SURVIVES" if survived else "caught  ", mutation.broken, flush=True)
+    print(f"{len(chosen) - alive} of {len(chosen)} caught")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
