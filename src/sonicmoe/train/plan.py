@@ -94,7 +94,8 @@ def moe_seconds(
     )
     weights = 3 * m.num_experts * m.hidden_size * m.intermediate_size
     passes = rows * (10 * m.hidden_size + 6 * 2 * m.intermediate_size) + 3 * weights
-    return products + eff.uncovered * element * passes / (eff.copy * device.bandwidth) + eff.layer_fixed
+    traffic = eff.uncovered * element * passes / (eff.copy * device.bandwidth)
+    return products + traffic + eff.layer_fixed
 
 
 def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -> Prediction:
