@@ -16,7 +16,6 @@ class Permutation:
     token_start   (T+1,)  slots of token t are [start[t], start[t+1]); None: K slots each
     tiles         (1+n,3) row 0: (number of tiles, 0, 0); row 1+i: tile i's (expert, first row,
                   end row of the expert)
-
     counts        (E,)    rows of each expert
 
     row_token, row_slot, slot_row and counts are None for rows that arrive sorted: row i is token i

@@ -12,7 +12,8 @@ from sonicmoe.bench.kernels import Kernel
 def record(subject="sonicmoe", case="olmoe", ms=10.0, date="2026-01-01T00:00:00+00:00", **more):
     return {
         "date": date, "device": "GPU 9", "torch": "2", "triton": "3", "dtype": "bfloat16",
-        "command": "sonicmoe bench", "case": case, "shape": "32768,2048,1024,64,8", "router": "in",
+        "command": "sonicmoe bench", "commit": "abc1234", "case": case,
+        "shape": "32768,2048,1024,64,8", "router": "in",
         "routing": "uniform", "subject": subject, "fwd_ms": ms / 3, "fwd_bwd_ms": ms,
     } | more  # fmt: skip
 
@@ -55,7 +56,7 @@ def test_readme_shows_the_newest_run_and_the_lost(tmp_path):
         record("dense", ms=9.0, dense_share=1.0, date=THIRD),
         record("published", ms=8.0, date=THIRD),
         record("grouped_mm", ms=20.0, date=THIRD),
-        record(case="7b-fine", ms=3.0, shape="24576,1536,256,128,8"),
+        record(case="7b-fine", ms=3.0, shape="24576,1536,256,128,8", commit="old4567"),
         record("published", case="7b-fine", ms=3.3, shape="24576,1536,256,128,8"),
         record(case="7b-fine", ms=1.0, shape="24576,1536,256,128,8", routing="zipf"),
         record(case="120b", subject="published", ms=1.0),
@@ -73,6 +74,7 @@ def test_readme_shows_the_newest_run_and_the_lost(tmp_path):
     assert "–" in lines[2]  # no dense products in its run
     assert "Faster than the published SonicMoE in 1 of 2 cases: 0.80 to 1.10" in text
     assert "Lowest share of dense: 0.90" in text
+    assert "commit abc1234" in text and "commit old4567" in text  # a table may mix sources
     section.update_readme(readme, records)
     assert readme.read_text() == text
 

@@ -226,12 +226,13 @@ def _ordered(layers: Iterable[Layer]) -> list[Layer]:
 
 
 def _origin(records: Sequence[Record]) -> str:
-    """Versions, dates and commands of all that was shown."""
-    runs = dict.fromkeys((r["date"][:10], r["torch"], r["triton"], r["command"]) for r in records)
-    versions = dict.fromkeys((torch, triton) for _, torch, triton, _ in runs)
-    used = "; ".join(f"torch {torch}, triton {triton}" for torch, triton in versions)
-    commands = dict.fromkeys((date, command) for date, _, _, command in sorted(runs, reverse=True))
-    return f"{used}; " + ", ".join(f"{date}: `{command}`" for date, command in commands) + "."
+    """Versions, dates, commits and commands of all that was shown: not all may be of one source."""
+    newest = sorted(records, key=lambda r: r["date"], reverse=True)
+    versions = dict.fromkeys(f"torch {r['torch']}, triton {r['triton']}" for r in newest)
+    runs = dict.fromkeys(
+        f"{r['date'][:10]}, commit {r['commit'] or 'unknown'}: `{r['command']}`" for r in newest
+    )
+    return f"{'; '.join(versions)}; {'; '.join(runs)}."
 
 
 def _form(value: float | None, form: Callable[[float], str]) -> str:

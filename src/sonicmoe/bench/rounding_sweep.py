@@ -1,7 +1,7 @@
 """Token rounding beside plain top-K over four sweeps of the number of experts, router in."""
 
 import statistics as stats
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from .rounding import Options, failures_of, make_router, parse_shape, routing_al
 from .subjects import Subject, leaves_of
 from .timing import median_ms
 
-# More experts, fewer rows for each: the less whole tiles a row of experts fills.
+# The more experts, the fewer rows for each, and the larger the share of their last tiles.
 SWEEPS = {
     "16384,1536,256,E,8": (64, 128, 256, 512),
     "16384,1536,1024,E,2": (16, 32, 64, 128),
@@ -91,9 +91,5 @@ def _alternating(calls: dict, options: Options) -> dict:
     found: dict = {key: [] for key in calls}
     for _ in range(ROUNDS):
         for key, call in calls.items():
-            found[key].append(_median(call, options))
+            found[key].append(median_ms(call, options.device, options.rep_ms))
     return {key: stats.median(values) for key, values in found.items()}
-
-
-def _median(call: Callable[[], object], options: Options) -> float:
-    return median_ms(call, options.device, options.rep_ms)

@@ -2,7 +2,7 @@
 
 Two outer dimensions are put before (rows, columns), and rows are counted from 2³⁰: their strides
 cancel modulo 2⁶⁴ when the first coordinate is 2³⁰, and the bound on the row dimension falls on the
-expert's end. Loads give zeros past it, stores drop what lies past it. `ops.launch.ragged_shape`
+expert's end. Loads give zeros past it, stores drop what lies past it. `ops.launch_hopper.row_boxes`
 makes the matching descriptor.
 """
 

@@ -288,16 +288,9 @@ def _weight_gradient(
     )
     if config.hopper and left.shape[0] and right.shape[0]:
         _hopper().weight_gradient(
-            left,
-            left_token,
-            right,
-            right_token,
-            out,
-            None if main_grad is None else out,
-            expert_start,
-            config,
-            *grid,
-        )
+            left, left_token, right, right_token, out, main_grad is not None,
+            expert_start, config, *grid,
+        )  # fmt: skip
         return dw
     l_tma = config.tma and left_token is None and left.shape[0] > 0
     r_tma = config.tma and right_token is None and right.shape[0] > 0

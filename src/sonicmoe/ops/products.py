@@ -160,15 +160,11 @@ def down_backward(
     )  # fmt: skip
 
 
-def _down_backward_into_fake(
-    main_grad, dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles,
-    tile_height, activation, concatenated, need_dz, need_db2, need_dscores, backend,
-):  # fmt: skip
-    return (
-        torch.empty_like(z) if need_dz else absent(z),
-        torch.empty_like(b2) if need_db2 else absent(z),
-        torch.empty_like(scores) if need_dscores else absent(z),
-    )
+def _down_backward_into_fake(main_grad, *args):
+    *given, need_dz, need_db2, need_dscores, backend = args
+    needs = (need_dz, False, need_db2, need_dscores)
+    dz, _, db2, dscores = _down_backward_fake(*given, *needs, backend)
+    return dz, db2, dscores
 
 
 @operator(
@@ -239,17 +235,23 @@ def up_backward(
     )  # fmt: skip
 
 
+def _up_backward_into_fake(main_grad, *args):
+    *given, need_dx, need_db1, backend = args
+    dx, _, db1 = _up_backward_fake(*given, need_dx, False, need_db1, backend)
+    return dx, db1
+
+
+def _up_backward_into_flops(main_grad, *args, out_shape=None):
+    *given, need_dx, need_db1, backend = args
+    return _up_backward_flops(*given, need_dx, True, need_db1, backend)
+
+
 @operator(
     "up_backward_into(Tensor(a!) main_grad, Tensor dz, Tensor x, Tensor w1, Tensor? row_token,"
     " Tensor? slot_row, Tensor? token_start, Tensor expert_start, Tensor tiles, int tile_height,"
     " bool need_dx, bool need_db1, str backend) -> (Tensor, Tensor)",
-    fake=lambda main_grad, dz, x, w1, *rest: (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if rest[-3] else absent(dz),
-        w1.new_empty(w1.shape[0], w1.shape[1]) if rest[-2] else absent(dz),
-    ),
-    flops=lambda main_grad, dz, x, w1, *rest, out_shape=None: (
-        2 * dz[0] * w1[1] * w1[2] * (rest[-3] + 1)
-    ),
+    fake=_up_backward_into_fake,
+    flops=_up_backward_into_flops,
 )
 def up_backward_into(
     main_grad, dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,

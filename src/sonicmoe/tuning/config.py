@@ -59,11 +59,11 @@ def tile_rows(itemsize: int) -> int:
 
 
 def is_valid(
-    config: RowConfig | WeightConfig, itemsize: int, target: Target, kernel: str = "weights"
+    config: RowConfig | WeightConfig, itemsize: int, target: Target, kernel: str = ""
 ) -> bool:
     """Whether the device can run it: shared memory, registers, and what the kernels assume.
 
-    kernel: 'up', 'down', 'dx' or 'score_gradient', or 'weights' for a weight gradient.
+    kernel: 'up', 'down', 'dx' or 'score_gradient' for a row product.
     """
     powers = (config.block_m, config.block_n, config.block_k, config.warps)
     if any(p <= 0 or p & (p - 1) for p in powers) or config.block_k < 16 or config.stages < 2:
@@ -99,7 +99,7 @@ def shared_bytes(config: RowConfig | WeightConfig, itemsize: int, kernel: str) -
     tile = config.block_m * config.block_n * itemsize
     if kernel == "score_gradient":
         leaving = 80 * 1024  # slices of Z and dZ, and of A'
-    elif kernel in ("up", "weights"):
+    elif kernel == "up" or isinstance(config, WeightConfig):
         leaving = tile // 2  # two pieces of four
     else:
         leaving = tile
