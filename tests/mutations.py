@@ -112,7 +112,8 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-def survives(mutation: Mutation) -> bool:
+def verdict(mutation: Mutation) -> str:
+    """What the first failing test said, or nothing if all passed."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source)
@@ -130,7 +131,8 @@ def survives(mutation: Mutation) -> bool:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode > 1:  # neither passed nor failed nor crashed: not run at all
             raise SystemExit(f"{mutation.broken}:\n{done.stdout}{done.stderr}")
-        return done.returncode == 0
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return "" if done.returncode == 0 else (failed or ["crashed"])[0]
 
 
 def main() -> int:
@@ -142,9 +144,9 @@ def main() -> int:
     chosen = [m for m in MUTATIONS if m.gpu == args.gpu and args.only in m.broken]
     alive = 0
     with ThreadPoolExecutor(args.jobs) as pool:
-        for mutation, survived in zip(chosen, pool.map(survives, chosen), strict=True):
-            alive += survived
-            print("SURVIVES" if survived else "caught  ", mutation.broken, flush=True)
+        for mutation, failed in zip(chosen, pool.map(verdict, chosen), strict=True):
+            alive += not failed
+            print(f"{'caught  ' if failed else 'SURVIVES'} {mutation.broken}: {failed}", flush=True)
     print(f"{len(chosen) - alive} of {len(chosen)} caught")
     return 1 if alive else 0
 
