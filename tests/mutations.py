@@ -65,7 +65,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a slot whose expert is not here gets a row", "kernels/permute.py",
-        "    here = (expert >= 0) & (expert < num_experts)\n", "    here = expert >= -1\n",
+        "    here = (expert >= 0) & (expert < num_experts)\n", "    here = expert < num_experts\n",
         _ROUTING, interpreted=True,
     ),
     Mutation(
@@ -94,8 +94,8 @@ MUTATIONS = [
     ),
     Mutation(
         "rows in the order of arrival", "kernels/permute.py",
-        "rank + tl.load(first_row + p.to(tl.int64) * num_experts + expert, mask=here, other=0)",
-        "tl.atomic_add(first_row + expert, 1, mask=here)",
+        "i + tl.load(to_row + p.to(tl.int64) * num_experts + expert, mask=here, other=0)",
+        "tl.atomic_add(to_row + expert, 1, mask=here)",
         "tests/gpu/test_gpu_promises.py -k bitwise", gpu=True,
     ),
     Mutation(

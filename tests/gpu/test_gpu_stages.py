@@ -97,14 +97,16 @@ def test_permutation_is_the_reference_one(shape, routing):
         [0, 0, 0, 0, 0],  # a rank that received nothing
         [1, 1, 1, 1, 1],
         [0, 500, 0, 0, 0],  # one expert takes all
+        [4] * 149,  # every program computes several tiles
     ],
+    ids=lambda counts: f"{len(counts)}x{max(counts)}",
 )
 def test_grouped_rows_and_a_tail_of_garbage(counts, with_scores):
-    case = Case("600,264,136,5,1", bias=True)
-    given, used = make_inputs(case, CUDA), sum(counts)
-    sizes = torch.tensor(counts, device=CUDA)
+    experts, used = len(counts), sum(counts)
+    case = Case(f"600,264,136,{experts},1", bias=True)
+    given, sizes = make_inputs(case, CUDA), torch.tensor(counts, device=CUDA)
     given.ids.fill_(-1)
-    given.ids[:used, 0] = torch.arange(5, device=CUDA).repeat_interleave(sizes)
+    given.ids[:used, 0] = torch.arange(experts, device=CUDA).repeat_interleave(sizes)
     if not with_scores:
         given.scores = torch.ones_like(given.scores)
     rough, exact = run(plain(case), given), run(plain(case), given.double())

@@ -75,7 +75,10 @@ def _producer(
             first_token = gl.load(
                 row_token + next_start + r, mask=next_start + r < next_end, other=0
             )
-        for k in range(start, end, BK):
+        # Counted from zero: Triton 3.6 takes a carried `start` for its first value where it is
+        # nothing but the bound of an inner loop, and the computing warpgroups waited for ever.
+        for block in range(gl.cdiv(end - start, BK)):
+            k = start + block * BK
             slot = step % STAGES
             if GATHER:
                 # The next block's tokens are on their way while this block waits for its place.

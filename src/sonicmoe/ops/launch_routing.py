@@ -8,8 +8,7 @@ from ..shapes import ceil_div, max_tiles
 from . import memory
 from .launch import launch, power_of_two
 
-_CHUNK = 128  # slots ranked at once by comparing all pairs
-_SPANS = 16384  # at most: above two million slots a span holds several chunks
+_CHUNK = 1024  # slots that one program counts, and sorts in registers
 
 
 def _tokens_at_once(experts: int) -> int:
@@ -53,6 +52,12 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk):
     return dlogits
 
 
+def _experts_at_once(experts: int) -> tuple[int, int]:
+    """All of them as a block, and those whose part of the tables one program writes."""
+    block = power_of_two(experts)
+    return block, max(1, min(8, 8192 // block))
+
+
 def permute(ids, num_experts, slot_token, tile_height):
     slots, device = ids.numel(), ids.device
 
@@ -65,26 +70,24 @@ def permute(ids, num_experts, slot_token, tile_height):
     totals = new(num_experts).zero_()
     if slots == 0:
         return row_token, row_slot, slot_row, expert_start.zero_(), table.zero_(), totals
-    span = _CHUNK * ceil_div(ceil_div(slots, _CHUNK), _SPANS)
-    spans = ceil_div(slots, span)
+    spans = ceil_div(slots, _CHUNK)
     counts = new(spans, num_experts)
     ids = ids.contiguous()
-    block = power_of_two(num_experts)
-    columns = max(1, min(8, 8192 // block))
+    block, columns = _experts_at_once(num_experts)
     launch(
         permute_kernels.count_kernel, (spans,),
-        ids, counts, totals, slots, span, num_experts,
-        BE=block, CHUNK=_CHUNK, num_warps=4,
+        ids, counts, totals, slots, num_experts,
+        BE=block, CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
     launch(
         permute_kernels.scan_kernel, (ceil_div(num_experts, columns),),
         counts, totals, expert_start, table, spans, num_experts,
-        HEIGHT=tile_height, BE=block, BP=1024, EXPERTS=columns, num_warps=8,
+        HEIGHT=tile_height, BE=block, BP=256, EXPERTS=columns, num_warps=8,
     )  # fmt: skip
     launch(
         permute_kernels.place_kernel, (spans,),
         ids, slot_token, counts, row_token, row_slot, slot_row,
-        slots, span, num_experts, ids.shape[-1] if slot_token is None else 1,
+        slots, num_experts, ids.shape[-1] if slot_token is None else 1,
         CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
     return row_token, row_slot, slot_row, expert_start, table, totals
@@ -95,9 +98,10 @@ def tiles(expert_start, rows, tile_height):
     table = memory.empty(
         (1 + max_tiles(rows, num_experts, tile_height), 3), torch.int32, expert_start.device
     )
+    block, columns = _experts_at_once(num_experts)
     launch(
-        permute_kernels.tiles_kernel, (min(num_experts, 128),),
+        permute_kernels.tiles_kernel, (ceil_div(num_experts, columns),),
         expert_start, table, num_experts,
-        HEIGHT=tile_height, BE=power_of_two(num_experts), num_warps=4,
+        HEIGHT=tile_height, BE=block, EXPERTS=columns, num_warps=4,
     )  # fmt: skip
     return table
