@@ -40,7 +40,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--backends", default="sonicmoe,grouped_mm,scattermoe", help="of throughput"
     )
-    parser.add_argument("--agreement", default="sonicmoe,torch", help="the two backends compared")
+    parser.add_argument(
+        "--agreement", default="sonicmoe,grouped_mm,torch", help="backends, held against the last"
+    )
     parser.add_argument("--agreement-steps", type=int, default=100)
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction,

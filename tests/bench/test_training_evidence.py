@@ -56,7 +56,12 @@ def test_the_whole_script(tmp_path):
     assert by["throughput", "torch, deterministic"]["config"]["deterministic"]
 
     report = (tmp_path / "output" / "evidence.md").read_text()
-    for words in ("against top-K", "not installed", "Farthest apart", "passes over the text"):
+    for words in (
+        "against top-K",
+        "not installed",
+        "farthest from the last",
+        "passes over the text",
+    ):
         assert words in report
     for picture in ("rounding-32.png", "agreement.png"):
         assert picture in report

@@ -118,21 +118,24 @@ def against_first(path: Path, curves: Mapping[str, Sequence[Curve]], title: str,
 
 
 def on_top(path: Path, curves: Mapping[str, Curve], title: str, subtitle: str) -> None:
-    """Two loss curves on top of each other, and how far they are apart."""
+    """Loss curves on top of each other, and how far each is from the last of them."""
     figure, (loss, apart) = _figure(2, (12, 5.2))
-    (name, first), (other, second) = curves.items()
-    loss.plot(*zip(*first, strict=True), color=_COLOURS[0], linewidth=4, alpha=0.4, label=name)
-    loss.plot(*zip(*second, strict=True), color=_COLOURS[1], linewidth=1.2, label=other)
-    difference = [(s, a - b) for (s, a), (_, b) in zip(first, second, strict=True)]
-    apart.plot(*zip(*difference, strict=True), color=_INK, linewidth=1)
+    *others, last = curves
+    for i, (name, curve) in enumerate(curves.items()):
+        # Broad below and thin above, so that equal curves are all seen.
+        width = 1.2 + 3 * (len(curves) - 1 - i)
+        loss.plot(*zip(*curve, strict=True), color=_COLOURS[i], linewidth=width,
+                  alpha=1 if name == last else 0.4, label=name)  # fmt: skip
+    for i, name in enumerate(others):
+        difference = [(s, a - b) for (s, a), (_, b) in zip(curves[name], curves[last], strict=True)]
+        largest = max(abs(d) for _, d in difference)
+        apart.plot(*zip(*difference, strict=True), color=_COLOURS[i], linewidth=1.2,
+                   label=f"{name}: at most {largest:.2g}")  # fmt: skip
     apart.axhline(0, color=_MUTED, linewidth=0.8)
-    largest = max(abs(d) for _, d in difference)
-    apart.annotate(f"at most {largest:.2g} apart", (1, 1), xycoords="axes fraction",
-                   xytext=(-6, -6), textcoords="offset points", ha="right", va="top",
-                   color=_MUTED)  # fmt: skip
     _label(loss, "step", "training loss (nats a token)")
-    _label(apart, "step", f"{name} − {other} (nats a token)")
-    loss.legend(frameon=False)
+    _label(apart, "step", f"difference from {last} (nats a token)")
+    for axes in (loss, apart):
+        axes.legend(frameon=False)
     _finish(figure, path, title, subtitle)
 
 
