@@ -37,8 +37,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a boolean index in the backward pass", "routing/token_rounding.py",
-        "        place = torch.where(expert < 0",
-        "        expert[expert >= 0]\n        place = torch.where(expert < 0",
+        "        dlogits = ops.round_logits_backward(",
+        "        dscore[dscore > 0]\n        dlogits = ops.round_logits_backward(",
         "tests/test_no_waiting.py",
     ),
     Mutation(

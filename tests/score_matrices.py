@@ -2,6 +2,8 @@
 
 import torch
 
+from sonicmoe.reference.token_rounding import softmax_scores
+
 
 def _random(tokens, experts, seed):
     return torch.randn(tokens, experts, generator=seed).softmax(-1)
@@ -41,6 +43,16 @@ SCORES = {
     "one_expert": _one_expert,
     "close": _close,
 }
+
+
+def assert_softmax(scores: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None) -> None:
+    """To a few steps of fp32, and one more for each unit below the row's peak: exp(l − peak) errs
+    by as much as its argument does.
+    """
+    true = softmax_scores(logits.double(), ids)
+    below = logits.double().amax(1, keepdim=True) - logits.double()
+    error = (scores.double() - true).abs()
+    assert (error <= true * (6 + below) * 2.0**-23 + 1e-37).all(), (error / true).max()
 
 
 def top(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -29,7 +29,20 @@ def _arguments() -> dict[str, list[tuple]]:
     by_token = torch.arange(12, dtype=torch.int32).repeat_interleave(2)
     ragged = torch.searchsorted(by_token, torch.arange(13, dtype=torch.int32), out_int32=True)
     transposed = given.w1.mT.contiguous().mT
+    low, up_factor, down_factor = (torch.randn(n, 8) for n in (24, 4 * 16, 4 * 8))
+    up_factor, down_factor = up_factor.view(4, 16, 8), down_factor.view(4, 8, 8)
+    schedule = (start, tiles, m)
     return {
+        "adapted_up": [
+            (given.x, given.w1, given.b1, low, up_factor, p.row_token, *schedule, "swiglu", c, b)
+            for c in (False, True)
+        ],
+        "adapted_product": [(a, given.w2, given.b2, low, up_factor, *schedule, b)],
+        "adapted_down_backward": [
+            (given.dout, z, given.w2, bias, low, down_factor, given.scores, *maps, *schedule,
+             "swiglu", False, b)
+            for bias in (given.b2, None)
+        ],
         "topk": [(logits, 2, True, b), (logits.bfloat16(), 3, False, b)],
         "topk_backward": [(scores, scores, ids, logits, over, b) for over in (True, False)],
         "permute": [
@@ -40,6 +53,14 @@ def _arguments() -> dict[str, list[tuple]]:
         "round_tokens": [
             (logits.softmax(-1), ids, 3, subroutine, torch.rand(4), b)
             for subroutine in ("nr-f", "nr-s")
+        ],
+        "round_logits": [
+            (logits.to(dtype), ids, normalize, 3, "up", None, b)
+            for normalize, dtype in ((False, torch.bfloat16), (True, torch.float64))
+        ],
+        "round_logits_backward": [
+            (torch.rand(24), logits.bfloat16(), chosen, ids.flatten(), ragged, b)
+            for chosen in (None, ids)
         ],
         "tiles": [(start, 24, m, b)],
         "up": [

@@ -2,26 +2,13 @@
 
 import pytest
 import torch
-from helpers import Case, make_inputs, poisoned
+from adapters import adapter, check_lora, written_out
+from helpers import Case, make_inputs, poisoned, same_bits
 
 import sonicmoe
 from sonicmoe import ActivationType
-from sonicmoe.integrations.lora import LowRank, lora_experts
-
-
-def adapter(w, rank, scale):
-    experts, out_size, in_size = w.shape
-    a = torch.randn(rank * experts, in_size, dtype=w.dtype) / in_size**0.5
-    b = torch.randn(out_size, rank * experts, dtype=w.dtype)
-    return LowRank(a.requires_grad_(), b.requires_grad_(), scale)
-
-
-def written_out(w, lora):
-    """PEFT's own definition of the difference."""
-    a = lora.a.reshape(w.shape[0], -1, w.shape[2])
-    b = lora.b.reshape(w.shape[1], -1, w.shape[0])
-    return w + lora.scale * torch.einsum("ore,eri->eoi", b, a)
-
+from sonicmoe.integrations.lora import lora_experts
+from sonicmoe.tuning import tile_height
 
 CASES = [
     Case("24,16,8,4,2", torch.float64),
@@ -53,6 +40,69 @@ def test_equals_the_layer_written_out(case, rank):
     torch.testing.assert_close(got, want)
     for a, b in zip(got_grads, torch.autograd.grad(want, leaves, given.dout), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+def test_every_gradient_is_within_the_budget_on_a_gpu(gate_up):
+    case = Case("600,264,136,40,2", bias=True, gate_up=gate_up, routing="dropped")
+    check_lora(case, 16, "cuda")
+
+
+@pytest.mark.gpu
+def test_bitwise_the_same_every_time():
+    first, second = (
+        check_lora(Case("600,264,136,40,2", gate_up="concatenated"), 16, "cuda") for _ in range(2)
+    )
+    same_bits(first, second)
+
+
+@pytest.mark.parametrize(
+    ("arch", "case", "rank"),
+    [
+        (90, Case("32,1536,256,2,2", gate_up="concatenated"), 16),
+        (90, Case("32,1536,256,2,2", activation=ActivationType.GEGLU, bias=True), 64),
+        (90, Case("32,264,136,2,2", activation=ActivationType.SWIGLU_CLAMPED, bias=True,
+                  gate_up="concatenated", transposed=True), 32),
+        (90, Case("32,264,136,2,2", torch.float16, activation=ActivationType.GELU, bias=True), 8),
+        (90, Case("32,264,72,2,2", torch.float32, bias=True), 16),
+        (80, Case("32,1536,256,2,2", bias=True), 16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kernels_compile_without_spills(arch, case, rank):
+    pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
+    from machine_code import compiling, report
+
+    from sonicmoe.ops import launch_adapted
+
+    given, rows = make_inputs(case), 64
+    n, i = given.w1.shape[1], given.w2.shape[2]
+    act, concatenated = case.activation, case.gate_up == "concatenated"
+    x, w1, w2 = given.x, given.w1, given.w2
+
+    def new(*shape):
+        return torch.zeros(shape, dtype=case.dtype)
+
+    u, maps = new(rows, rank), torch.zeros(rows, dtype=torch.int32)
+    start, tiles = maps[:3], torch.zeros(4, 3, dtype=torch.int32)
+    height = tile_height(case.dtype, "triton")
+    down, up, across = (new(2, k, rank) for k in (x.shape[1], n, i))
+    with compiling(arch) as compiled:
+        launch_adapted.up(
+            x, w1, given.b1, u, up, maps, start, tiles, height, act, concatenated
+        )  # fmt: skip
+        launch_adapted.product(new(rows, i), w2, given.b2, u, down, start, tiles, height)
+        launch_adapted.product(new(rows, n), w1.mT, None, u, down, start, tiles, height)
+        launch_adapted.down_backward(
+            x, new(rows, n), w2, given.b2, u, across, given.scores, maps, maps, maps, start,
+            tiles, height, act, concatenated,
+        )  # fmt: skip
+    for kernel in compiled:
+        found, name = report(kernel), kernel.metadata.name
+        assert found["LDL"] == found["STL"] == 0, f"{name} spills: {found}"
+        if arch == 90 and case.dtype.itemsize == 2 and "adapted" in name:
+            assert found["HGMMA"], f"{name} misses tensor cores: {found}"
 
 
 def test_no_weight_is_kept_or_formed():

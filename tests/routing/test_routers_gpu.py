@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import poisoned, same_bits
-from score_matrices import SCORES, top
+from score_matrices import SCORES, assert_softmax, top
 
 from sonicmoe import MoE, ops
 from sonicmoe.reference.token_rounding import SUBROUTINES
@@ -26,6 +26,55 @@ def test_kernels_keep_what_plain_pytorch_keeps(shape, subroutine, kind):
         again = ops.round_tokens(scores, ids, tile, subroutine, uniform, "triton")
     same_bits(dict(enumerate(got)), dict(enumerate(want)))
     same_bits(dict(enumerate(got)), dict(enumerate(again)))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_logits_round_as_their_scores(shape, normalize):
+    """The softmax to a few ulps; the pairs exactly those of the scores that come out."""
+    tokens, experts, k, tile = shape
+    logits = torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16)
+    ids = ops.topk(logits, k, True, "triton")[1]
+    # A tile of T rows that goes up takes in every pair of an expert that anyone chose.
+    expert, _, score, *_ = ops.round_logits(logits, ids, normalize, tokens, "up", None, "triton")
+    assert (expert >= 0).sum() == tokens * experts
+    scores = score[: tokens * experts].view(tokens, experts)
+    assert_softmax(scores, logits, ids if normalize else None)
+    for subroutine in ("nr-f", "up", "down", "balance-f"):
+        want = ops.round_tokens(scores, ids, tile, subroutine, None, "torch")
+        with poisoned():
+            got = ops.round_logits(logits, ids, normalize, tile, subroutine, None, "triton")
+            again = ops.round_logits(logits, ids, normalize, tile, subroutine, None, "triton")
+        same_bits(dict(enumerate(got)), dict(enumerate(want)))
+        same_bits(dict(enumerate(got)), dict(enumerate(again)))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, (512, 4096, 8, 16)], ids=str)
+def test_gradient_of_the_logits(shape, dtype, normalize):
+    tokens, experts, k, tile = shape
+    logits = torch.randn(tokens, experts, device="cuda", dtype=dtype)
+    ids = ops.topk(logits, k, True, "triton")[1]
+    expert, _, score, start, *_ = ops.round_logits(
+        logits, ids, normalize, tile, "nr-f", None, "triton"
+    )
+    given = (torch.randn_like(score), logits, ids if normalize else None, expert, start)
+    want = ops.round_logits_backward(*given, "torch")
+    with poisoned():
+        got = ops.round_logits_backward(*given, "triton")
+        again = ops.round_logits_backward(*given, "triton")
+    torch.testing.assert_close(got, want)
+    assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize("subroutine", SUBROUTINES)
+def test_columns_longer_than_the_registers_hold(subroutine):
+    scores = SCORES["tied"](40000, 8, torch.Generator().manual_seed(0)).cuda()
+    ids, uniform = top(scores, 2), torch.rand(8, device="cuda")
+    want = ops.round_tokens(scores, ids, 128, subroutine, uniform, "torch")
+    got = ops.round_tokens(scores, ids, 128, subroutine, uniform, "triton")
+    same_bits(dict(enumerate(got)), dict(enumerate(want)))
 
 
 def layer(name: str) -> MoE:

@@ -7,8 +7,13 @@ from hypothesis import strategies as st
 from score_matrices import SCORES, kept_pairs, top
 
 from sonicmoe.reference.routers import rounded_rows
-from sonicmoe.reference.token_rounding import STOCHASTIC, SUBROUTINES, most_rows
-from sonicmoe.routing import round_tokens
+from sonicmoe.reference.token_rounding import (
+    STOCHASTIC,
+    SUBROUTINES,
+    most_rows,
+    softmax_scores,
+)
+from sonicmoe.routing import TokenRounding, round_tokens
 
 few = settings(max_examples=100)
 
@@ -182,6 +187,37 @@ def test_gradient_is_exact():
     want, used = torch.zeros_like(grad), expert >= 0
     want[token[used].long(), expert[used].long()] = upstream[used]
     assert torch.equal(grad, want)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("subroutine", ["nr-f", "up", "down"])
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_gradient_from_logits(k, subroutine, normalize):
+    """dl = s·(d − [in the sum]·Σ s·d) against autograd through the softmax, and differences."""
+    logits = torch.randn(30, 5, dtype=torch.float64, requires_grad=True)
+    router = TokenRounding(5, k, tile=8, subroutine=subroutine, normalize=normalize)
+    r = router(logits)
+    dense = softmax_scores(logits, top(logits.detach(), k) if normalize else None)
+    used = r.ids >= 0
+    want = dense[r.slot_token[used].long(), r.ids[used].long()]
+    assert torch.equal(r.scores[used], want)
+    upstream = torch.randn_like(r.scores)
+    (got,) = torch.autograd.grad(r.scores, logits, upstream)
+    (true,) = torch.autograd.grad(want, logits, upstream[used])
+    torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-13)
+    assert torch.autograd.gradcheck(lambda x: router(x).scores, logits, eps=1e-7)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_nothing_wide_is_kept(normalize):
+    """From logits the pairs are kept, and who they are, but no scores (T, E)."""
+    logits = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        TokenRounding(32, 2, tile=8, normalize=normalize)(logits)
+    slots = most_rows(64, 32, 2, 8, "nr-f")
+    want = 2 * 64 * 32 + 4 * slots + 4 * 65 + (4 * 64 * 2 if normalize else 0)
+    assert sum(t.nbytes for t in kept) == want
 
 
 MISTAKES = {

@@ -10,6 +10,7 @@ from ..enums import ActivationType
 from ..errors import bad_argument
 from ..functional import experts, permute
 from ..routing import Router, Routing, TokenRounding, TopK, statistics
+from ..validation import resolve_backend
 from . import report
 from .cases import Case
 from .inputs import Inputs, make_inputs
@@ -159,10 +160,21 @@ def _same_choice(router: TokenRounding, r: Routing) -> bool:
     uniform = torch.rand(router.num_experts, device=r.logits.device)
     stochastic = router.subroutine in ("sr-f", "nr-s")
     got = router(r.logits, uniform=uniform if stochastic else None)
-    scores = r.logits.float().softmax(-1)
+    scores = _own_scores(r.logits, resolve_backend(None, r.logits))
     _, ids = ops.topk(r.logits, router.k, True, "torch")
     want = ops.round_tokens(scores, ids, router.tile, router.subroutine, uniform, "torch")
     return torch.equal(got.ids, want[0]) and torch.equal(got.slot_token, want[1])
+
+
+def _own_scores(logits: torch.Tensor, backend: str) -> torch.Tensor:
+    """The softmax (T, E) that the router decides by: one an ulp away may decide otherwise.
+
+    Where every expert is chosen and the tile is one row, every pair is kept.
+    """
+    every = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
+    scores = ops.round_logits(logits, every.expand_as(logits), False, 1, "down", None, backend)[2]
+    torch.testing.assert_close(scores.view_as(logits), logits.float().softmax(-1))
+    return scores.view_as(logits)
 
 
 def _layer_checks(inputs: Inputs, r: Routing, options: Options) -> list[Check]:

@@ -119,11 +119,9 @@ def _affordable_steps(config: TrainConfig, seconds: float, folder: Path, cache: 
 def rounding_table(records: Sequence[Mapping[str, Any]]) -> str:
     """One line a router. Differences are between runs of the same seed, averaged."""
     losses: dict[str, dict[str, float]] = {}
-    rates: dict[str, list[float]] = {}
     for r in records:
         label, _, seed = r["run"].partition(", seed ")
         losses.setdefault(label, {})[seed] = r["validation_loss"]
-        rates.setdefault(label, []).append(r["tokens_per_second"])
     base = next(iter(losses.values()))
     lines = []
     for label, by_seed in losses.items():
@@ -133,7 +131,6 @@ def rounding_table(records: Sequence[Mapping[str, Any]]) -> str:
             f"{sum(by_seed.values()) / len(by_seed):.4f}",
             "" if by_seed is base else f"{sum(changes) / len(changes):+.2%}",
             "" if by_seed is base else f"{min(changes):+.2%} … {max(changes):+.2%}",
-            count(sum(rates[label]) / len(rates[label])),
         ))  # fmt: skip
     header = (
         "router",
@@ -141,7 +138,6 @@ def rounding_table(records: Sequence[Mapping[str, Any]]) -> str:
         "mean",
         "against top-K",
         "by seed",
-        "tokens/s",
     )
     return table(header, lines)
 

@@ -1,7 +1,7 @@
 """LoRA on experts, in PEFT's layout: W + scale·B·A is never formed, and W gets no gradient.
 
-Both halves of an adapter are grouped products of their own: Z = X W1ᵀ + (X A1ᵀ) B1ᵀ, row by row
-with the factors of the row's expert, and the same again around W2.
+Z = X W1ᵀ + (X A1ᵀ) B1ᵀ, row by row with the factors of the row's expert, and the same again around
+W2: X A1ᵀ is a grouped product of its own, the product with B1 ends in the accumulator of the other.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from ..enums import ActivationType
 from ..errors import bad_argument
 from ..functional import _autocast, permute
 from ..permutation import Permutation
-from ..reference.activation import activate, activate_backward
 from ..shapes import ceil_div
 from ..validation import check_choice, check_shape, check_weights, resolve_backend
 
@@ -85,24 +84,24 @@ class _Products:
         self.p, self.backend = p, backend
         self.schedule = (p.expert_start, p.tiles, p.tile_height)
 
-    def gathered(self, x, w, bias=None):
-        """(T, in) → (R, out), rows fetched by the product. What it does beside is left aside."""
+    def gathered(self, x, w):
+        """(T, in) → (R, r), rows fetched by the product. What it does beside is left aside."""
         return ops.up(
-            x, w, bias, self.p.row_token, *self.schedule, "relu", False, True, self.backend
+            x, w, None, self.p.row_token, *self.schedule, "relu", False, True, self.backend
         )[0]
 
-    def rows(self, rows, w, bias=None):
-        """(R, in) → (R, out)."""
-        return ops.down(rows, w, bias, None, *self.schedule, False, self.backend)
+    def rows(self, rows, w):
+        """(R, in) → (R, r)."""
+        return ops.down(rows, w, None, None, *self.schedule, False, self.backend)
 
-    def back_to_tokens(self, rows, x, w, need_dw):
-        """dX (T, in), summed over a token's rows, and dW = rowsᵀ X, rows of X fetched."""
+    def adapted(self, rows, w, bias, low, factor):
+        """(R, in) → (R, out): rows Wᵀ + low factorᵀ + bias."""
+        return ops.adapted_product(rows, w, bias, low, factor, *self.schedule, self.backend)
+
+    def tokens(self, rows, scores, tokens):
+        """(R, H) → (T, H), summed over a token's rows."""
         p = self.p
-        dx, dw, _ = ops.up_backward(
-            rows, x, w, p.row_token, p.slot_row, p.token_start, *self.schedule,
-            True, need_dw, False, self.backend,
-        )  # fmt: skip
-        return dx, dw
+        return ops.aggregate(rows, scores, p.slot_row, p.token_start, tokens, self.backend)
 
     def outer(self, rows, other, w, gather=False):
         """(E, out, in) = Σ over an expert's rows of rowsᵀ other, shaped and stored like w."""
@@ -113,8 +112,8 @@ class _Products:
         )[1]
 
 
-def _wide(t):
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+def _transposed(factor):
+    return factor.mT.contiguous()
 
 
 class _LowRankLayer(torch.autograd.Function):
@@ -126,13 +125,15 @@ class _LowRankLayer(torch.autograd.Function):
     ):  # fmt: skip
         do = _Products(p, backend)
         u1 = do.gathered(x, a1)
-        z = do.gathered(x, w1, bias1).add_(do.rows(u1, b1))
-        a = activate(_wide(z), activation, concat).to(x.dtype)
+        z, a = ops.adapted_up(
+            x, w1, bias1, u1, b1, p.row_token, *do.schedule, activation.value, concat, backend
+        )
         u2 = do.rows(a, a2)
-        y = do.rows(a, w2, bias2).add_(do.rows(u2, b2))
+        y = do.adapted(a, w2, bias2, u2, b2)
         ctx.save_for_backward(x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2)
         ctx.options = (p, activation, concat, backend)
-        return ops.aggregate(y, scores, p.slot_row, p.token_start, x.shape[0], backend)
+        del a  # before the output is there
+        return do.tokens(y, scores, x.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -140,21 +141,19 @@ class _LowRankLayer(torch.autograd.Function):
         x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2 = ctx.saved_tensors
         p, activation, concat, backend = ctx.options
         do, dout = _Products(p, backend), dout.contiguous()
-        used = torch.arange(p.rows, device=x.device) < p.expert_start[-1]
-        score = scores.flatten()[torch.where(used, p.row_slot, 0)][:, None]
-        a = activate(_wide(z), activation, concat)
 
-        v2 = do.gathered(dout, b2.mT.contiguous())
-        da = _wide(do.gathered(dout, w2.mT).add_(do.rows(v2, a2.mT.contiguous())))
-        dscore = (da * a).sum(-1)
-        if bias2 is not None:
-            dscore += do.gathered(dout, F.pad(bias2[:, None], (0, 0, 0, 7)))[:, 0]  # 8 columns
-        dscores = F.pad(dscore, (0, 1))[p.slot_row.long()].view_as(scores)  # -1: the zero behind
-        db2 = do.outer((score * u2).to(x.dtype), dout, b2.mT.contiguous(), gather=True).mT
-        da2 = do.outer((score * v2).to(x.dtype), a.to(x.dtype), a2)
+        v2 = do.gathered(dout, _transposed(b2))
+        dz, a, dscores = ops.adapted_down_backward(
+            dout, z, w2, bias2, v2, _transposed(a2), scores,
+            p.row_token, p.row_slot, p.slot_row, *do.schedule, activation.value, concat, backend,
+        )  # fmt: skip
+        da2 = do.outer(v2, a, a2)  # this A is multiplied by the scores
+        del a, v2
+        row_slot = p.row_slot.clamp(0, scores.numel() - 1)  # rows not in use hold anything
+        scaled = (scores.flatten()[row_slot][:, None] * u2).to(x.dtype)
+        db2 = do.outer(scaled, dout, _transposed(b2), gather=True).mT
 
-        dz = activate_backward(_wide(z), score * da, activation, concat).to(x.dtype)
-        v1 = do.rows(dz, b1.mT.contiguous())
-        dx, da1 = do.back_to_tokens(v1, x, a1, need_dw=True)
-        dx = dx + do.back_to_tokens(dz, x, w1, need_dw=False)[0]
-        return dx, dscores, da1, do.outer(dz, u1, b1), da2, db2, *([None] * 8)
+        v1 = do.rows(dz, _transposed(b1))
+        da1, db1 = do.outer(v1, x, a1, gather=True), do.outer(dz, u1, b1)
+        dx = do.tokens(do.adapted(dz, w1.mT, None, v1, _transposed(a1)), None, x.shape[0])
+        return dx, dscores, da1, db1, da2, db2, *([None] * 8)

@@ -163,17 +163,6 @@ def accumulate(
 
 
 @gluon.jit
-def pass_by(step, full, empty, K: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
-    """Instead of `accumulate`, for a warpgroup whose 64 rows all lie past the expert's end."""
-    for _k in range(0, K, BK):
-        slot = step % STAGES
-        mbarrier.wait(full.index(slot), step // STAGES & 1)
-        mbarrier.arrive(empty.index(slot), count=1)
-        step += 1
-    return step
-
-
-@gluon.jit
 def halves(x):
     """Left and right half of the columns."""
     R: gl.constexpr = x.shape[0]
@@ -228,22 +217,19 @@ def _product_consumer(
         n = index % n_tiles
         row += WHICH * ROWS
         next_expert, next_row, next_end = tile_of(tiles, index + stride, total, n_tiles)
-        if row < end:
-            acc, step = accumulate(
-                step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, False
+        acc, step = accumulate(
+            step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, False
+        )
+        if bias is not None:
+            c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
+            acc += gl.expand_dims(
+                gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32), 0
             )
-            if bias is not None:
-                c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
-                acc += gl.expand_dims(
-                    gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32), 0
-                )
-            if row_scores is not None:
-                r = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
-                acc *= gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
-            tma.store_wait(0)
-            stage_and_store(acc.to(y.dtype), y, end, row, n * BN, y_smem.index(WHICH), BN)
-        else:
-            step = pass_by(step, full, empty, K, BK, STAGES)
+        if row_scores is not None:
+            r = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+            acc *= gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
+        tma.store_wait(0)
+        stage_and_store(acc.to(y.dtype), y, end, row, n * BN, y_smem.index(WHICH), BN)
         expert, row, end = next_expert, next_row, next_end
     tma.store_wait(0)
 
@@ -320,57 +306,52 @@ def _up_consumer(
         n = index % n_tiles
         expert, row, end = tile_of(tiles, index, total, n_tiles)
         row += WHICH * ROWS
-        if row < end:
-            acc, step = accumulate(
-                step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
-            )
-            q0, q1, q2, q3 = quarters(acc)
-            # Two pieces of Z that make one of A: gates and their ups, or neighbours of both.
-            if TWO_HALVES:
-                pieces = (q0, q2, q1, q3)
-            else:
-                pieces = (q0, q1, q2, q3)
-            for i in gl.static_range(2):
-                g = gl.convert_layout(pieces[2 * i], L, assert_trivial=True)
-                u = gl.convert_layout(pieces[2 * i + 1], L, assert_trivial=True)
-                if TWO_HALVES:
-                    g_column = n * HALF + i * PIECE
-                    u_column = I + g_column
-                else:
-                    g_column = n * BN + 2 * i * PIECE
-                    u_column = g_column + PIECE
-                g = _biased(g, b1, expert, g_column, N, PIECE, L)
-                u = _biased(u, b1, expert, u_column, N, PIECE, L)
-                if TWO_HALVES:
-                    value = ACTIVATION(g, u).to(a.dtype)
-                else:
-                    g0, u0 = pairs(g, PIECE)
-                    g1, u1 = pairs(u, PIECE)
-                    v0 = ACTIVATION(g0, u0).to(a.dtype)
-                    v1 = ACTIVATION(g1, u1).to(a.dtype)
-                    value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (ROWS, PIECE))
-                    value = gl.convert_layout(value, L)
-                first_smem = out_smem.index(2 * WHICH + i * STORES % 2)
-                second_smem = out_smem.index(2 * WHICH + (i * STORES + 1) % 2)
-                if KEEP_Z:
-                    tma.store_wait(1)
-                    if TWO_HALVES:
-                        stage_and_store_half(
-                            g.to(z.dtype), z, end, row, 0, g_column, first_smem, PIECE
-                        )
-                    else:
-                        stage_and_store(g.to(z.dtype), z, end, row, g_column, first_smem, PIECE)
-                    tma.store_wait(1)
-                    if TWO_HALVES:
-                        stage_and_store_half(
-                            u.to(z.dtype), z, end, row, 1, g_column, second_smem, PIECE
-                        )
-                    else:
-                        stage_and_store(u.to(z.dtype), z, end, row, u_column, second_smem, PIECE)
-                tma.store_wait(1)
-                stage_and_store(value, a, end, row, n * HALF + i * PIECE, first_smem, PIECE)
+        acc, step = accumulate(
+            step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
+        )
+        q0, q1, q2, q3 = quarters(acc)
+        # Two pieces of Z that make one of A: gates and their ups, or neighbours of both.
+        if TWO_HALVES:
+            pieces = (q0, q2, q1, q3)
         else:
-            step = pass_by(step, full, empty, H, BK, STAGES)
+            pieces = (q0, q1, q2, q3)
+        for i in gl.static_range(2):
+            g = gl.convert_layout(pieces[2 * i], L, assert_trivial=True)
+            u = gl.convert_layout(pieces[2 * i + 1], L, assert_trivial=True)
+            if TWO_HALVES:
+                g_column = n * HALF + i * PIECE
+                u_column = I + g_column
+            else:
+                g_column = n * BN + 2 * i * PIECE
+                u_column = g_column + PIECE
+            g = _biased(g, b1, expert, g_column, N, PIECE, L)
+            u = _biased(u, b1, expert, u_column, N, PIECE, L)
+            if TWO_HALVES:
+                value = ACTIVATION(g, u).to(a.dtype)
+            else:
+                g0, u0 = pairs(g, PIECE)
+                g1, u1 = pairs(u, PIECE)
+                v0 = ACTIVATION(g0, u0).to(a.dtype)
+                v1 = ACTIVATION(g1, u1).to(a.dtype)
+                value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (ROWS, PIECE))
+                value = gl.convert_layout(value, L)
+            first_smem = out_smem.index(2 * WHICH + i * STORES % 2)
+            second_smem = out_smem.index(2 * WHICH + (i * STORES + 1) % 2)
+            if KEEP_Z:
+                tma.store_wait(1)
+                if TWO_HALVES:
+                    stage_and_store_half(g.to(z.dtype), z, end, row, 0, g_column, first_smem, PIECE)
+                else:
+                    stage_and_store(g.to(z.dtype), z, end, row, g_column, first_smem, PIECE)
+                tma.store_wait(1)
+                if TWO_HALVES:
+                    stage_and_store_half(
+                        u.to(z.dtype), z, end, row, 1, g_column, second_smem, PIECE
+                    )
+                else:
+                    stage_and_store(u.to(z.dtype), z, end, row, u_column, second_smem, PIECE)
+            tma.store_wait(1)
+            stage_and_store(value, a, end, row, n * HALF + i * PIECE, first_smem, PIECE)
     tma.store_wait(0)
 
 

@@ -20,7 +20,6 @@ from .hopper_rows import (
     accumulate,
     halves,
     pairs,
-    pass_by,
     producer,
     quarters,
     tile_of,
@@ -126,52 +125,48 @@ def _consumer(
         n = index % n_tiles
         next_row += WHICH * ROWS
         next_slot = _slots(row_slot, next_row, next_end, r)
-        if row < end:
-            tma.store_wait(0)
-            for s in gl.static_range(BUFFERS):
-                _load_z(
-                    z, row, n * BN + s * SLICE, z_full.index(MINE + s), z_smem, (MINE + s) * PARTS,
-                    CONCATENATED,
-                )  # fmt: skip
-            ok = row + r < end
-            if scores is None:
-                score = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, L))
-            else:
-                score = gl.load(scores + slot, mask=ok, other=0.0)
-            acc, step = accumulate(
-                step, do_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
-            )
-            _expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
-            if BN == 256:
-                left, right = halves(acc)
-                s0, s1, s2, s3 = quarters(left)
-                s4, s5, s6, s7 = quarters(right)
-                parts = (s0, s1, s2, s3, s4, s5, s6, s7)
-            else:
-                parts = quarters(acc)
-            ds = gl.zeros((ROWS, SLICE), gl.float32, L)
-            for s in gl.static_range(SLICES):
-                mbarrier.wait(z_full.index(MINE + s % BUFFERS), z_round + s // BUFFERS & 1)
-                ds += _slice(
-                    parts[s], score, dz, a, z_smem, a_smem, end, row, n * BN + s * SLICE,
-                    CONCATENATED, BACKWARD, STORE_A,
-                    (MINE + s % BUFFERS) * PARTS, WHICH * 2 + s % 2,
-                )  # fmt: skip
-                if s >= 1:
-                    # All but this slice's stores have been read: the buffer before it is free.
-                    tma.store_wait(STORES)
-                    if s - 1 + BUFFERS < SLICES:
-                        _load_z(
-                            z, row, n * BN + (s - 1 + BUFFERS) * SLICE,
-                            z_full.index(MINE + (s - 1) % BUFFERS), z_smem,
-                            (MINE + (s - 1) % BUFFERS) * PARTS, CONCATENATED,
-                        )  # fmt: skip
-            z_round += SLICES // BUFFERS
-            if STORE_PARTIAL:
-                gl.store(partial + n * plane.to(gl.int64) + slot, gl.sum(ds, 1), mask=ok)
+        tma.store_wait(0)
+        for s in gl.static_range(BUFFERS):
+            _load_z(
+                z, row, n * BN + s * SLICE, z_full.index(MINE + s), z_smem, (MINE + s) * PARTS,
+                CONCATENATED,
+            )  # fmt: skip
+        ok = row + r < end
+        if scores is None:
+            score = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, L))
         else:
-            step = pass_by(step, full, empty, H, BK, STAGES)
-            _expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
+            score = gl.load(scores + slot, mask=ok, other=0.0)
+        acc, step = accumulate(
+            step, do_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
+        )
+        _expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
+        if BN == 256:
+            left, right = halves(acc)
+            s0, s1, s2, s3 = quarters(left)
+            s4, s5, s6, s7 = quarters(right)
+            parts = (s0, s1, s2, s3, s4, s5, s6, s7)
+        else:
+            parts = quarters(acc)
+        ds = gl.zeros((ROWS, SLICE), gl.float32, L)
+        for s in gl.static_range(SLICES):
+            mbarrier.wait(z_full.index(MINE + s % BUFFERS), z_round + s // BUFFERS & 1)
+            ds += _slice(
+                parts[s], score, dz, a, z_smem, a_smem, end, row, n * BN + s * SLICE,
+                CONCATENATED, BACKWARD, STORE_A,
+                (MINE + s % BUFFERS) * PARTS, WHICH * 2 + s % 2,
+            )  # fmt: skip
+            if s >= 1:
+                # All but this slice's stores have been read: the buffer before it is free.
+                tma.store_wait(STORES)
+                if s - 1 + BUFFERS < SLICES:
+                    _load_z(
+                        z, row, n * BN + (s - 1 + BUFFERS) * SLICE,
+                        z_full.index(MINE + (s - 1) % BUFFERS), z_smem,
+                        (MINE + (s - 1) % BUFFERS) * PARTS, CONCATENATED,
+                    )  # fmt: skip
+        z_round += SLICES // BUFFERS
+        if STORE_PARTIAL:
+            gl.store(partial + n * plane.to(gl.int64) + slot, gl.sum(ds, 1), mask=ok)
         row, end, slot = next_row, next_end, next_slot
         next_row, next_end = later_row, later_end
     tma.store_wait(0)

@@ -6,16 +6,17 @@ chosen ones. An expert keeps the tokens that reach a threshold (least key, cut):
 that very key and a token below the cut, which is how ties go to the lower token. The threshold of
 n rows is found by a search, each step of which counts a column once.
 
-Keys lie as (E, length): the tokens of an expert side by side, up to a multiple of 16, so that they
+Keys lie as (E, length): the tokens of an expert side by side, up to a multiple of 32, so that they
 are read 16 bytes at a time whatever the number of tokens. A place without a token has no key.
+Which pairs are kept lies as bits (T/32, E): 32 tokens of an expert in a word.
 """
 
 import triton
 import triton.language as tl
 
 _SHIFT: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # from the key of a chosen pair to any other's
-_HIGHEST: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # above every key
 _NOTHING: tl.constexpr = tl.constexpr(-0x80000000)  # below every key
+_WORD: tl.constexpr = tl.constexpr(32)  # tokens of a block, one bit each
 
 
 @triton.jit
@@ -24,52 +25,93 @@ def _reaches(key, token, least, cut):
 
 
 @triton.jit
+def _bits(key):
+    """Those of the score, which are also the key of the pair if it is chosen."""
+    return tl.where(key < 0, key + _SHIFT, key)
+
+
+@triton.jit
 def _score(key):
-    """The score of a key, bit by bit."""
-    return tl.where(key < 0, key + _SHIFT, key).to(tl.float32, bitcast=True)
+    return _bits(key).to(tl.float32, bitcast=True)
+
+
+# --- keys -----------------------------------------------------------------------------------------
+@triton.jit
+def _load_rows(values, stride, token, column, known):
+    """Some columns (BT, n) of the rows of tokens, in fp32; the lowest value where not `known`."""
+    at = values + token.to(tl.int64)[:, None] * stride + column
+    return tl.load(at, mask=known, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _load_ids(ids, token, tokens, experts, k, BK: tl.constexpr):
+    """The choice (BT, BK), −1 where there is none."""
+    slot = tl.arange(0, BK)
+    here = (token < tokens)[:, None] & (slot < k)[None, :]
+    at = token.to(tl.int64)[:, None] * k + slot[None, :]
+    id = tl.load(ids + at, mask=here, other=-1).to(tl.int32)
+    return tl.where(id < experts, id, -1)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def keys_kernel(
-    scores, ids, keys, chosen_rows, tokens, length, experts, k, scores_stride,
-    BT: tl.constexpr, BE: tl.constexpr,
+    values, ids, keys, counts, block_pairs, tokens, length, experts, k, values_stride,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The keys, and the choices added up in chosen_rows. Grid: T/BT × E/BE; one tile each."""
+    """The keys of scores, or of logits with SOFTMAX, and the choices added up in counts, if any.
+
+    Grid: length/BT; a program owns the rows of BT tokens. It also clears block_pairs.
+    """
     token = tl.program_id(0) * BT + tl.arange(0, BT)
-    e = tl.program_id(1) * BE + tl.arange(0, BE)
-    ok = token < tokens
-    here = ok[:, None] & (e < experts)[None, :]
-    at = token.to(tl.int64)
-    score = tl.load(scores + at[:, None] * scores_stride + e[None, :], mask=here, other=0.0)
+    e = tl.arange(0, BE)[None, :]
+    ok, known = (token < tokens)[:, None], e < experts
+    id = _load_ids(ids, token, tokens, experts, k, BK)
+    score = _load_rows(values, values_stride, token, e, ok & known)
+    if SOFTMAX:
+        peak = tl.max(score, 1)[:, None]
+        score = tl.exp(score - peak)
+        among = score
+        if NORMALIZE:
+            among = tl.exp(_load_rows(values, values_stride, token, id, id >= 0) - peak)
+        score *= (1 / tl.sum(among, 1))[:, None]
     bits = tl.where(score > 0, score, 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(score != score, 0x7FC00000, bits)
-    chosen = tl.zeros((BT, BE), tl.int1)
-    for slot in tl.range(k):
-        chosen |= e[None, :] == tl.load(ids + at * k + slot, mask=ok, other=-1)[:, None]
-    key = tl.where(ok[:, None], tl.where(chosen, bits, bits - _SHIFT), _NOTHING)
-    inside = (token < length)[:, None] & (e < experts)[None, :]
-    tl.store(keys + e.to(tl.int64)[None, :] * length + token[:, None], key, mask=inside)
-    found = tl.sum(chosen.to(tl.int32), 0)
-    tl.atomic_add(chosen_rows + e, found, mask=found > 0, sem="relaxed")
+    row = keys + token[:, None]
+    tl.store(row + e.to(tl.int64) * length, tl.where(ok, bits - _SHIFT, _NOTHING), mask=known)
+    tl.store(block_pairs + token // _WORD, 0)
+    tl.debug_barrier()  # all are written as not chosen; the few that are, now move up
+    at = row + id.to(tl.int64) * length
+    key = tl.load(at, mask=id >= 0, other=0)
+    tl.store(at, _bits(key), mask=id >= 0)
+    if counts is not None:
+        tl.atomic_add(counts + id, 1, mask=id >= 0, sem="relaxed")
+
+
+# --- selection ------------------------------------------------------------------------------------
+@triton.jit
+def _tokens(first, PARTS: tl.constexpr, STEP: tl.constexpr):
+    """PARTS·STEP tokens from `first` on; each thread owns some of every part."""
+    return first + tl.arange(0, PARTS)[:, None] * STEP + tl.arange(0, STEP)[None, :]
 
 
 @triton.jit
-def _load_keys(column, first, length, CHUNK: tl.constexpr):
-    """Tokens first.. of an expert, and their keys."""
-    token = first + tl.arange(0, CHUNK)
-    return token, tl.load(column + token, mask=token < length, other=_NOTHING)
+def _load_keys(column, token, length):
+    return tl.load(column + token, mask=token < length, other=_NOTHING)
 
 
 @triton.jit
-def _count(column, held, length, least, cut, CHUNK: tl.constexpr):
-    """How many tokens of an expert reach the threshold; `held` are the keys of its first CHUNK.
+def _count(column, held, length, least, cut):
+    """How many tokens of an expert reach the threshold; `held` are the keys of its first ones.
 
-    They stay in registers, since a search counts ten to twenty times.
+    They stay in registers, since a search counts about seven times.
     """
-    found = _reaches(held, tl.arange(0, CHUNK), least, cut).to(tl.int32)
-    for first in tl.range(CHUNK, length, CHUNK):
-        token, key = _load_keys(column, first, length, CHUNK)
-        found += _reaches(key, token, least, cut).to(tl.int32)
+    PARTS: tl.constexpr = held.shape[0]
+    STEP: tl.constexpr = held.shape[1]
+    found = tl.sum(_reaches(held, _tokens(0, PARTS, STEP), least, cut).to(tl.int32), 0)
+    for first in tl.range(PARTS * STEP, length, STEP):
+        token = first + tl.arange(0, STEP)
+        found += _reaches(_load_keys(column, token, length), token, least, cut).to(tl.int32)
     return tl.sum(found, 0)
 
 
@@ -80,28 +122,51 @@ def _two(key, lower, upper):
 
 
 @triton.jit
-def _count_two(column, held, length, lower, upper, CHUNK: tl.constexpr):
+def _count_two(column, held, length, lower, upper):
     """How many keys of an expert reach each of two."""
-    found = _two(held, lower, upper)
-    for first in tl.range(CHUNK, length, CHUNK):
-        _, key = _load_keys(column, first, length, CHUNK)
-        found += _two(key, lower, upper)
-    few = tl.sum(tl.reshape(found, (CHUNK // 16, 16)), 1)  # 16 bits hold 16 places of 67M tokens
-    both = tl.sum((few & 0xFFFF).to(tl.int64) | (few.to(tl.int64) >> 16 << 32), 0)
-    return (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
+    PARTS: tl.constexpr = held.shape[0]
+    STEP: tl.constexpr = held.shape[1]
+    found = tl.sum(_two(held, lower, upper), 0)  # 16 bits hold the parts of 67M tokens
+    for first in tl.range(PARTS * STEP, length, STEP):
+        found += _two(_load_keys(column, first + tl.arange(0, STEP), length), lower, upper)
+    both = tl.sum((found & 0xFFFF).to(tl.int64) | (found.to(tl.int64) >> 16 << 32), 0)
+    return both.to(tl.int32), (both >> 32).to(tl.int32)
 
 
 @triton.jit
-def _threshold(column, held, length, tokens, rows, up, CHUNK: tl.constexpr):
+def _bounds(column, held, length, up):
+    """The lowest and the highest key of the candidates: a search between them is a third shorter.
+
+    They are the tokens that had not chosen the expert, if it goes up, else those that had. As
+    numbers without a sign, the keys of these come first, then _NOTHING, then the keys of those.
+    """
+    PARTS: tl.constexpr = held.shape[0]
+    STEP: tl.constexpr = held.shape[1]
+    shift = tl.where(up, _SHIFT, 0)  # candidates to the bottom, as numbers without a sign
+    flip = tl.where(up, _NOTHING, 0)  # candidates to the top, as numbers with one
+    lowest = tl.min((held + shift).to(tl.uint32, bitcast=True), 0)
+    highest = tl.max(held ^ flip, 0)
+    for first in tl.range(PARTS * STEP, length, STEP):
+        key = _load_keys(column, first + tl.arange(0, STEP), length)
+        lowest = tl.minimum(lowest, (key + shift).to(tl.uint32, bitcast=True))
+        highest = tl.maximum(highest, key ^ flip)
+    return tl.min(lowest, 0).to(tl.int32, bitcast=True) - shift, tl.max(highest, 0) ^ flip
+
+
+@triton.jit
+def _threshold(column, held, length, tokens, chosen, rows, up):
     """The threshold that exactly `rows` tokens reach: more than chose the expert, or fewer."""
-    low = tl.where(up, -_SHIFT, 0)
-    high = tl.where(up, 0, _HIGHEST)
-    found = tl.where(up, tokens, -1)  # that reach (low, T): all tokens, or not known yet
+    low, highest = _bounds(column, held, length, up)
+    high = highest + 1
+    # How many reach (low, T). Always at least `rows`, and fewer reach (high, T).
+    found = tl.where(up, tokens, chosen)
+    if rows == 0:
+        low, found = high, 0
     while (high - low > 1) & (found != rows):
-        # In three parts, since two keys are counted as quickly as one.
+        # In three parts, since two keys are counted almost as quickly as one.
         lower = low + tl.maximum((high - low) // 3, 1)
         upper = tl.minimum(lower + (high - low) // 3, high - 1)
-        at_lower, at_upper = _count_two(column, held, length, lower, upper, CHUNK)
+        at_lower, at_upper = _count_two(column, held, length, lower, upper)
         found = tl.where(at_upper >= rows, at_upper, tl.where(at_lower >= rows, at_lower, found))
         high = tl.where(at_upper >= rows, high, tl.where(at_lower >= rows, upper, lower))
         low = tl.where(at_upper >= rows, upper, tl.where(at_lower >= rows, lower, low))
@@ -110,7 +175,7 @@ def _threshold(column, held, length, tokens, rows, up, CHUNK: tl.constexpr):
     cut = tokens
     while cut - before > 1:
         middle = before + (cut - before) // 2
-        enough = _count(column, held, length, low, middle, CHUNK) >= rows
+        enough = _count(column, held, length, low, middle) >= rows
         cut = tl.where(enough, middle, cut)
         before = tl.where(enough, before, middle)
     return low, cut
@@ -123,100 +188,114 @@ def _score_between(key, token, least, cut, inner_least, inner_cut):
 
 
 @triton.jit
-def _sum_between(column, held, length, least, cut, inner_least, inner_cut, CHUNK: tl.constexpr):
+def _sum_between(column, held, length, least, cut, inner_least, inner_cut):
     """The scores of the tokens that reach one threshold but not another, higher one."""
-    found = _score_between(held, tl.arange(0, CHUNK), least, cut, inner_least, inner_cut)
-    for first in tl.range(CHUNK, length, CHUNK):
-        token, key = _load_keys(column, first, length, CHUNK)
+    PARTS: tl.constexpr = held.shape[0]
+    STEP: tl.constexpr = held.shape[1]
+    ahead = _tokens(0, PARTS, STEP)
+    found = tl.sum(_score_between(held, ahead, least, cut, inner_least, inner_cut), 0)
+    for first in tl.range(PARTS * STEP, length, STEP):
+        token = first + tl.arange(0, STEP)
+        key = _load_keys(column, token, length)
         found += _score_between(key, token, least, cut, inner_least, inner_cut)
     return tl.sum(found, 0)
 
 
 @triton.jit
-def _up_by_scores(column, held, length, tokens, uniform, down, tile, CHUNK: tl.constexpr):
+def _up_by_scores(column, held, length, tokens, chosen, uniform, down, tile):
     """With the probability of (scores that going down drops) / (those and what going up adds)."""
-    least, cut = _threshold(column, held, length, tokens, down, False, CHUNK)
-    dropped = _sum_between(column, held, length, 0, tokens, least, cut, CHUNK)
-    least, cut = _threshold(column, held, length, tokens, down + tile, True, CHUNK)
-    added = _sum_between(column, held, length, least, cut, 0, tokens, CHUNK)
+    least, cut = _threshold(column, held, length, tokens, chosen, down, False)
+    dropped = _sum_between(column, held, length, 0, tokens, least, cut)
+    least, cut = _threshold(column, held, length, tokens, chosen, down + tile, True)
+    added = _sum_between(column, held, length, least, cut, 0, tokens)
     return uniform * (dropped + added) < dropped
+
+
+@triton.jit
+def _write_kept(kept, block_pairs, key, first, least, cut, me, experts, length):
+    """Which of the tokens from `first` on reach the threshold, as bits; and how many of a block."""
+    PARTS: tl.constexpr = key.shape[0]
+    BLOCKS: tl.constexpr = key.shape[1] // _WORD
+    here = _reaches(key, _tokens(first, PARTS, BLOCKS * _WORD), least, cut).to(tl.int32)
+    here = tl.reshape(here, (PARTS, BLOCKS, _WORD))
+    block = _tokens(first // _WORD, PARTS, BLOCKS)
+    inside = block < length // _WORD
+    word = tl.sum(here << tl.arange(0, _WORD)[None, None, :], 2)
+    tl.store(kept + block.to(tl.int64) * experts + me, word, mask=inside)
+    found = tl.sum(here, 2)
+    tl.atomic_add(block_pairs + block, found, mask=inside & (found > 0), sem="relaxed")
+
+
+@triton.jit
+def _balanced_up(counts, me, tokens, experts, tile, BE: tl.constexpr):
+    """The running error is the smallest number in the class of −Σ rest modulo the tile."""
+    e = tl.arange(0, BE)
+    count = tl.load(counts + e, mask=e < experts, other=0)
+    rest = tl.where(count - count % tile + tile <= tokens, count % tile, 0)
+    before = tl.sum(tl.where(e < me, rest, 0), 0)
+    after = tl.sum(tl.where(e <= me, rest, 0), 0)
+    half = tile // 2 + tile
+    return (half - after % tile) % tile > (half - before % tile) % tile
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def select_kernel(
-    keys, chosen_rows, uniform, rows, least, cut, tokens, length, experts, tile,
-    SUBROUTINE: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
+    keys, counts, uniform, rows, chosen_rows, kept, block_pairs, tokens, length, experts, tile,
+    SUBROUTINE: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The rows of each expert and their threshold. Grid: E; a program owns one expert."""
+    """The rows of each expert, and which tokens they are. Grid: E; a program owns one expert."""
     me = tl.program_id(0)
-    e = tl.arange(0, BE)
-    count = tl.load(chosen_rows + e, mask=e < experts, other=0)
-    rest = count % tile
-    possible = (rest > 0) & (count - rest + tile <= tokens)
-    if SUBROUTINE == "nr-f":
-        ups = 2 * rest > tile
-    elif SUBROUTINE == "balance-f":
-        # The running error is the smallest number in the class of −Σ rest modulo the tile.
-        step = tl.where(possible, rest, 0)
-        total = tl.cumsum(step, 0)
-        error = (tile // 2 + tile - total % tile) % tile
-        before = (tile // 2 + tile - (total - step) % tile) % tile
-        ups = error > before
-    else:
-        ups = (rest > 0) & (SUBROUTINE != "down")
-    f = tl.sum(tl.where(e == me, count, 0), 0)
-    up = tl.sum((ups & possible & (e == me)).to(tl.int32), 0) > 0
+    if SUBROUTINE == "balance-f":  # before the keys take the registers
+        balanced_up = _balanced_up(counts, me, tokens, experts, tile, BE)
     column = keys + me.to(tl.int64) * length
-
-    n, key, end = f, 0, tokens  # a multiple already: every chosen pair is kept, and no other
+    held = _load_keys(column, _tokens(0, PARTS, STEP), length)
+    f, _ = _count_two(column, held, length, 0, 0)
+    n, least, cut = f, 0, tokens  # a multiple already: every chosen pair is kept, and no other
     if f % tile > 0:
         n = f - f % tile
-        _, held = _load_keys(column, 0, length, CHUNK)
-        if SUBROUTINE == "sr-f":
-            up = up & (tl.load(uniform + me) * tile < f % tile)
-        if SUBROUTINE == "nr-s":
-            u = tl.load(uniform + me)
-            up = up & _up_by_scores(column, held, length, tokens, u, n, tile, CHUNK)
+        up = n + tile <= tokens
+        if SUBROUTINE == "nr-f":
+            up = up & (2 * (f - n) > tile)
+        elif SUBROUTINE == "balance-f":
+            up = up & balanced_up
+        elif SUBROUTINE == "sr-f":
+            up = up & (tl.load(uniform + me) * tile < f - n)
+        elif SUBROUTINE == "nr-s":
+            if up:  # else there may be no token to go up with
+                u = tl.load(uniform + me)
+                up = _up_by_scores(column, held, length, tokens, f, u, n, tile)
+        elif SUBROUTINE == "down":
+            up = False
         n += tl.where(up, tile, 0)
-        key, end = _threshold(column, held, length, tokens, n, up, CHUNK)
-    tl.store(least + me, key)
-    tl.store(cut + me, end)
+        least, cut = _threshold(column, held, length, tokens, f, n, up)
+    tl.store(chosen_rows + me, f)
     tl.store(rows + me, n)
+    _write_kept(kept, block_pairs, held, 0, least, cut, me, experts, length)
+    for first in tl.range(PARTS * STEP, length, STEP):
+        key = _load_keys(column, _tokens(first, 1, STEP), length)
+        _write_kept(kept, block_pairs, key, first, least, cut, me, experts, length)
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+@triton.jit
+def _four_by_four(kept, block, e, experts):
+    """(BE, 8) int32: whether each expert keeps tokens j, j + 8, j + 16, j + 24, a byte for each."""
+    word = tl.load(kept + block.to(tl.int64) * experts + e, mask=e < experts, other=0)
+    return (word[:, None] >> tl.arange(0, 8)[None, :]) & 0x01010101
 
 
 @triton.jit
-def _kept(keys, least, cut, token, e, length, experts):
-    """Keys (BT, BE) of a tile, and which of its pairs are kept."""
-    known = e < experts
-    here = (token < length)[:, None] & known[None, :]
-    at = e.to(tl.int64)[None, :] * length + token[:, None]
-    key = tl.load(keys + at, mask=here, other=_NOTHING)
-    lowest = tl.load(least + e, mask=known, other=_HIGHEST)
-    end = tl.load(cut + e, mask=known, other=0)
-    return key, _reaches(key, token[:, None], lowest[None, :], end[None, :]) & here
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def tally_kernel(
-    keys, least, cut, per_token, per_block, tokens, length, experts,
-    BT: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """Kept pairs of each token and of each block of BT. Grid: T/BT; a program owns one block."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    found = tl.zeros((BT,), tl.int32)
-    for first in tl.range(0, experts, BE):
-        _, kept = _kept(keys, least, cut, token, first + tl.arange(0, BE), length, experts)
-        found += tl.sum(kept.to(tl.int32), 1)
-    tl.store(per_token + token, found, mask=token < tokens)
-    tl.store(per_block + tl.program_id(0), tl.sum(found, 0))
+def _apart(four):
+    """(4, 8) from (8,): the bytes of each, which are then in the order of the tokens."""
+    return (four[None, :] >> (8 * tl.arange(0, 4))[:, None]) & 0xFF
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def emit_kernel(
-    keys, least, cut, per_token, per_block, pair_expert, pair_token, pair_score, token_start,
-    tokens, length, experts, slots, BT: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
+    keys, kept, block_pairs, pair_expert, pair_token, pair_score, token_start,
+    tokens, length, experts, slots, BE: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """The kept pairs, by token and then by expert. Grid: T/BT; a program owns one block of tokens,
+    """The kept pairs, by token and then by expert. Grid: T/32; a program owns one block of tokens,
     and an even share of the slots, of which it marks the unused ones.
     """
     p, blocks = tl.program_id(0), tl.num_programs(0)
@@ -224,33 +303,86 @@ def emit_kernel(
     before = tl.zeros((BP,), tl.int32)
     for first in tl.range(0, blocks, BP):
         q = first + tl.arange(0, BP)
-        found = tl.load(per_block + q, mask=q < blocks, other=0)
+        found = tl.load(block_pairs + q, mask=q < blocks, other=0)
         total += found
         before += tl.where(q < p, found, 0)
     used = tl.sum(total, 0)
+    begin = tl.sum(before, 0)
 
-    token = p * BT + tl.arange(0, BT)
-    mine = tl.load(per_token + token, mask=token < tokens, other=0)
-    end = tl.sum(before, 0) + tl.cumsum(mine, 0)
-    start = end - mine
+    mine = tl.zeros((4, 8), tl.int32)
+    for first in tl.range(0, experts, BE):
+        mine += _apart(tl.sum(_four_by_four(kept, p, first + tl.arange(0, BE), experts), 0))
+    count = tl.reshape(mine, (_WORD,))
+    end = begin + tl.cumsum(count, 0)
+    token = p * _WORD + tl.arange(0, _WORD)
     if p == 0:
         tl.store(token_start, 0)
     tl.store(token_start + 1 + token, end, mask=token < tokens)
+
+    # One place of 50 is kept. Of these only who they are is written first, into pair_token; the
+    # rest then goes pair by pair.
+    start = tl.reshape(end - count, (4, 8))
     for first in tl.range(0, experts, BE):
         e = first + tl.arange(0, BE)
-        key, kept = _kept(keys, least, cut, token, e, length, experts)
-        rank = tl.cumsum(kept.to(tl.int32), 1)
-        slot = start[:, None] + rank - 1
-        tl.store(pair_expert + slot, tl.broadcast_to(e[None, :], (BT, BE)), mask=kept)
-        tl.store(pair_token + slot, tl.broadcast_to(token[:, None], (BT, BE)), mask=kept)
-        tl.store(pair_score + slot, _score(key), mask=kept)
-        start += tl.sum(kept.to(tl.int32), 1)
+        here = _four_by_four(kept, p, e, experts)
+        rank = tl.cumsum(here, 0)  # four at once: bytes, since BE is at most 128
+        who = e[:, None] * _WORD + tl.arange(0, 8)[None, :]
+        for i in tl.static_range(4):
+            row = tl.sum(tl.where(tl.arange(0, 4)[:, None] == i, start, 0), 0)[None, :]
+            slot = row + ((rank >> 8 * i) & 0xFF) - 1
+            tl.store(pair_token + slot, who + 8 * i, mask=((here >> 8 * i) & 1) > 0)
+        start += _apart(tl.sum(here, 0))
+    tl.debug_barrier()
+    last = begin + tl.sum(count, 0)
+    for first in tl.range(begin, last, BP):
+        slot = first + tl.arange(0, BP)
+        here = slot < last
+        who = tl.load(pair_token + slot, mask=here, other=0)
+        expert, mate = who // _WORD, p * _WORD + who % _WORD
+        key = tl.load(keys + expert.to(tl.int64) * length + mate, mask=here, other=0)
+        tl.store(pair_expert + slot, expert, mask=here)
+        tl.store(pair_token + slot, mate, mask=here)
+        tl.store(pair_score + slot, _score(key), mask=here)
 
     share = (slots + blocks - 1) // blocks
     last = tl.minimum((p + 1) * share, slots)
-    for first in tl.range(p * share, last, BP):
+    for first in tl.range(tl.maximum(p * share, used), last, BP):
         slot = first + tl.arange(0, BP)
-        unused = (slot >= used) & (slot < last)
+        unused = slot < last
         tl.store(pair_expert + slot, -1, mask=unused)
         tl.store(pair_token + slot, tokens, mask=unused)
         tl.store(pair_score + slot, 0.0, mask=unused)
+
+
+# --- gradient -------------------------------------------------------------------------------------
+@triton.jit(do_not_specialize=["tokens"])
+def logits_gradient_kernel(
+    dscore, logits, ids, pair_expert, token_start, dlogits, tokens, experts, k, logits_stride,
+    BT: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """dlogits (T, E) from the gradients of the kept pairs. Grid: T/BT; a program owns BT tokens."""
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    e = tl.arange(0, BE)[None, :]
+    ok, known = token < tokens, e < experts
+    logit = _load_rows(logits, logits_stride, token, e, ok[:, None] & known)
+    weight = tl.exp(logit - tl.max(logit, 1)[:, None])
+    among = known
+    if ids is not None:
+        among = (token[:, None] < 0) & known
+        for slot in tl.range(k):
+            id = tl.load(ids + token.to(tl.int64) * k + slot, mask=ok, other=-1)
+            among |= e == id[:, None]
+    score = weight * (1 / tl.sum(tl.where(among, weight, 0.0), 1))[:, None]
+
+    start = tl.load(token_start + token, mask=ok, other=0)
+    end = tl.load(token_start + 1 + token, mask=ok, other=0)
+    slope = 0.0 * score  # laid out as the rows are: 71 registers, where zeros of its own took 206
+    for i in tl.range(tl.max(end - start, 0)):
+        here = start + i < end
+        expert = tl.load(pair_expert + start + i, mask=here, other=-1)
+        given = tl.load(dscore + start + i, mask=here, other=0.0).to(tl.float32)
+        slope = tl.where(e == expert[:, None], given[:, None], slope)
+    inner = tl.sum(score * slope, 1)[:, None]
+    grad = score * (slope - tl.where(among, inner, 0.0))
+    at = dlogits + token.to(tl.int64)[:, None] * experts + e
+    tl.store(at, grad.to(dlogits.dtype.element_ty), mask=ok[:, None] & known)

@@ -3,6 +3,7 @@
 All functional but two: those that end in `_into` add a weight gradient to a buffer.
 """
 
+from .adapted import adapted_down_backward, adapted_product, adapted_up
 from .products import (
     aggregate,
     down,
@@ -13,14 +14,19 @@ from .products import (
     up_backward_into,
 )
 from .routing import permute, tiles, topk, topk_backward
-from .token_rounding import round_tokens
+from .token_rounding import round_logits, round_logits_backward, round_tokens
 
 __all__ = [
+    "adapted_down_backward",
+    "adapted_product",
+    "adapted_up",
     "aggregate",
     "down",
     "down_backward",
     "down_backward_into",
     "permute",
+    "round_logits",
+    "round_logits_backward",
     "round_tokens",
     "tiles",
     "topk",

@@ -1,4 +1,4 @@
-"""Launches of token rounding: four kernels, every size known to the host."""
+"""Launches of token rounding: three kernels and one for the gradient, sizes known to the host."""
 
 import torch
 
@@ -8,20 +8,31 @@ from ..shapes import ceil_div
 from . import memory
 from .launch import launch, power_of_two
 
-_COLUMN = 16384  # keys of an expert that stay in the registers of 32 warps
-_TOKENS, _EXPERTS = 32, 128  # a tile of the keys; rows of 128 bytes in both directions
-_BLOCKS = 1024  # blocks of tokens added up at once
+_BLOCK = 32  # tokens whose bits make a word
+_VALUES = 8192  # of whole rows that a program holds; with the gradient's sums, half of them
+_PART = 1024  # of a column: 16 parts, 16384 keys, stay in 128 registers of 8 warps
+_EXPERTS = 128  # at once, whose kept bits are added up in a byte
+_PAIRS = 512  # written at once; so many blocks are added up at once, too
 
 
 def round_tokens(scores, ids, tile, subroutine, uniform):
-    tokens, experts = scores.shape
-    k, device = ids.shape[1], scores.device
+    return _rounded(scores, ids, tile, subroutine, uniform, softmax=False, normalize=False)
+
+
+def round_logits(logits, ids, normalize, tile, subroutine, uniform):
+    return _rounded(logits, ids, tile, subroutine, uniform, softmax=True, normalize=normalize)
+
+
+def _rounded(values, ids, tile, subroutine, uniform, softmax, normalize):
+    tokens, experts = values.shape
+    k, device = ids.shape[1], values.device
     slots = most_rows(tokens, experts, k, tile, subroutine)
 
     def new(*shape, dtype=torch.int32):
         return memory.empty(shape, dtype, device)
 
-    pair_expert, pair_token, pair_score = new(slots), new(slots), new(slots, dtype=torch.float32)
+    pair_expert, pair_token = new(slots), new(slots)
+    pair_score = new(slots, dtype=torch.promote_types(values.dtype, torch.float32))
     token_start, rows, chosen = new(tokens + 1), new(experts), new(experts)
     outputs = (pair_expert, pair_token, pair_score, token_start, rows, chosen)
     if tokens == 0:
@@ -30,34 +41,60 @@ def round_tokens(scores, ids, tile, subroutine, uniform):
             t.zero_()
         return outputs
 
-    length = 16 * ceil_div(tokens, 16)
-    keys, ids = new(experts, length), ids.contiguous()
-    scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    least, cut = new(experts), new(experts)
-    blocks = ceil_div(tokens, _TOKENS)
-    per_token, per_block = new(tokens), new(blocks)
-    columns = min(_EXPERTS, power_of_two(experts))
+    blocks = ceil_div(tokens, _BLOCK)
+    length = blocks * _BLOCK
+    keys, kept, block_pairs = new(experts, length), new(blocks, experts), new(blocks)
+    # An expert counts its own rows; only to balance must it know all others'.
+    counts = new(experts).zero_() if subroutine == "balance-f" else None
+    values = _rows_of(values)
+    block = _tokens_at_once(experts, _VALUES)
     launch(
-        kernels.keys_kernel, (blocks, ceil_div(experts, columns)),
-        scores, ids, keys, chosen.zero_(), tokens, length, experts, k, scores.stride(0),
-        BT=_TOKENS, BE=columns, num_warps=8,
+        kernels.keys_kernel, (length // block,),
+        values, ids.contiguous(), keys, counts, block_pairs,
+        tokens, length, experts, k, values.stride(0),
+        SOFTMAX=softmax, NORMALIZE=normalize,
+        BT=block, BE=power_of_two(experts), BK=power_of_two(k), num_warps=8,
     )  # fmt: skip
+    # Two programs a processor hide each other's sums over all warps: 256 experts run at once on an
+    # H200. Sums of scores (nr-s) take registers too.
+    columns = (
+        {"PARTS": 4, "STEP": 2 * _PART, "num_warps": 16}
+        if subroutine == "nr-s"
+        else {"PARTS": 16, "STEP": _PART, "num_warps": 8, "maxnreg": 128}
+    )
     launch(
         kernels.select_kernel, (experts,),
-        keys, chosen, uniform, rows, least, cut, tokens, length, experts, tile,
-        SUBROUTINE=subroutine, BE=power_of_two(experts),
-        CHUNK=_COLUMN // 2 if subroutine == "nr-s" else _COLUMN,  # its sums take registers too
-        num_warps=32,
-    )  # fmt: skip
-    launch(
-        kernels.tally_kernel, (blocks,),
-        keys, least, cut, per_token, per_block, tokens, length, experts,
-        BT=_TOKENS, BE=columns, num_warps=4,
+        keys, counts, uniform, rows, chosen, kept, block_pairs, tokens, length, experts, tile,
+        SUBROUTINE=subroutine, BE=power_of_two(experts), **columns,
     )  # fmt: skip
     launch(
         kernels.emit_kernel, (blocks,),
-        keys, least, cut, per_token, per_block, pair_expert, pair_token, pair_score, token_start,
+        keys, kept, block_pairs, pair_expert, pair_token, pair_score, token_start,
         tokens, length, experts, slots,
-        BT=_TOKENS, BE=columns, BP=_BLOCKS, num_warps=8,
+        BE=_EXPERTS, BP=_PAIRS, num_warps=4,
     )  # fmt: skip
     return outputs
+
+
+def round_logits_backward(dscore, logits, ids, pair_expert, token_start):
+    tokens, experts = logits.shape
+    dlogits = memory.empty((tokens, experts), logits.dtype, logits.device)
+    if tokens:
+        logits = _rows_of(logits)
+        block = _tokens_at_once(experts, _VALUES // 2)
+        launch(
+            kernels.logits_gradient_kernel, (ceil_div(tokens, block),),
+            dscore.contiguous(), logits, None if ids is None else ids.contiguous(),
+            pair_expert, token_start, dlogits,
+            tokens, experts, 0 if ids is None else ids.shape[1], logits.stride(0),
+            BT=block, BE=power_of_two(experts), num_warps=8,
+        )  # fmt: skip
+    return dlogits
+
+
+def _tokens_at_once(experts: int, values: int) -> int:
+    return min(max(values // power_of_two(experts), 1), _BLOCK)
+
+
+def _rows_of(t: torch.Tensor) -> torch.Tensor:
+    return t if t.stride(1) == 1 else t.contiguous()

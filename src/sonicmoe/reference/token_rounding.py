@@ -20,6 +20,12 @@ def most_rows(tokens: int, experts: int, k: int, tile: int, subroutine: str) -> 
     return tokens * k + added.get(subroutine, experts * (tile - 1))
 
 
+def softmax_scores(logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """(T, E) in fp32 or better, divided by their sum over the choice ids (T, K) if it is given."""
+    scores = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return scores if ids is None else scores / scores.gather(1, ids.long()).sum(-1, keepdim=True)
+
+
 def round_tokens(
     scores: torch.Tensor,
     ids: torch.Tensor,
@@ -41,6 +47,43 @@ def round_tokens(
     kept = rank < rows
     pairs = _pairs(scores, kept, most_rows(tokens, experts, ids.shape[1], tile, subroutine))
     return *pairs, rows.to(torch.int32), count.to(torch.int32)
+
+
+def round_logits_backward(
+    dscore: torch.Tensor,
+    logits: torch.Tensor,
+    ids: torch.Tensor | None,
+    pair_expert: torch.Tensor,
+    token_start: torch.Tensor,
+) -> torch.Tensor:
+    """dlogits (T, E).
+
+    A score is s_e = w_e / Σ w, w = exp(logit), the sum over all experts or over the choice. So
+    ds_e/dl_j = s_e·([e = j] − s_j) where j is in that sum and s_e·[e = j] elsewhere, and
+    dl_j = s_j·(d_j − [j in the sum]·Σ_e s_e·d_e).
+    """
+    scores = softmax_scores(logits, ids)
+    slot = torch.arange(len(pair_expert), device=logits.device, dtype=torch.int32)
+    pair_token = torch.searchsorted(token_start[1:], slot, right=True)
+    slope = spread_pairs(dscore, pair_expert, pair_token, scores.shape)
+    among = torch.ones_like(scores)
+    if ids is not None:
+        among = torch.zeros_like(scores).scatter_(1, ids.long(), 1.0)
+    inner = (scores * slope).sum(-1, keepdim=True)
+    return (scores * (slope - among * inner)).to(logits.dtype)
+
+
+def spread_pairs(
+    value: torch.Tensor, pair_expert: torch.Tensor, pair_token: torch.Tensor, shape: torch.Size
+) -> torch.Tensor:
+    """(T, E) with the value of each kept pair at its place, and zeros."""
+    tokens, experts = shape
+    # Pairs are unique, so each place is written once; the unused ones share one too many.
+    place = torch.where(
+        pair_expert < 0, tokens * experts, pair_token.long() * experts + pair_expert
+    )
+    flat = value.new_zeros(tokens * experts + 1).scatter_(0, place, value)
+    return flat[:-1].view(tokens, experts)
 
 
 def _by_preference(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

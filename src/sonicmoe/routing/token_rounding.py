@@ -6,7 +6,7 @@ from torch.autograd.function import once_differentiable
 from .. import ops
 from ..errors import bad_argument
 from ..functional import topk_scores
-from ..reference.token_rounding import STOCHASTIC, SUBROUTINES
+from ..reference.token_rounding import STOCHASTIC, SUBROUTINES, spread_pairs
 from ..validation import (
     check_device,
     check_floating,
@@ -66,14 +66,12 @@ class TokenRounding(Router):
             return Routing(logits, ids, scores)
         with torch.no_grad():
             _, ids = topk_scores(logits, self.k, backend=backend)
-        scores = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        if self.normalize:
-            scores = scores / scores.gather(1, ids.long()).sum(-1, keepdim=True)
         if uniform is None and self.subroutine in STOCHASTIC:
             uniform = torch.rand(self.num_experts, device=logits.device, generator=self.generator)
-        score, expert, token, token_start, _, chosen = round_tokens(
-            scores, ids,
-            tile=self.tile, subroutine=self.subroutine, uniform=uniform, backend=backend,
+        uniform = _checked_uniform(uniform, self.subroutine, logits)
+        score, expert, token, token_start, _, chosen = _RoundLogits.apply(
+            logits, ids, self.normalize, self.tile, self.subroutine, uniform,
+            resolve_backend(backend, logits),
         )  # fmt: skip
         return Routing(logits, expert, score, token, token_start, chosen)
 
@@ -108,20 +106,7 @@ def round_tokens(
             "Take the K largest scores of each token.",
         )  # fmt: skip
     _check_rounding(tile, subroutine)
-    if subroutine in STOCHASTIC:
-        if uniform is None:
-            raise bad_argument(
-                "uniform", f"(E,) random numbers in [0, 1) for {subroutine!r}", None,
-                "Pass torch.rand(E, device=scores.device).",
-            )  # fmt: skip
-        check_shape("uniform", uniform, (scores.shape[1],), "(E,)")
-        check_floating("uniform", uniform)
-        check_device("uniform", uniform, scores)
-        uniform = uniform.float()
-    elif uniform is not None:
-        raise bad_argument(
-            "uniform", f"None for {subroutine!r}, which is not random", "a tensor", "Leave it out."
-        )
+    uniform = _checked_uniform(uniform, subroutine, scores)
     return _RoundTokens.apply(
         widened(scores), ids, tile, subroutine, uniform, resolve_backend(backend, scores)
     )
@@ -134,6 +119,26 @@ def _check_rounding(tile: int, subroutine: str) -> None:
         raise bad_argument(
             "subroutine", f"one of {', '.join(SUBROUTINES)}", repr(subroutine), "Default: nr-f."
         )
+
+
+def _checked_uniform(
+    uniform: torch.Tensor | None, subroutine: str, scores: torch.Tensor
+) -> torch.Tensor | None:
+    if subroutine in STOCHASTIC:
+        if uniform is None:
+            raise bad_argument(
+                "uniform", f"(E,) random numbers in [0, 1) for {subroutine!r}", None,
+                "Pass torch.rand(E, device=scores.device).",
+            )  # fmt: skip
+        check_shape("uniform", uniform, (scores.shape[1],), "(E,)")
+        check_floating("uniform", uniform)
+        check_device("uniform", uniform, scores)
+        return uniform.float()
+    if uniform is not None:
+        raise bad_argument(
+            "uniform", f"None for {subroutine!r}, which is not random", "a tensor", "Leave it out."
+        )
+    return None
 
 
 class _RoundTokens(torch.autograd.Function):
@@ -156,8 +161,29 @@ class _RoundTokens(torch.autograd.Function):
         if dscore is None:
             return (None,) * 6
         expert, token = ctx.saved_tensors
-        tokens, experts = ctx.shape
-        # Pairs are unique, so each place is written once; the unused ones share one too many.
-        place = torch.where(expert < 0, tokens * experts, token.long() * experts + expert)
-        flat = dscore.new_zeros(tokens * experts + 1).scatter_(0, place, dscore)
-        return flat[:-1].view(tokens, experts), None, None, None, None, None
+        return spread_pairs(dscore, expert, token, ctx.shape), None, None, None, None, None
+
+
+class _RoundLogits(torch.autograd.Function):
+    """The same from logits. Kept: the logits, 4·S + 4·T bytes, who the pairs are, and 4·T·K, the
+    choice, where it normalises.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, ids, normalize, tile, subroutine, uniform, backend):
+        ctx.set_materialize_grads(False)
+        expert, token, score, token_start, rows, chosen = ops.round_logits(
+            logits, ids, normalize, tile, subroutine, uniform, backend
+        )
+        ctx.mark_non_differentiable(expert, token, token_start, rows, chosen)
+        ctx.save_for_backward(logits, ids if normalize else None, expert, token_start)
+        ctx.backend = backend
+        return score, expert, token, token_start, rows, chosen
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dscore, *_):
+        if dscore is None:
+            return (None,) * 7
+        dlogits = ops.round_logits_backward(dscore, *ctx.saved_tensors, ctx.backend)
+        return dlogits, None, None, None, None, None, None
