@@ -256,7 +256,7 @@ def _trained(experiment: str, configs, folder: Path, cache: Path) -> list[dict[s
 
 def _tiles(config: TrainConfig, rows: int) -> str:
     tile = config.model.rounding_tile
-    return f"{rows / tile:g} tiles of {tile}"
+    return f"{rows / tile:g} {'tile' if rows == tile else 'tiles'} of {tile}"
 
 
 def _subtitle(record: Mapping[str, Any], config: TrainConfig) -> str:
