@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from machine_code import compiling, report
+from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.ops import launch_products, launch_routing
@@ -12,10 +12,12 @@ TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 WIDE, NARROW = (2048, 1024), (264, 72)  # H, I: every branch of the selection, and odd sizes
 
 
-def compile_layer(arch, dtype, activation, concatenated, transposed, bias, sizes):
+def compile_layer(
+    arch, dtype, activation, concatenated, transposed, bias, sizes, gathered=True
+):  # fmt: skip
     """All kernels of a forward and backward pass, as compiled for `arch`."""
     hidden, intermediate = sizes
-    experts, rows, tokens = 2, 64, 32
+    experts, rows, tokens = 2, 64, 32 if gathered else 64
     columns = 2 * intermediate if activation.is_gated else intermediate
 
     def weights(n, k):
@@ -30,8 +32,8 @@ def compile_layer(arch, dtype, activation, concatenated, transposed, bias, sizes
     x, w1, w2 = new(tokens, hidden), weights(columns, hidden), weights(hidden, intermediate)
     b1, b2 = (new(experts, columns), new(experts, hidden)) if bias else (None, None)
     scores, maps, start, tiles = (
-        new(tokens, 2, dtype=torch.float32),
-        index(rows),
+        new(tokens, 2, dtype=torch.float32) if gathered else None,
+        index(rows) if gathered else None,
         index(3),
         index(4, 3),
     )
@@ -41,7 +43,7 @@ def compile_layer(arch, dtype, activation, concatenated, transposed, bias, sizes
         launch_products.down(new(rows, intermediate), w2, b2, None, start, tiles, height, False)
         launch_products.down_backward(
             x, new(rows, columns), w2, b2, scores, maps, maps, maps, start, tiles, height,
-            activation, concatenated, True, True, bias, True,
+            activation, concatenated, True, True, bias, gathered,
         )  # fmt: skip
         launch_products.up_backward(
             new(rows, columns), x, w1, maps, maps, None, start, tiles, height, True, True, bias
@@ -59,6 +61,7 @@ def check(compiled, arch, tensor_cores):
             assert not tensor_cores or found[TENSOR_CORES[arch]], (
                 f"{name} misses tensor cores: {found}"
             )
+            assert not bounds_from_outside(kernel), name
     assert products == 6
 
 
@@ -69,6 +72,16 @@ def test_hopper(concatenated, transposed, sizes):
     activation = ActivationType.SWIGLU
     check(
         compile_layer(90, torch.bfloat16, activation, concatenated, transposed, False, sizes),
+        90,
+        True,
+    )
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+def test_hopper_where_rows_arrive_sorted(transposed):
+    swiglu, sizes = ActivationType.SWIGLU, WIDE
+    check(
+        compile_layer(90, torch.bfloat16, swiglu, False, transposed, False, sizes, gathered=False),
         90,
         True,
     )

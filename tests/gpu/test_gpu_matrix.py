@@ -15,9 +15,9 @@ from helpers import ROUTINGS, Case, check_experts, matrix
 
 pytestmark = pytest.mark.gpu
 
-# H and I multiples of 8 but of no tile; more than one tile a product in every direction; rows that
-# fill several tiles of the popular experts and less than one of the others; dropped slots.
-LAYOUTS = matrix("333,264,136,6,3", routing="dropped")
+# H and I multiples of 8 but of no tile; more than one tile a product in every direction, and more
+# tiles than an H200 has multiprocessors; dropped slots.
+LAYOUTS = matrix("4000,264,136,60,3", routing="dropped")
 ROUTED = [
     Case(f"400,256,128,8,{8 if routing == 'all_experts' else 2}", routing=routing)
     for routing in ROUTINGS

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from ..kernels import adapted, aggregation
+from ..kernels import adapted
 from ..shapes import ceil_div
 from ..tuning import RowConfig, Target
 from ..tuning.select import default_row_config
@@ -80,7 +80,7 @@ def down_backward(
 ):  # fmt: skip
     """dZ, A' and dscores."""
     dout, w2t = aligned(dout), aligned(w2).mT  # the product contracts over H: (E, I, H) weights
-    experts, intermediate, hidden = w2t.shape
+    intermediate, hidden = w2t.shape[1:]
     count, slots, device = z.shape[0], scores.numel(), z.device
     dz = memory.empty(z.shape, z.dtype, device)
     a = memory.empty((count, intermediate), z.dtype, device)
@@ -103,15 +103,7 @@ def down_backward(
         SLICES=4 if activation.is_gated else 2,
         **_options(config, z, w2t, u.shape[1]),
     )  # fmt: skip
-    if b2 is not None:
-        launch(
-            aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
-            dout, row_token, row_slot, b2, partial[parts], tiles,
-            H=hidden, BM=tile_height, BH=64, num_warps=8,
-        )  # fmt: skip
-    launch(
-        aggregation.sum_partials_kernel, (ceil_div(slots, 1024),),
-        partial, slot_row, expert_start, dscores, slots, plane, experts,
-        PARTS=planes, BLOCK=1024,
-    )  # fmt: skip
+    products.add_up_scores(
+        partial, dscores, dout, b2, row_token, row_slot, slot_row, expert_start, tiles, tile_height
+    )
     return dz, a, dscores

@@ -181,7 +181,7 @@ def _score_gradient(
 ):  # fmt: skip
     """dZ, A' and dscores; what is not needed comes back empty."""
     count, device = z.shape[0], z.device
-    experts, hidden, intermediate = w2.shape
+    hidden, intermediate = w2.shape[1:]
     none = memory.absent(z)
     target = target_of(z)
     config = config or row_config(
@@ -218,18 +218,30 @@ def _score_gradient(
             PRECISION=dot_precision(z), UNROLL=_unroll(z), **_options(config),
         )  # fmt: skip
     if need_dscores:
-        if b2 is not None:
-            launch(
-                aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
-                dout, row_token, row_slot, b2, partial[parts], tiles,
-                H=hidden, BM=tile_height, BH=64, num_warps=8,
-            )  # fmt: skip
-        launch(
-            aggregation.sum_partials_kernel, (ceil_div(slots, 1024),),
-            partial, slot_row, expert_start, dscores, slots, plane, experts,
-            PARTS=planes, BLOCK=1024,
+        add_up_scores(
+            partial, dscores, dout, b2, row_token, row_slot, slot_row, expert_start, tiles,
+            tile_height,
         )  # fmt: skip
     return (dz if need_dz else none), a, dscores
+
+
+def add_up_scores(
+    partial, dscores, dout, b2, row_token, row_slot, slot_row, expert_start, tiles, tile_height
+):
+    """dscores from its planes in `partial`, of which the last is the bias's, if there is one."""
+    planes, plane = partial.shape
+    if b2 is not None:
+        launch(
+            aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
+            dout, row_token, row_slot, b2, partial[planes - 1], tiles,
+            H=dout.shape[1], BM=tile_height, BH=64, num_warps=8,
+        )  # fmt: skip
+    slots = dscores.numel()
+    launch(
+        aggregation.sum_partials_kernel, (ceil_div(slots, 1024),),
+        partial, slot_row, expert_start, dscores, slots, plane, expert_start.shape[0] - 1,
+        PARTS=planes, BLOCK=1024,
+    )  # fmt: skip
 
 
 def up_backward(
