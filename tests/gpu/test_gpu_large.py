@@ -9,7 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Case, Inputs, compare, make_inputs, ours, plain, run
+from helpers import (
+    PUBLISHED_QUICK_START,
+    Case,
+    Inputs,
+    compare,
+    make_inputs,
+    ours,
+    plain,
+    run,
+)
 
 import sonicmoe
 from sonicmoe.shapes import Problem
@@ -110,31 +119,9 @@ def test_accuracy_at_a_size_that_is_trained_with():
     compare(got, run(plain(case), given), run(plain(case), given.double()), case.dtype)
 
 
-QUICK_START = """
-import torch
-from sonicmoe import MoE, KernelBackendMoE
-from sonicmoe.enums import ActivationType
-
-# Create MoE layer
-moe = MoE(
-    num_experts=128,                           # Number of experts
-    num_experts_per_tok=8,                     # Top-k experts per token
-    hidden_size=4096,                          # Hidden dimension
-    intermediate_size=1536,                    # Expert intermediate size
-    activation_function=ActivationType.SWIGLU, # SwiGLU activation
-    add_bias=False,                            # Add bias to linear layers
-    std=0.02,                                  # Weight initialization std
-).to(device="cuda", dtype=torch.bfloat16)
-
-# Forward pass
-x = torch.randn(32768, 4096, device="cuda", dtype=torch.bfloat16)
-output, aux_loss = moe(x, kernel_backend_moe=KernelBackendMoE.sonicmoe)
-"""
-
-
 def test_the_published_quick_start_runs_as_it_stands():
     said = {}
-    exec(QUICK_START, said)
+    exec(PUBLISHED_QUICK_START, said)
     moe, x, output, aux_loss = (said[name] for name in ("moe", "x", "output", "aux_loss"))
     assert output.shape == x.shape and output.dtype == torch.bfloat16
     assert aux_loss.dim() == 0 and 0.9 < aux_loss.item() < 1.5  # 1 where the experts share evenly
