@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 # H and I multiples of 8 but of no tile; more than one tile a product in every direction, and more
 # tiles than an H200 has multiprocessors; dropped slots.
-LAYOUTS = matrix("4000,264,136,60,3", routing="dropped")
+LAYOUTS = matrix("8000,264,136,100,3", routing="dropped")
 ROUTED = [
     Case(f"400,256,128,8,{8 if routing == 'all_experts' else 2}", routing=routing)
     for routing in ROUTINGS
