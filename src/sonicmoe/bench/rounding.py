@@ -161,6 +161,8 @@ def _same_choice(router: TokenRounding, r: Routing) -> bool:
     stochastic = router.subroutine in ("sr-f", "nr-s")
     got = router(r.logits, uniform=uniform if stochastic else None)
     scores = _own_scores(r.logits, resolve_backend(None, r.logits))
+    if not torch.allclose(scores, r.logits.float().softmax(-1), rtol=1.3e-6, atol=1e-5):
+        return False
     _, ids = ops.topk(r.logits, router.k, True, "torch")
     want = ops.round_tokens(scores, ids, router.tile, router.subroutine, uniform, "torch")
     return torch.equal(got.ids, want[0]) and torch.equal(got.slot_token, want[1])
@@ -173,7 +175,6 @@ def _own_scores(logits: torch.Tensor, backend: str) -> torch.Tensor:
     """
     every = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
     scores = ops.round_logits(logits, every.expand_as(logits), False, 1, "down", None, backend)[2]
-    torch.testing.assert_close(scores.view_as(logits), logits.float().softmax(-1))
     return scores.view_as(logits)
 
 

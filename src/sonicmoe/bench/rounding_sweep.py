@@ -22,7 +22,7 @@ SWEEPS = {
     "16384,4096,512,E,8": (64, 128, 256, 512),
     "16384,4096,1024,E,4": (32, 64, 128, 256),
 }
-# top_k leaves an expert's last rows to half tiles; 64 rounds to those.
+# 64 rows move half as many tokens, and leave some last tiles half full.
 CONTENDERS = (("top_k", 128), ("nr", 128), ("nr", 64))
 ROUNDS = 3
 

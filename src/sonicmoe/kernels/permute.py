@@ -40,7 +40,7 @@ def count_kernel(
 
 
 @triton.jit
-def _write_tiles(tiles, rows, mine, num_experts, HEIGHT: tl.constexpr, BE: tl.constexpr):
+def _write_tiles(tiles, rows, mine, HEIGHT: tl.constexpr, BE: tl.constexpr):
     """The entries of experts `mine` in the tile table, and their first and end row.
 
     `rows` (BE,) are those of all experts.
@@ -75,7 +75,7 @@ def tiles_kernel(
     start = tl.load(expert_start + e, mask=e < num_experts, other=0)
     end = tl.load(expert_start + e + 1, mask=e < num_experts, other=0)
     mine = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    _write_tiles(tiles, end - start, mine, num_experts, HEIGHT, BE)
+    _write_tiles(tiles, end - start, mine, HEIGHT, BE)
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -91,7 +91,7 @@ def scan_kernel(
     e = tl.arange(0, BE)
     rows = tl.load(totals + e, mask=e < num_experts, other=0)
     mine = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    row, end = _write_tiles(tiles, rows, mine, num_experts, HEIGHT, BE)
+    row, end = _write_tiles(tiles, rows, mine, HEIGHT, BE)
     tl.store(expert_start + mine + 1, end, mask=mine < num_experts)
     if tl.program_id(0) == 0:
         tl.store(expert_start, 0)
