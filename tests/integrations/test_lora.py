@@ -4,6 +4,7 @@ import pytest
 import torch
 from adapters import adapter, check_lora, written_out
 from helpers import Case, make_inputs, poisoned, same_bits
+from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
 from sonicmoe import ActivationType
@@ -89,20 +90,36 @@ def test_kernels_compile_without_spills(arch, case, rank):
     height = tile_height(case.dtype, "triton")
     down, up, across = (new(2, k, rank) for k in (x.shape[1], n, i))
     with compiling(arch) as compiled:
-        launch_adapted.up(
-            x, w1, given.b1, u, up, maps, start, tiles, height, act, concatenated
-        )  # fmt: skip
-        launch_adapted.product(new(rows, i), w2, given.b2, u, down, start, tiles, height)
-        launch_adapted.product(new(rows, n), w1.mT, None, u, down, start, tiles, height)
+        launch_adapted.up(x, w1, given.b1, u, up, maps, tiles, act, concatenated)
+        launch_adapted.product(new(rows, i), w2, given.b2, u, down, tiles)
+        launch_adapted.product(new(rows, n), w1.mT, None, u, down, tiles)
         launch_adapted.down_backward(
             x, new(rows, n), w2, given.b2, u, across, given.scores, maps, maps, maps, start,
             tiles, height, act, concatenated,
         )  # fmt: skip
+    products = 0
     for kernel in compiled:
         found, name = report(kernel), kernel.metadata.name
         assert found["LDL"] == found["STL"] == 0, f"{name} spills: {found}"
-        if arch == 90 and case.dtype.itemsize == 2 and "adapted" in name:
-            assert found["HGMMA"], f"{name} misses tensor cores: {found}"
+        if name in ("adapted_up_kernel", "product_kernel", "score_gradient_kernel"):
+            products += 1
+            assert found["HGMMA"] or arch != 90 or case.dtype.itemsize > 2, f"{name}: {found}"
+    assert products == 4
+
+
+def test_a_frozen_input_pays_for_no_gradient():
+    case = Case("12,64,32,8,2", torch.float32)
+    given, p = make_inputs(case), case.problem
+    lora1, lora2 = adapter(given.w1, 8, 0.5), adapter(given.w2, 8, 2.0)
+
+    def flops(x):
+        with FlopCounterMode(display=False) as counter:
+            out = lora_experts(**given.arguments() | {"x": x}, lora1=lora1, lora2=lora2)
+            torch.autograd.grad(out, [lora1.a, lora1.b, lora2.a, lora2.b], given.dout)
+        return counter.get_total_flops()
+
+    x = given.x.detach()
+    assert flops(x.clone().requires_grad_()) - flops(x) == 2 * p.R * p.H * (p.N + 8)
 
 
 def test_no_weight_is_kept_or_formed():

@@ -141,8 +141,9 @@ class _LowRankLayer(torch.autograd.Function):
         x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2 = ctx.saved_tensors
         p, activation, concat, backend = ctx.options
         do, dout = _Products(p, backend), dout.contiguous()
+        b2_t = _transposed(b2)
 
-        v2 = do.gathered(dout, _transposed(b2))
+        v2 = do.gathered(dout, b2_t)
         dz, a, dscores = ops.adapted_down_backward(
             dout, z, w2, bias2, v2, _transposed(a2), scores,
             p.row_token, p.row_slot, p.slot_row, *do.schedule, activation.value, concat, backend,
@@ -151,9 +152,11 @@ class _LowRankLayer(torch.autograd.Function):
         del a, v2
         row_slot = p.row_slot.clamp(0, scores.numel() - 1)  # rows not in use hold anything
         scaled = (scores.flatten()[row_slot][:, None] * u2).to(x.dtype)
-        db2 = do.outer(scaled, dout, _transposed(b2), gather=True).mT
+        db2 = do.outer(scaled, dout, b2_t, gather=True).mT
 
         v1 = do.rows(dz, _transposed(b1))
         da1, db1 = do.outer(v1, x, a1, gather=True), do.outer(dz, u1, b1)
-        dx = do.tokens(do.adapted(dz, w1.mT, None, v1, _transposed(a1)), None, x.shape[0])
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = do.tokens(do.adapted(dz, w1.mT, None, v1, _transposed(a1)), None, x.shape[0])
         return dx, dscores, da1, db1, da2, db2, *([None] * 8)

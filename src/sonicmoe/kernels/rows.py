@@ -7,7 +7,7 @@ in time share the rows of A and the weights of one expert. A program owns the ti
 import triton
 import triton.language as tl
 
-from .tile import accumulate, halves, pairs, source_rows, tile_of
+from .tile import accumulate, accumulate_adapted, halves, pairs, source_rows, tile_of
 
 
 @triton.jit
@@ -79,14 +79,17 @@ def up_kernel(
 
 @triton.jit
 def product_kernel(
-    a, w, bias, row_scores, y, tiles,
+    a, w, bias, row_scores, u, b, y, tiles,
     w_stride_e, w_stride_n, w_stride_k,
-    K: tl.constexpr, N: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
     UNROLL: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Y = (A Wᵀ + bias)·score, rows already sorted by expert. Grid: any number of programs."""
+    """Y = (A Wᵀ + bias)·score, rows already sorted by expert. Grid: any number of programs.
+
+    With an adapter, u and b, A Wᵀ + U Bᵀ in its place.
+    """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
@@ -94,12 +97,13 @@ def product_kernel(
         column = (t % n_tiles) * BN
         rows = row + tl.arange(0, BM)
         ok = rows < end
-        acc = accumulate(
+        n = column + tl.arange(0, BN)
+        acc = accumulate_adapted(
             a, source_rows(None, rows, ok, row), row,
             w, expert, column, 0, w_stride_e, w_stride_n, w_stride_k,
-            K, N, BM, BN, BK, A_TMA, B_TMA, B_KN, False, PRECISION, UNROLL,
+            u, rows, ok, b, n, n < N,
+            K, N, RANK, BM, BN, BK, BR, A_TMA, B_TMA, B_KN, False, PRECISION, UNROLL,
         )  # fmt: skip
-        n = column + tl.arange(0, BN)
         if bias is not None:
             acc += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if row_scores is not None:

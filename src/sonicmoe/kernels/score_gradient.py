@@ -8,7 +8,7 @@ dS = ⟨dA', A⟩. It works on column slices of the tile: in one piece it spills
 import triton
 import triton.language as tl
 
-from .tile import accumulate, halves, pairs, source_rows, tile_of
+from .tile import accumulate_adapted, halves, pairs, source_rows, tile_of
 
 
 @triton.jit
@@ -55,15 +55,19 @@ def _slice_epilogue(
 
 @triton.jit(do_not_specialize=["plane"])
 def score_gradient_kernel(
-    dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles, plane,
+    dout, row_token, w2, u, b, scores, row_slot, z, dz, a, partial, tiles, plane,
     w_stride_e, w_stride_n, w_stride_k,
-    H: tl.constexpr, I: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr,
-    BACKWARD: tl.constexpr, STORE_DZ: tl.constexpr, STORE_A: tl.constexpr,
-    STORE_PARTIAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr,
+    GATED: tl.constexpr, CONCATENATED: tl.constexpr, BACKWARD: tl.constexpr,
+    STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, STORE_PARTIAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     SLICES: tl.constexpr, A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr,
     PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """dZ (R, N), A' (R, I) and partial (I/BN, plane ≥ S) from dO. Grid: any number of programs."""
+    """dZ (R, N), A' (R, I) and partial (I/BN, plane ≥ S) from dO. Grid: any number of programs.
+
+    With an adapter, u and b, dA' = dO W2 + U Bᵀ.
+    """
     n_tiles: tl.constexpr = (I + BN - 1) // BN
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
@@ -72,10 +76,12 @@ def score_gradient_kernel(
         column = n_tile * BN
         rows = row + tl.arange(0, BM)
         ok = rows < end
-        acc = accumulate(
+        i = column + tl.arange(0, BN)
+        acc = accumulate_adapted(
             dout, source_rows(row_token, rows, ok, row), row,
             w2, expert, column, 0, w_stride_e, w_stride_n, w_stride_k,
-            H, I, BM, BN, BK, A_TMA, B_TMA, B_KN, False, PRECISION, UNROLL,
+            u, rows, ok, b, i, i < I,
+            H, I, RANK, BM, BN, BK, BR, A_TMA, B_TMA, B_KN, False, PRECISION, UNROLL,
         )  # fmt: skip
         if row_slot is None:
             slot = rows
@@ -88,9 +94,13 @@ def score_gradient_kernel(
         W: tl.constexpr = BN // SLICES
         if SLICES == 1:
             parts = (acc,)
+        elif SLICES == 2:
+            parts = halves(acc, BM, BN)
         else:
             left, right = halves(acc, BM, BN)
-            parts = (left, right)
+            q0, q1 = halves(left, BM, BN // 2)
+            q2, q3 = halves(right, BM, BN // 2)
+            parts = (q0, q1, q2, q3)
         ds = tl.zeros((BM,), tl.float32)
         for s in tl.static_range(SLICES):
             ds += _slice_epilogue(

@@ -99,3 +99,53 @@ def accumulate(
         else:
             acc += part
     return acc
+
+
+@triton.jit
+def _low_rank_blocks(
+    u, rows, b, expert, n, first,
+    N: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Columns first.. of rows of U and of B, zeros past the last; the rows have to exist."""
+    k = first + tl.arange(0, BR)
+    u_ptr = u + rows.to(tl.int64)[:, None] * RANK + k[None, :]
+    b_ptr = b + (expert.to(tl.int64) * N + n)[None, :] * RANK + k[:, None]
+    left = tl.load(u_ptr, mask=(k < RANK)[None, :], other=0.0)
+    right = tl.load(b_ptr, mask=(k < RANK)[:, None], other=0.0)
+    return left, right
+
+
+@triton.jit
+def accumulate_adapted(
+    a, a_rows, row, w, expert, column, column_stride, w_stride_e, w_stride_n, w_stride_k,
+    u, rows, ok, b, n, n_ok,
+    K: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, TWO_HALVES: tl.constexpr,
+    PRECISION: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """`accumulate` and, where there is an adapter U (R, r), B (E, N, r) of low rank, U Bᵀ on top.
+
+    The first blocks of U and B are on their way while the loop turns. Masks come after it, since
+    the compiler waits for a block at its first use, and stages an untouched one at once.
+    """
+    if u is None:
+        return accumulate(
+            a, a_rows, row, w, expert, column, column_stride, w_stride_e, w_stride_n, w_stride_k,
+            K, N, BM, BN, BK, A_TMA, B_TMA, B_KN, TWO_HALVES, PRECISION, UNROLL,
+        )  # fmt: skip
+    else:
+        rows = tl.where(ok, rows, row)
+        n = tl.where(n_ok, n, 0)
+        left, right = _low_rank_blocks(u, rows, b, expert, n, 0, N, RANK, BR)
+        acc = accumulate(
+            a, a_rows, row, w, expert, column, column_stride, w_stride_e, w_stride_n, w_stride_k,
+            K, N, BM, BN, BK, A_TMA, B_TMA, B_KN, TWO_HALVES, PRECISION, UNROLL,
+        )  # fmt: skip
+        left = tl.where(ok[:, None], left, 0.0)
+        right = tl.where(n_ok[None, :], right, 0.0)
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        for first in tl.static_range(BR, RANK, BR):
+            left, right = _low_rank_blocks(u, rows, b, expert, n, first, N, RANK, BR)
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        return acc

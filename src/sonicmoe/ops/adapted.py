@@ -52,9 +52,7 @@ def adapted_up(
         z = reference.up(x, w1, b1, row_token, expert_start, rows, act, concatenated)[0]
         z += reference.down(u, factor, None, None, expert_start)
         return z, activate(_wide(z), act, concatenated).to(x.dtype)
-    return _triton().up(
-        x, w1, b1, u, factor, row_token, expert_start, tiles, tile_height, act, concatenated
-    )
+    return _triton().up(x, w1, b1, u, factor, row_token, tiles, act, concatenated)
 
 
 # --- rows that lie in order -----------------------------------------------------------------------
@@ -69,7 +67,7 @@ def adapted_product(a, w, bias, u, factor, expert_start, tiles, tile_height, bac
     if backend == "torch":
         y = reference.down(a, w, bias, None, expert_start)
         return y.add_(reference.down(u, factor, None, None, expert_start))
-    return _triton().product(a, w, bias, u, factor, expert_start, tiles, tile_height)
+    return _triton().product(a, w, bias, u, factor, tiles)
 
 
 # --- backward of down and aggregation -------------------------------------------------------------

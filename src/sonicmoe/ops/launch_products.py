@@ -1,6 +1,7 @@
 """Launches of the grouped products: pick a configuration, allocate, launch."""
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -106,8 +107,29 @@ def up(
     return z, a
 
 
-def _product(kernel, a, w, bias, row_scores, tiles, config=None):
-    """(R, N) = A Wᵀ for (E, N, K) weights."""
+class Adapter(NamedTuple):
+    """U (R, r) and B (E, N, r), contiguous: U Bᵀ joins a product in its accumulator.
+
+    The Hopper kernels know no second product: a configuration of plain Triton goes with it.
+    """
+
+    u: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The rank, and how many of its columns are taken at once."""
+        if self.u is None:
+            return {"RANK": 0, "BR": 0}
+        rank = self.u.shape[1]
+        return {"RANK": rank, "BR": 16 if rank <= 16 and self.u.element_size() == 2 else 32}
+
+
+NO_ADAPTER = Adapter()
+
+
+def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAPTER):
+    """(R, N) = A Wᵀ for (E, N, K) weights, and the adapter."""
     a, w = aligned(a), aligned(w)
     n, k = w.shape[1:]
     y = memory.empty((a.shape[0], n), a.dtype, a.device)
@@ -122,9 +144,9 @@ def _product(kernel, a, w, bias, row_scores, tiles, config=None):
     source, a_tma = _row_source(a, config, None)
     launch(
         rows.product_kernel, grid,
-        source, _weight_source(w, config), bias, row_scores, y, tiles,
+        source, _weight_source(w, config), bias, row_scores, *adapter, y, tiles,
         *w.stride(),
-        K=k, N=n, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
+        K=k, N=n, **adapter.options, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
         PRECISION=dot_precision(a), UNROLL=_unroll(a), FLATTEN=config.flatten, **_options(config),
     )  # fmt: skip
     return y
@@ -178,10 +200,11 @@ def down_backward(
 def _score_gradient(
     dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
     activation, concatenated, need_dz, need_a, need_dscores, config,
+    adapter=NO_ADAPTER,
 ):  # fmt: skip
     """dZ, A' and dscores; what is not needed comes back empty."""
     count, device = z.shape[0], z.device
-    hidden, intermediate = w2.shape[1:]
+    experts, hidden, intermediate = w2.shape
     none = memory.absent(z)
     target = target_of(z)
     config = config or row_config(
@@ -209,39 +232,28 @@ def _score_gradient(
         w2t = w2.mT  # the product contracts over H: (E, I, H) weights
         launch(
             score_gradient.score_gradient_kernel, grid,
-            source, row_token, _weight_source(w2t, config), scores, row_slot, z, dz, a, partial,
-            tiles, plane, *w2t.stride(),
-            H=hidden, I=intermediate, GATED=activation.is_gated, CONCATENATED=concatenated,
+            source, row_token, _weight_source(w2t, config), *adapter,
+            scores, row_slot, z, dz, a, partial, tiles, plane, *w2t.stride(),
+            H=hidden, I=intermediate, **adapter.options,
+            GATED=activation.is_gated, CONCATENATED=concatenated,
             BACKWARD=_derivative(activation), STORE_DZ=need_dz, STORE_A=need_a,
             STORE_PARTIAL=need_dscores, SLICES=config.slices,
             A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w2t),
             PRECISION=dot_precision(z), UNROLL=_unroll(z), **_options(config),
         )  # fmt: skip
     if need_dscores:
-        add_up_scores(
-            partial, dscores, dout, b2, row_token, row_slot, slot_row, expert_start, tiles,
-            tile_height,
+        if b2 is not None:
+            launch(
+                aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
+                dout, row_token, row_slot, b2, partial[parts], tiles,
+                H=hidden, BM=tile_height, BH=64, num_warps=8,
+            )  # fmt: skip
+        launch(
+            aggregation.sum_partials_kernel, (ceil_div(slots, 1024),),
+            partial, slot_row, expert_start, dscores, slots, plane, experts,
+            PARTS=planes, BLOCK=1024,
         )  # fmt: skip
     return (dz if need_dz else none), a, dscores
-
-
-def add_up_scores(
-    partial, dscores, dout, b2, row_token, row_slot, slot_row, expert_start, tiles, tile_height
-):
-    """dscores from its planes in `partial`, of which the last is the bias's, if there is one."""
-    planes, plane = partial.shape
-    if b2 is not None:
-        launch(
-            aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
-            dout, row_token, row_slot, b2, partial[planes - 1], tiles,
-            H=dout.shape[1], BM=tile_height, BH=64, num_warps=8,
-        )  # fmt: skip
-    slots = dscores.numel()
-    launch(
-        aggregation.sum_partials_kernel, (ceil_div(slots, 1024),),
-        partial, slot_row, expert_start, dscores, slots, plane, expert_start.shape[0] - 1,
-        PARTS=planes, BLOCK=1024,
-    )  # fmt: skip
 
 
 def up_backward(
