@@ -37,6 +37,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--seconds-per-run", type=float, default=12, help="of the slowest router in `rounding`"
     )
+    parser.add_argument("--steps", type=int, help="of each run in `rounding`, instead of seconds")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs of `rounding` side by side on the one device"
+    )
     parser.add_argument(
         "--backends", default="sonicmoe,grouped_mm,scattermoe", help="of throughput"
     )
@@ -62,7 +66,7 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     output = Path(args.output or RESULTS / slug(device_name(device)) / "training")
     runs, cache = Path(args.runs or "runs/evidence"), Path(args.cache or default_cache())
-    place = training.Place(output, runs, cache)
+    place = training.Place(output, runs, cache, args.jobs)
     output.mkdir(parents=True, exist_ok=True)
     changes = parse_assignments(args.set)
     if args.compile is not None:
@@ -80,7 +84,9 @@ def main() -> int:
         seeds = names("--seeds", args.seeds)
         for rows in map(int, names("--rows-per-expert", args.rows_per_expert)):
             jobs.append(
-                lambda rows=rows: training.rounding(base, rows, seeds, args.seconds_per_run, place)
+                lambda rows=rows: training.rounding(
+                    base, rows, seeds, args.seconds_per_run, place, args.steps
+                )
             )
     if "throughput" in parts:
         jobs.append(lambda: training.throughput(large, names("--backends", args.backends), place))

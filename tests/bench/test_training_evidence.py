@@ -20,12 +20,16 @@ TOY = {
 }  # fmt: skip
 
 
+def write_text(folder: Path) -> Path:
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"Number {i} is {i * i} when squared, {i**3} cubed. " * 20)
+    return folder
+
+
 def test_the_whole_script(tmp_path):
     pytest.importorskip("matplotlib")
-    text = tmp_path / "text"
-    text.mkdir()
-    for i in range(40):
-        (text / f"{i}.txt").write_text(f"Number {i} is {i * i} when squared, {i**3} cubed. " * 20)
+    text = write_text(tmp_path / "text")
     arguments = [
         "--rows-per-expert", "32", "--seconds-per-run", "0.1", "--no-compile",
         "--agreement", "grouped_mm,torch", "--agreement-steps", "4",
@@ -66,6 +70,20 @@ def test_the_whole_script(tmp_path):
     for picture in ("rounding-32.png", "agreement.png"):
         assert picture in report
         assert (tmp_path / "output" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_side_by_side_is_what_one_after_the_other_is(tmp_path):
+    text = write_text(tmp_path / "text")
+    base = training.BASE.override({**TOY, "data": str(text)})
+    losses = {}
+    for jobs in (1, 2):
+        (output := tmp_path / f"output{jobs}").mkdir()
+        place = training.Place(output, tmp_path / f"runs{jobs}", tmp_path / "cache", jobs)
+        records = training.rounding(base, 32, ["0"], seconds=0, place=place, steps=4)
+        losses[jobs] = {r["run"]: r["validation"] for r in records}
+        assert {r["jobs"] for r in records} == {jobs}
+    assert list(losses[1]) == list(losses[2])
+    assert losses[1] == losses[2]
 
 
 def test_the_real_sizes_are_what_the_documents_say():

@@ -5,9 +5,12 @@ throughput  tokens/s and peak memory of a whole model, beside PyTorch's own grou
 agreement   does a model train on the kernels as it trains on plain PyTorch?
 """
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,14 @@ from typing import Any
 import torch
 
 from ..errors import bad_argument
-from ..train import accounting, plots, runlog
+from ..train import accounting, corpus, plots, runlog
 from ..train.backends import check_backend
 from ..train.compare import slug, train_each
 from ..train.config import TrainConfig
 from ..train.extras import MissingExtra
 from ..train.presets import preset
 from ..train.progress import count, human_bytes
+from ..train.run import train
 from ..train.tables import table
 from .results import provenance
 
@@ -53,21 +57,31 @@ CALIBRATION_STEPS = 24
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where things go: `output` is kept, the folders of the runs need not be."""
+    """Where things go: `output` is kept, the folders of the runs need not be.
+
+    `jobs` trainings share the device where nothing is timed: a small model leaves most of it idle.
+    """
 
     output: Path
     runs: Path
     cache: Path
+    jobs: int = 1
 
 
 # --- rounding -------------------------------------------------------------------------------------
 def rounding(
-    base: TrainConfig, rows: int, seeds: Sequence[str], seconds: float, place: Place
+    base: TrainConfig,
+    rows: int,
+    seeds: Sequence[str],
+    seconds: float,
+    place: Place,
+    steps: int | None = None,
 ) -> list[dict[str, Any]]:
     """Every router from the same seeds, for as many steps as the slowest does in `seconds`."""
     config = with_rows(base, rows)
     folder = place.runs / f"rounding-{rows}"
-    steps = _affordable_steps(config, seconds, folder / "calibration", place.cache)
+    if steps is None:
+        steps = _affordable_steps(config, seconds, folder / "calibration", place.cache)
     timed = config.override({
         "steps": steps, "log_every": max(1, steps // 60), "validate_every": max(1, steps // 10),
     })  # fmt: skip
@@ -76,7 +90,7 @@ def rounding(
         for label, router in ROUTERS.items()
         for seed in seeds
     }
-    records = _trained("rounding", configs, folder, place.cache)
+    records = _trained("rounding", configs, folder, place.cache, place.jobs)
     for record in records:
         record |= {"rows_per_expert": rows, "tile": config.model.rounding_tile}
     if plots.available() and len(records) == len(configs):
@@ -237,9 +251,15 @@ _KEPT = ("parameters", "active_parameters", "device", "backend", "steps", "token
          "peak_share", "finished")  # fmt: skip
 
 
-def _trained(experiment: str, configs, folder: Path, cache: Path) -> list[dict[str, Any]]:
+def _trained(
+    experiment: str, configs: Mapping[str, TrainConfig], folder: Path, cache: Path, jobs: int = 1
+) -> list[dict[str, Any]]:
+    if jobs > 1:
+        trained = _train_side_by_side(configs, folder, cache, jobs)
+    else:
+        trained = train_each(configs, folder, cache, pictures=False)
     records = []
-    for name, numbers in train_each(configs, folder, cache, pictures=False):
+    for name, numbers in trained:
         log = runlog.read(folder / slug(name))
         curves = {
             key: [(r["step"], r["loss"]) for r in log if r["kind"] == kind]
@@ -248,10 +268,38 @@ def _trained(experiment: str, configs, folder: Path, cache: Path) -> list[dict[s
         # On a CPU the peak is that of the process, earlier runs included.
         peak = numbers["peak_memory"] if torch.cuda.is_available() else None
         records.append(
-            {"experiment": experiment, "run": name, **{k: numbers[k] for k in _KEPT}}
+            {"experiment": experiment, "run": name, **{k: numbers[k] for k in _KEPT}, "jobs": jobs}
             | {"peak_memory": peak, "config": configs[name].to_dict(), **curves}
         )
     return records
+
+
+def _train_side_by_side(
+    configs: Mapping[str, TrainConfig], folder: Path, cache: Path, jobs: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """In processes of their own, which write what they print into the folders of the runs."""
+    corpus.prepare(next(iter(configs.values())), cache)  # all train on the same text
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        runs = {
+            pool.submit(_train_alone, config, folder / slug(name), cache): name
+            for name, config in configs.items()
+        }
+        found = {}
+        for run in as_completed(runs):
+            found[runs[run]] = numbers = run.result()
+            print(
+                f"{len(found)} of {len(runs)} trained: {runs[run]}, "
+                f"validation loss {numbers['validation_loss']:.4f}, {numbers['seconds']:.0f} s",
+                flush=True,
+            )
+    for name in configs:
+        yield name, found[name]
+
+
+def _train_alone(config: TrainConfig, folder: Path, cache: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "output.txt", "w") as file, contextlib.redirect_stdout(file):
+        return train(config, folder, cache, picture=False)
 
 
 def _tiles(config: TrainConfig, rows: int) -> str:
