@@ -4,6 +4,7 @@ python benchmarks/training_evidence.py --parts rounding --seconds-per-run 12
 """
 
 import argparse
+import functools
 import shlex
 import sys
 from pathlib import Path
@@ -33,6 +34,9 @@ def parse_args() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--parts", default=PARTS, help=f"some of {PARTS}")
     parser.add_argument("--rows-per-expert", default="512,256,128", help="T·K/E, with commas")
+    parser.add_argument(
+        "--routers", default=",".join(training.ROUTERS), help="held against the first of them"
+    )
     parser.add_argument("--seeds", default="0,1", help="of each router")
     parser.add_argument(
         "--seconds-per-run", type=float, default=12, help="of the slowest router in `rounding`"
@@ -81,13 +85,12 @@ def main() -> int:
         short = base.override({"steps": args.agreement_steps})
         jobs.append(lambda: training.agreement(short, names("--agreement", args.agreement), place))
     if "rounding" in parts:
-        seeds = names("--seeds", args.seeds)
+        rounding = functools.partial(
+            training.rounding, base, place=place, routers=names("--routers", args.routers),
+            seeds=names("--seeds", args.seeds), seconds=args.seconds_per_run, steps=args.steps,
+        )  # fmt: skip
         for rows in map(int, names("--rows-per-expert", args.rows_per_expert)):
-            jobs.append(
-                lambda rows=rows: training.rounding(
-                    base, rows, seeds, args.seconds_per_run, place, args.steps
-                )
-            )
+            jobs.append(functools.partial(rounding, rows))
     if "throughput" in parts:
         jobs.append(lambda: training.throughput(large, names("--backends", args.backends), place))
     records: list = []

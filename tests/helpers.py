@@ -243,7 +243,7 @@ def _near_a_kink(case: Case, inputs: Inputs) -> torch.Tensor:
     wide = inputs.double()
     for expert, w1 in enumerate(wide.w1):
         tokens = (inputs.ids == expert).any(-1).nonzero().squeeze(-1)
-        z = wide.x[tokens] @ w1.mT + (wide.b1[expert] if case.bias else 0)
+        z = wide.x[tokens] @ w1.mT + (0 if wide.b1 is None else wide.b1[expert])
         for kink in KINKS[case.activation]:
             near[tokens] |= ((z - kink).abs() < 2e-5).any(-1)
     return near

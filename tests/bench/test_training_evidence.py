@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,11 +80,24 @@ def test_side_by_side_is_what_one_after_the_other_is(tmp_path):
     for jobs in (1, 2):
         (output := tmp_path / f"output{jobs}").mkdir()
         place = training.Place(output, tmp_path / f"runs{jobs}", tmp_path / "cache", jobs)
-        records = training.rounding(base, 32, ["0"], seconds=0, place=place, steps=4)
+        records = training.rounding(
+            base, 32, place, routers=["top-K", "expert choice"], seeds=["0", "1", "2"],
+            seconds=0, steps=4,
+        )  # fmt: skip
         losses[jobs] = {r["run"]: r["validation"] for r in records}
         assert {r["jobs"] for r in records} == {jobs}
     assert list(losses[1]) == list(losses[2])
     assert losses[1] == losses[2]
+    assert len(losses[1]) == 6
+    assert re.search(r"%  *± 0\.\d\d%", training.rounding_table(records))
+
+
+def test_an_unknown_router_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"--routers.*top-k"):
+        training.rounding(
+            training.BASE, 32, training.Place(tmp_path, tmp_path, tmp_path), routers=["top-k"],
+            seeds=["0"], seconds=0,
+        )  # fmt: skip
 
 
 def test_the_real_sizes_are_what_the_documents_say():

@@ -8,7 +8,9 @@ agreement   does a model train on the kernels as it trains on plain PyTorch?
 import contextlib
 import dataclasses
 import json
+import math
 import multiprocessing
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -72,29 +74,39 @@ class Place:
 def rounding(
     base: TrainConfig,
     rows: int,
+    place: Place,
+    *,
+    routers: Sequence[str],
     seeds: Sequence[str],
     seconds: float,
-    place: Place,
     steps: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Every router from the same seeds, for as many steps as the slowest does in `seconds`."""
+    """Each router from the same seeds, for as many steps as the slowest does in `seconds`.
+
+    The first router is the one that the others are held against.
+    """
+    if unknown := set(routers) - set(ROUTERS):
+        raise bad_argument(
+            "--routers", f"some of {', '.join(ROUTERS)}", ", ".join(unknown), "Choose among them."
+        )
+    chosen = {label: ROUTERS[label] for label in routers}
     config = with_rows(base, rows)
     folder = place.runs / f"rounding-{rows}"
     if steps is None:
-        steps = _affordable_steps(config, seconds, folder / "calibration", place.cache)
+        steps = _affordable_steps(config, chosen, seconds, folder / "calibration", place.cache)
     timed = config.override({
         "steps": steps, "log_every": max(1, steps // 60), "validate_every": max(1, steps // 10),
     })  # fmt: skip
     configs = {
         f"{label}, seed {seed}": timed.override({"router": router, "seed": seed})
-        for label, router in ROUTERS.items()
+        for label, router in chosen.items()
         for seed in seeds
     }
     records = _trained("rounding", configs, folder, place.cache, place.jobs)
     for record in records:
         record |= {"rows_per_expert": rows, "tile": config.model.rounding_tile}
     if plots.available() and len(records) == len(configs):
-        curves: dict[str, list] = {label: [] for label in ROUTERS}
+        curves: dict[str, list] = {label: [] for label in chosen}
         for record in records:
             curves[record["run"].partition(", seed")[0]].append(record["validation"])
         plots.against_first(
@@ -118,20 +130,22 @@ def with_rows(base: TrainConfig, rows: int) -> TrainConfig:
     return base.override({"num_experts": routed // rows})
 
 
-def _affordable_steps(config: TrainConfig, seconds: float, folder: Path, cache: Path) -> int:
+def _affordable_steps(
+    config: TrainConfig, routers: Mapping[str, str], seconds: float, folder: Path, cache: Path
+) -> int:
     """Steps that every router can do in `seconds`; what is compiled is compiled here."""
     short = config.override({
         "steps": CALIBRATION_STEPS, "log_every": CALIBRATION_STEPS // 4,
         "validate_every": CALIBRATION_STEPS, "validation_sequences": config.micro_batch,
     })  # fmt: skip
-    configs = {label: short.override({"router": r}) for label, r in ROUTERS.items()}
+    configs = {label: short.override({"router": r}) for label, r in routers.items()}
     rates = [n["tokens_per_second"] for _, n in train_each(configs, folder, cache, pictures=False)]
     steps = int(seconds * min(rates) / config.tokens_per_step)
     return max(20, steps // 10 * 10)
 
 
 def rounding_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """One line a router. Differences are between runs of the same seed, averaged."""
+    """One line a router. Differences are between runs of the same seed: mean ± standard error."""
     losses: dict[str, dict[str, float]] = {}
     for r in records:
         label, _, seed = r["run"].partition(", seed ")
@@ -143,7 +157,7 @@ def rounding_table(records: Sequence[Mapping[str, Any]]) -> str:
         lines.append((
             label, *(f"{loss:.4f}" for loss in by_seed.values()),
             f"{sum(by_seed.values()) / len(by_seed):.4f}",
-            "" if by_seed is base else f"{sum(changes) / len(changes):+.2%}",
+            "" if by_seed is base else _mean_and_error(changes),
             "" if by_seed is base else f"{min(changes):+.2%} … {max(changes):+.2%}",
         ))  # fmt: skip
     header = (
@@ -154,6 +168,13 @@ def rounding_table(records: Sequence[Mapping[str, Any]]) -> str:
         "by seed",
     )
     return table(header, lines)
+
+
+def _mean_and_error(changes: Sequence[float]) -> str:
+    text = f"{statistics.fmean(changes):+.2%}"
+    if len(changes) > 2:
+        text += f" ± {statistics.stdev(changes) / math.sqrt(len(changes)):.2%}"
+    return text
 
 
 # --- throughput -----------------------------------------------------------------------------------
