@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sonicmoe.bench import training
+from sonicmoe.bench import training, training_report
 from sonicmoe.bench.results import RESULTS, device_name, slug
 from sonicmoe.train.compare import names
 from sonicmoe.train.config import parse_assignments
@@ -60,6 +60,11 @@ def parse_args() -> argparse.Namespace:
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="any setting of a training, for every part",
     )  # fmt: skip
+    parser.add_argument(
+        "--redraw",
+        metavar="FOLDER",
+        help="train nothing; tables and pictures of what is kept there",
+    )
     for name, help_text in PRIVATE.items():
         parser.add_argument(f"--{name}", help=help_text)
     return parser.parse_args()
@@ -67,6 +72,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    if args.redraw:
+        print(training_report.report(Path(args.redraw)))
+        return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
     output = Path(args.output or RESULTS / slug(device_name(device)) / "training")
     runs, cache = Path(args.runs or "runs/evidence"), Path(args.cache or default_cache())
@@ -77,7 +85,7 @@ def main() -> int:
         changes["compile"] = str(args.compile)
     base, large = (c.override(changes) for c in (training.BASE, training.THROUGHPUT))
     parts = names("--parts", args.parts)
-    if set(parts) - set(training.TABLES):
+    if set(parts) - set(training_report.TABLES):
         sys.exit(f"--parts: expected some of {PARTS}, got {args.parts!r}.")
 
     jobs = []
@@ -96,9 +104,9 @@ def main() -> int:
     records: list = []
     for job in jobs:
         records += job()
-        text = training.write(
-            records, output, _command(), args.commit
-        )  # what is done is kept, whatever follows
+        # What is done is kept, whatever follows.
+        training.keep(records, output, _command(), args.commit)
+        text = training_report.report(output)
     print(f"\n{text}\n\nKept in {output}.")
     return 0
 

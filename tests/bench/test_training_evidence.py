@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from sonicmoe.bench import training
+from sonicmoe.bench import training, training_report
 from sonicmoe.train.accounting import parameters
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,14 @@ def test_the_whole_script(tmp_path):
         assert (tmp_path / "output" / picture).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("kept", sorted(ROOT.glob("benchmarks/results/*/training/*")), ids=str)
+def test_the_kept_report_is_what_the_kept_numbers_say(kept, tmp_path):
+    pytest.importorskip("matplotlib")
+    shutil.copy(kept / "evidence.json", tmp_path)
+    assert training_report.report(tmp_path) + "\n" == (kept / "evidence.md").read_text()
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in kept.iterdir()}
+
+
 def test_side_by_side_is_what_one_after_the_other_is(tmp_path):
     text = write_text(tmp_path / "text")
     base = training.BASE.override({**TOY, "data": str(text)})
@@ -89,7 +98,8 @@ def test_side_by_side_is_what_one_after_the_other_is(tmp_path):
     assert list(losses[1]) == list(losses[2])
     assert losses[1] == losses[2]
     assert len(losses[1]) == 6
-    assert re.search(r"%  *± 0\.\d\d%", training.rounding_table(records))
+    table = training_report.TABLES["rounding"](records)
+    assert re.search(r"% ± \d\.\d\d%", table)
 
 
 def test_an_unknown_router_is_named(tmp_path):

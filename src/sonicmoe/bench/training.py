@@ -1,4 +1,4 @@
-"""What the layer does to a training: three experiments whose numbers and pictures are kept.
+"""What the layer does to a training: three experiments whose numbers are kept.
 
 rounding    does token rounding cost quality, at few and at many rows an expert?
 throughput  tokens/s and peak memory of a whole model, beside PyTorch's own grouped products
@@ -8,9 +8,7 @@ agreement   does a model train on the kernels as it trains on plain PyTorch?
 import contextlib
 import dataclasses
 import json
-import math
 import multiprocessing
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -20,15 +18,13 @@ from typing import Any
 import torch
 
 from ..errors import bad_argument
-from ..train import accounting, corpus, plots, runlog
+from ..train import corpus, runlog
 from ..train.backends import check_backend
 from ..train.compare import slug, train_each
 from ..train.config import TrainConfig
 from ..train.extras import MissingExtra
 from ..train.presets import preset
-from ..train.progress import count, human_bytes
 from ..train.run import train
-from ..train.tables import table
 from .results import provenance
 
 # Experts sharp enough to be told apart, rows enough for a GPU: 16384 tokens go to 2 of E experts.
@@ -105,17 +101,6 @@ def rounding(
     records = _trained("rounding", configs, folder, place.cache, place.jobs)
     for record in records:
         record |= {"rows_per_expert": rows, "tile": config.model.rounding_tile}
-    if plots.available() and len(records) == len(configs):
-        curves: dict[str, list] = {label: [] for label in chosen}
-        for record in records:
-            curves[record["run"].partition(", seed")[0]].append(record["validation"])
-        plots.against_first(
-            place.output / f"rounding-{rows}.png",
-            curves,
-            f"Token rounding at {rows} rows an expert ({_tiles(config, rows)})",
-            _subtitle(records[0], timed) + "\nValidation always chooses experts by plain top-K. "
-            f"Thin: {len(seeds)} seeds. Thick: their mean.",
-        )
     return records
 
 
@@ -144,39 +129,6 @@ def _affordable_steps(
     return max(20, steps // 10 * 10)
 
 
-def rounding_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """One line a router. Differences are between runs of the same seed: mean ± standard error."""
-    losses: dict[str, dict[str, float]] = {}
-    for r in records:
-        label, _, seed = r["run"].partition(", seed ")
-        losses.setdefault(label, {})[seed] = r["validation_loss"]
-    base = next(iter(losses.values()))
-    lines = []
-    for label, by_seed in losses.items():
-        changes = [loss / base[seed] - 1 for seed, loss in by_seed.items()]
-        lines.append((
-            label, *(f"{loss:.4f}" for loss in by_seed.values()),
-            f"{sum(by_seed.values()) / len(by_seed):.4f}",
-            "" if by_seed is base else _mean_and_error(changes),
-            "" if by_seed is base else f"{min(changes):+.2%} … {max(changes):+.2%}",
-        ))  # fmt: skip
-    header = (
-        "router",
-        *(f"seed {s}" for s in base),
-        "mean",
-        "against top-K",
-        "by seed",
-    )
-    return table(header, lines)
-
-
-def _mean_and_error(changes: Sequence[float]) -> str:
-    text = f"{statistics.fmean(changes):+.2%}"
-    if len(changes) > 2:
-        text += f" ± {statistics.stdev(changes) / math.sqrt(len(changes)):.2%}"
-    return text
-
-
 # --- throughput -----------------------------------------------------------------------------------
 def throughput(base: TrainConfig, backends: Sequence[str], place: Place) -> list[dict[str, Any]]:
     """The same few steps on every backend; the first one once more with repeatable operators."""
@@ -202,30 +154,6 @@ def throughput(base: TrainConfig, backends: Sequence[str], place: Place) -> list
     return records + missing
 
 
-def throughput_table(records: Sequence[Mapping[str, Any]]) -> str:
-    rate = next((r["tokens_per_second"] for r in records if "failed" not in r), 1.0)
-    lines = []
-    for r in records:
-        if "failed" in r:
-            lines.append((r["run"], r["failed"], "", "", ""))
-            continue
-        lines.append((
-            r["run"], count(r["tokens_per_second"]), f"{r['tokens_per_second'] / rate:.2f}",
-            f"{r['peak_share']:.1%}" if r["peak_share"] is not None else "–",
-            human_bytes(r["peak_memory"]) if r["peak_memory"] else "–",
-        ))  # fmt: skip
-    return table(("backend", "tokens/s", "of the first", "of peak FLOP/s", "peak memory"), lines)
-
-
-_IN_WORDS = {
-    "auto": "SonicMoE",
-    "sonicmoe": "SonicMoE's kernels",
-    "torch": "plain PyTorch",
-    "grouped_mm": "PyTorch's grouped_mm",
-    "scattermoe": "ScatterMoE",
-}
-
-
 # --- agreement ------------------------------------------------------------------------------------
 def agreement(base: TrainConfig, backends: Sequence[str], place: Place) -> list[dict[str, Any]]:
     """Several backends from the same seed: their training losses, step by step.
@@ -240,30 +168,7 @@ def agreement(base: TrainConfig, backends: Sequence[str], place: Place) -> list[
         })
         for name in backends
     }  # fmt: skip
-    records = _trained("agreement", configs, place.runs / "agreement", place.cache)
-    if plots.available() and len(records) == len(backends):
-        plots.on_top(
-            place.output / "agreement.png",
-            {_IN_WORDS[r["run"]]: r["curve"] for r in records},
-            f"The same training computed by {', by '.join(_IN_WORDS[b] for b in backends)}",
-            _subtitle(records[0], next(iter(configs.values()))),
-        )
-    return records
-
-
-def agreement_table(records: Sequence[Mapping[str, Any]]) -> str:
-    base = dict(records[-1]["curve"])
-    lines = []
-    for r in records:
-        apart = [abs(loss - base[step]) for step, loss in r["curve"]]
-        lines.append((
-            r["run"], f"{r['curve'][0][1]:.5f}", f"{r['curve'][-1][1]:.5f}",
-            f"{r['validation_loss']:.5f}", f"{max(apart):.2g}", count(r["tokens_per_second"]),
-        ))  # fmt: skip
-    return table(
-        ("backend", "first loss", "last loss", "validation loss", "farthest from the last",
-         "tokens/s"), lines,
-    )  # fmt: skip
+    return _trained("agreement", configs, place.runs / "agreement", place.cache)
 
 
 # --- what all share -------------------------------------------------------------------------------
@@ -323,58 +228,9 @@ def _train_alone(config: TrainConfig, folder: Path, cache: Path) -> dict[str, An
         return train(config, folder, cache, picture=False)
 
 
-def _tiles(config: TrainConfig, rows: int) -> str:
-    tile = config.model.rounding_tile
-    return f"{rows / tile:g} {'tile' if rows == tile else 'tiles'} of {tile}"
-
-
-def _subtitle(record: Mapping[str, Any], config: TrainConfig) -> str:
-    m, size = config.model, accounting.parameters(config.model)
-    return (
-        f"{count(size.total)} parameters ({count(size.active)} met by a token), {m.num_layers} "
-        f"layers, {m.experts_per_token} of {m.num_experts} experts; {record['steps']} steps of "
-        f"{count(config.tokens_per_step)} tokens, {record['epochs']:.2f} passes over the text; "
-        f"{record['device']}"
-    )
-
-
-TABLES = {"rounding": rounding_table, "throughput": throughput_table, "agreement": agreement_table}
-
-
-def write(
-    records: Sequence[Mapping[str, Any]], output: Path, command: str, commit: str | None = None
-) -> str:
-    """evidence.json with everything, evidence.md with the tables; the tables are returned."""
+def keep(
+    records: Sequence[Mapping[str, Any]], folder: Path, command: str, commit: str | None
+) -> None:
+    """evidence.json, from which `training_report` makes tables and pictures."""
     origin = provenance("cuda" if torch.cuda.is_available() else "cpu", command, commit)
-    (output / "evidence.json").write_text(json.dumps({**origin, "records": records}) + "\n")
-    parts = [
-        f"`{command}`, {origin['date'][:10]}, {origin['device']}, torch {origin['torch']}, triton "
-        f"{origin['triton']}, Python {origin['python']}, commit {origin['commit']}."
-    ]
-    groups: dict[tuple, list] = {}
-    for r in records:
-        groups.setdefault((r["experiment"], r.get("rows_per_expert")), []).append(r)
-    for (experiment, rows), group in groups.items():
-        parts += _section(experiment, rows, group)
-    text = "\n\n".join(["# Evidence from training", *parts])
-    (output / "evidence.md").write_text(text + "\n")
-    return text
-
-
-def _section(experiment: str, rows: int | None, group: list[Mapping[str, Any]]) -> list[str]:
-    title, picture = experiment.capitalize(), f"{experiment}.png"
-    if rows:
-        title, picture = f"{title}, {rows} rows an expert", f"{experiment}-{rows}.png"
-    parts = [f"## {title}"]
-    trained = next((r for r in group if "failed" not in r), None)
-    if trained:
-        config = TrainConfig.from_dict(trained["config"])
-        parts.append(
-            f"{_subtitle(trained, config)}; precision {config.precision}, "
-            f"compile={str(config.compile).lower()}, "
-            f"deterministic={str(config.deterministic).lower()}."
-        )
-    parts.append(TABLES[experiment](group))
-    if experiment != "throughput":
-        parts.append(f"![{title}]({picture})")
-    return parts
+    (folder / "evidence.json").write_text(json.dumps({**origin, "records": records}) + "\n")

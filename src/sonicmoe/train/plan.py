@@ -30,13 +30,13 @@ class Efficiency:
     backward pass computes 5 products for every 2 forward, on kernels made for an earlier GPU.
     """
 
-    grouped: float = 0.635  # grouped products of the layer, forward and backward
-    dense: float = 0.63  # plain products: the mean of five shapes
+    grouped: float = 0.66  # grouped products of the layer, forward and backward
+    dense: float = 0.64  # plain products: the mean of five shapes
     attention_64: float = 0.20  # heads of less than 128
     attention_128: float = 0.27
     copy: float = 0.90  # 4.3 of 4.8 TB/s on an H200
-    uncovered: float = 0.40  # of the layer's traffic, what the products do not hide
-    layer_fixed: float = 0.3e-3  # seconds a layer: router, top-K, permutation, launches
+    uncovered: float = 0.36  # of the layer's traffic, what the products do not hide
+    layer_fixed: float = 0.2e-3  # seconds a layer: router, top-K, permutation, launches
     node: float = 0.80
     network: float = 0.85
     overlap: float = 0.80  # share of the computation that may hide FSDP's transfers
@@ -298,7 +298,7 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
         f"grouped products reach {eff.grouped:.0%} of peak, plain ones {eff.dense:.0%}, copies "
         f"{eff.copy:.0%} of bandwidth; {eff.uncovered:.0%} of the MoE layer's traffic is not "
         f"hidden by its products; {eff.layer_fixed * 1e3:.1f} ms a layer for the router and "
-        "launches (fitted to five shapes measured on one H200, within 5%; an H100 is taken to "
+        "launches (fitted to five shapes measured on one H200, within 2%; an H100 is taken to "
         "reach the same shares of its own data sheet)",
         f"attention reaches {eff.attention(m.head_dim):.0%} of peak (flash with a repeatable "
         "backward pass; from published rates of its forward pass on an H100, not measured)",
