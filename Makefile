@@ -10,7 +10,7 @@ test: .venv/test  ## lint, type-check and test, in an environment of its own
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -n $(JOBS) $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, with the Python at hand; files side by side, since they compile
 	grep -rl 'mark\.gpu' tests --include='test_*.py' | PYTHONPATH=src xargs -P 8 -n 1 \
