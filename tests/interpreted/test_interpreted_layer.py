@@ -32,14 +32,10 @@ CORNERS = [
     (torch.float32, True, "interleaved", True),
     (torch.float32, False, "concatenated", False),
 ]
-# All of them for one gated and one plain activation; an activation has only code of its own.
-THOROUGH = (ActivationType.SWIGLU, ActivationType.GELU)
 CASES = [
     Case(TINY, dtype, activation, bias, gate_up, transposed, "dropped")
     for activation in ACTIVATIONS
-    for dtype, bias, gate_up, transposed in (
-        CORNERS if activation in THOROUGH else (CORNERS[0], CORNERS[-1])
-    )
+    for dtype, bias, gate_up, transposed in CORNERS
 ]
 SHAPES = {
     "0,16,8,3,2": "uniform",  # no token
