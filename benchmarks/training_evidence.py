@@ -77,8 +77,9 @@ def main() -> int:
         return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
     output = Path(args.output or RESULTS / slug(device_name(device)) / "training")
-    runs, cache = Path(args.runs or "runs/evidence"), Path(args.cache or default_cache())
-    place = training.Place(output, runs, cache, args.jobs)
+    place = training.Place(
+        Path(args.runs or "runs/evidence"), Path(args.cache or default_cache())
+    )  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)
     changes = parse_assignments(args.set)
     if args.compile is not None:
@@ -96,6 +97,7 @@ def main() -> int:
         rounding = functools.partial(
             training.rounding, base, place=place, routers=names("--routers", args.routers),
             seeds=names("--seeds", args.seeds), seconds=args.seconds_per_run, steps=args.steps,
+            jobs=args.jobs,
         )  # fmt: skip
         for rows in map(int, names("--rows-per-expert", args.rows_per_expert)):
             jobs.append(functools.partial(rounding, rows))

@@ -74,7 +74,9 @@ def test_the_whole_script(tmp_path):
         assert (tmp_path / "output" / picture).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("kept", sorted(ROOT.glob("benchmarks/results/*/training/*")), ids=str)
+@pytest.mark.parametrize(
+    "kept", sorted(ROOT.glob("benchmarks/results/*/training/*")), ids=lambda p: p.name
+)
 def test_the_kept_report_is_what_the_kept_numbers_say(kept, tmp_path):
     pytest.importorskip("matplotlib")
     shutil.copy(kept / "evidence.json", tmp_path)
@@ -87,11 +89,10 @@ def test_side_by_side_is_what_one_after_the_other_is(tmp_path):
     base = training.BASE.override({**TOY, "data": str(text)})
     losses = {}
     for jobs in (1, 2):
-        (output := tmp_path / f"output{jobs}").mkdir()
-        place = training.Place(output, tmp_path / f"runs{jobs}", tmp_path / "cache", jobs)
+        place = training.Place(tmp_path / f"runs{jobs}", tmp_path / "cache")
         records = training.rounding(
             base, 32, place, routers=["top-K", "expert choice"], seeds=["0", "1", "2"],
-            seconds=0, steps=4,
+            seconds=0, steps=4, jobs=jobs,
         )  # fmt: skip
         losses[jobs] = {r["run"]: r["validation"] for r in records}
         assert {r["jobs"] for r in records} == {jobs}
@@ -105,7 +106,7 @@ def test_side_by_side_is_what_one_after_the_other_is(tmp_path):
 def test_an_unknown_router_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"--routers.*top-k"):
         training.rounding(
-            training.BASE, 32, training.Place(tmp_path, tmp_path, tmp_path), routers=["top-k"],
+            training.BASE, 32, training.Place(tmp_path, tmp_path), routers=["top-k"],
             seeds=["0"], seconds=0,
         )  # fmt: skip
 

@@ -55,15 +55,10 @@ CALIBRATION_STEPS = 24
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where things go: `output` is kept, the folders of the runs need not be.
+    """Where runs and tokenised text go; neither need be kept."""
 
-    `jobs` trainings share the device where nothing is timed: a small model leaves most of it idle.
-    """
-
-    output: Path
     runs: Path
     cache: Path
-    jobs: int = 1
 
 
 # --- rounding -------------------------------------------------------------------------------------
@@ -76,10 +71,12 @@ def rounding(
     seeds: Sequence[str],
     seconds: float,
     steps: int | None = None,
+    jobs: int = 1,
 ) -> list[dict[str, Any]]:
     """Each router from the same seeds, for as many steps as the slowest does in `seconds`.
 
-    The first router is the one that the others are held against.
+    The first router is the one that the others are held against. `jobs` trainings share the device,
+    since nothing is timed: a small model leaves most of it idle.
     """
     if unknown := set(routers) - set(ROUTERS):
         raise bad_argument(
@@ -98,7 +95,7 @@ def rounding(
         for label, router in chosen.items()
         for seed in seeds
     }
-    records = _trained("rounding", configs, folder, place.cache, place.jobs)
+    records = _trained("rounding", configs, folder, place.cache, jobs)
     for record in records:
         record |= {"rows_per_expert": rows, "tile": config.model.rounding_tile}
     return records
