@@ -91,7 +91,7 @@ def test_side_by_side_is_what_one_after_the_other_is(tmp_path):
     for jobs in (1, 2):
         place = training.Place(tmp_path / f"runs{jobs}", tmp_path / "cache")
         records = training.rounding(
-            base, 32, place, routers=["top-K", "expert choice"], seeds=["0", "1", "2"],
+            base, 32, place, routers=["expert choice", "top-K"], seeds=["0", "1", "2"],
             seconds=0, steps=4, jobs=jobs,
         )  # fmt: skip
         losses[jobs] = {r["run"]: r["validation"] for r in records}
@@ -101,6 +101,7 @@ def test_side_by_side_is_what_one_after_the_other_is(tmp_path):
     assert len(losses[1]) == 6
     table = training_report.TABLES["rounding"](records)
     assert re.search(r"% ± \d\.\d\d%", table)
+    assert "against expert choice" in table
 
 
 def test_an_unknown_router_is_named(tmp_path):

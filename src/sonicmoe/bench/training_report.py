@@ -70,7 +70,7 @@ def _rounding_table(records: Records) -> str:
     for r in records:
         label, _, seed = r["run"].partition(", seed ")
         losses.setdefault(label, {})[seed] = r["validation_loss"]
-    base = next(iter(losses.values()))
+    first, base = next(iter(losses.items()))
     lines = []
     for label, by_seed in losses.items():
         changes = [loss / base[seed] - 1 for seed, loss in by_seed.items()]
@@ -80,13 +80,7 @@ def _rounding_table(records: Records) -> str:
             "" if by_seed is base else _mean_and_error(changes),
             "" if by_seed is base else f"{min(changes):+.2%} … {max(changes):+.2%}",
         ))  # fmt: skip
-    header = (
-        "router",
-        *(f"seed {s}" for s in base),
-        "mean",
-        "against top-K",
-        "by seed",
-    )
+    header = ("router", *(f"seed {s}" for s in base), "mean", f"against {first}", "by seed")
     return table(header, lines)
 
 
