@@ -3,6 +3,8 @@
 import pytest
 import torch
 from helpers import Case, make_inputs
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
@@ -10,6 +12,30 @@ from sonicmoe import ActivationType, MoE, ops
 from sonicmoe.functional import permute
 
 CASE = Case("12,16,8,4,2", torch.float32, bias=True, routing="dropped")
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_listens_hears_the_operators():
+    logits = torch.randn(12, 4)
+    want = ops.topk(logits, 2, True, "torch")[0]
+    with _Seen() as seen:
+        by_mode = ops.topk(logits, 2, True, "torch")[0]
+    assert "sonicmoe.topk.default" in seen.names
+    with torch.profiler.profile() as profile:
+        by_profiler = ops.topk(logits, 2, True, "torch")[0]
+    assert "sonicmoe::topk" in {event.key for event in profile.key_averages()}
+    assert torch.equal(by_mode, want) and torch.equal(by_profiler, want)
+    fake = FakeTensorMode().from_tensor(logits)
+    assert isinstance(ops.topk(fake, 2, True, "torch")[0], FakeTensor)
 
 
 def _arguments() -> dict[str, list[tuple]]:

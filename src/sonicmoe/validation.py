@@ -1,5 +1,7 @@
 """Every check of a caller's arguments. No check looks at values on the device."""
 
+from functools import cache
+
 import torch
 
 from .enums import ActivationType
@@ -48,14 +50,19 @@ def check_k(k: int, num_experts: int, name: str = "k") -> None:
 
 
 def check_rank(name: str, t: torch.Tensor, dims: str) -> None:
-    letters = dims.strip("()").replace(" ", "").rstrip(",").split(",")
-    if t.dim() != len(letters):
+    rank = len(_letters(dims))
+    if t.dim() != rank:
         raise bad_argument(
             name,
-            f"{len(letters)} dimensions {dims}",
+            f"{rank} dimensions {dims}",
             f"shape {tuple(t.shape)}",
             f"Reshape {name} to {dims}.",
         )
+
+
+@cache
+def _letters(dims: str) -> list[str]:
+    return dims.strip("()").replace(" ", "").rstrip(",").split(",")
 
 
 def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], dims: str) -> None:

@@ -44,25 +44,28 @@ def leaves_of(inputs: Inputs, router: bool) -> dict[str, torch.Tensor]:
 
 def ours(inputs: Inputs, *, router: bool, concatenated: bool = False) -> Subject:
     """The layer of this package, through its public functions."""
-    from ..functional import experts, moe_TC_softmax_topk_layer
+    from ..functional import experts, router_logits, topk_scores
 
     case, i = inputs.case, inputs
 
-    def with_router() -> torch.Tensor:
-        return moe_TC_softmax_topk_layer(
-            i.x, i.router_w, i.w1.permute(1, 2, 0), i.b1, i.w2.permute(1, 2, 0), i.b2,
-            case.problem.K, None, case.activation, False,
-            case.router == "softmax_over_topk",
-            case.router == "topk_over_softmax_normalized",
-            concatenated,
-        )[0]  # fmt: skip
-
-    def without_router() -> torch.Tensor:
+    def layer(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return experts(
-            i.x, i.ids, i.scores, i.w1, i.w2, i.b1, i.b2,
+            x, ids, scores, i.w1, i.w2, i.b1, i.b2,
             activation=case.activation,
             gate_up="concatenated" if concatenated else "interleaved",
         )  # fmt: skip
+
+    def with_router() -> torch.Tensor:
+        logits, x = router_logits(i.x, i.router_w)
+        scores, ids = topk_scores(
+            logits, case.problem.K,
+            softmax_over_topk=case.router == "softmax_over_topk",
+            renormalize=case.router == "topk_over_softmax_normalized",
+        )  # fmt: skip
+        return layer(x, ids, scores)
+
+    def without_router() -> torch.Tensor:
+        return layer(i.x, i.ids, i.scores)
 
     forward = with_router if router else without_router
     return Subject(OURS, router, forward, leaves_of(inputs, router), inputs.dout, concatenated)

@@ -1,65 +1,75 @@
 """Launches of the Hopper kernels: one program a multiprocessor, everything through descriptors."""
 
+from functools import lru_cache
+
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..kernels.hopper_rows import hopper_product_kernel, hopper_up_kernel
 from ..kernels.hopper_score_gradient import SLICE, hopper_score_gradient_kernel
 from ..kernels.hopper_weight_gradient import hopper_weight_gradient_kernel
 from ..tuning import RowConfig, WeightConfig
-from .launch import launch
+from .launch import Boxes, launch
 
 _ROWS = 64  # rows of one computing warpgroup
 _GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _ENDLESS = 0x7FFF0000
 _ORIGIN = 1 << 30
-_layouts: dict[tuple, gl.NVMMASharedLayout] = {}
 
 
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    key = (block, dtype)
-    if key not in _layouts:
-        _layouts[key] = gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])
-    return _layouts[key]
+def _laid_out(dtype: torch.dtype, shape, strides, block) -> Boxes:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])
+    return Boxes(dtype, shape, strides, block, layout)
 
 
-def _descriptor(t: torch.Tensor, shape, strides, block: tuple[int, ...]) -> TensorDescriptor:
-    """A descriptor without the checks of its constructor, which take longer than the launch.
-
-    They hold here: `aligned` and `validation` see to 16-byte starts and rows.
-    """
-    made = TensorDescriptor.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides, made.block_shape = t, shape, strides, list(block)
-    made.layout, made.padding = _layout(block, t.dtype), "zero"
-    return made
+_boxes = lru_cache(maxsize=1024)(_laid_out)
 
 
-def boxes(t: torch.Tensor, *block: int) -> TensorDescriptor:
+@lru_cache(maxsize=1024)
+def _row_boxes(dtype, columns, strides, block) -> Boxes:
+    shape = (_ENDLESS, _ENDLESS, _ORIGIN, *columns)
+    return _laid_out(dtype, shape, (2**34 - strides[0], strides[0], *strides), (1, 1, *block))
+
+
+@lru_cache(maxsize=1024)
+def _weight_boxes(dtype, shape, strides, n, k, two_halves) -> Boxes:
+    experts, columns, depth = shape
+    per_expert, per_column, per_element = strides
+    transposed = per_element != 1
+    if not two_halves:
+        if transposed:
+            return _laid_out(
+                dtype, (experts, depth, columns), (per_expert, per_element, 1), (1, k, n)
+            )
+        return _laid_out(dtype, shape, strides, (1, n, k))
+    half = columns // 2
+    if transposed:
+        return _laid_out(
+            dtype, (experts, depth, 2, half), (per_expert, per_element, half, 1), (1, k, 1, n // 2)
+        )
+    return _laid_out(
+        dtype, (experts, 2, half, depth), (per_expert, half * per_column, per_column, 1),
+        (1, 2, n // 2, k),
+    )  # fmt: skip
+
+
+def boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
     """Boxes of a tensor as it is, zeros outside of it."""
-    return _descriptor(t, list(t.shape), list(t.stride()), block)
+    return t, _boxes(t.dtype, t.shape, t.stride(), block)
 
 
-def row_boxes(t: torch.Tensor, *block: int) -> TensorDescriptor:
+def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
     """Boxes of rows that end with their expert: see `kernels.ragged`."""
-    stride = t.stride(0)
-    shape = [_ENDLESS, _ENDLESS, _ORIGIN, *t.shape[1:]]
-    strides = [2**34 - stride, stride, *t.stride()]
-    return _descriptor(t, shape, strides, (1, 1, *block))
+    return t, _row_boxes(t.dtype, t.shape[1:], t.stride(), block)
 
 
 def _weights(
     w: torch.Tensor, config: RowConfig, two_halves: bool = False
-) -> tuple[TensorDescriptor, bool]:
+) -> tuple[tuple[torch.Tensor, Boxes], bool]:
     """Boxes of (E, N, K) weights, and whether they lie in memory as (E, K, N)."""
-    n, k = config.block_n, config.block_k
-    transposed = w.stride(2) != 1
-    if not two_halves:
-        return (boxes(w.mT, 1, k, n) if transposed else boxes(w, 1, n, k)), transposed
-    experts, columns, depth = w.shape[0], w.shape[1] // 2, w.shape[2]
-    if transposed:
-        return boxes(w.mT.view(experts, depth, 2, columns), 1, k, 1, n // 2), True
-    return boxes(w.view(experts, 2, columns, depth), 1, 2, n // 2, k), False
+    shape, strides = w.shape, w.stride()
+    cut = _weight_boxes(w.dtype, shape, strides, config.block_n, config.block_k, two_halves)
+    return (w, cut), strides[2] != 1
 
 
 def up(x, w1, b1, row_token, z, a, tiles, value, concatenated, keep_z, config, programs):

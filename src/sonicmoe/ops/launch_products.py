@@ -181,20 +181,22 @@ def down_backward(
 ):  # fmt: skip
     """dZ, dW2, db2, dscores; dW2 is added to `main_grad` if there is one."""
     dout, w2 = aligned(dout), aligned(w2)
-    none = memory.absent(z)
-    dz = a = dscores = none
+    dz = a = dscores = dw2 = db2 = None
     if need_dz or need_dw2 or need_dscores:
         dz, a, dscores = _score_gradient(
             dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles,
             tile_height, activation, concatenated, need_dz, need_dw2, need_dscores, config,
         )  # fmt: skip
-    dw2 = (
-        _weight_gradient(dout, row_token, a, None, w2, expert_start, weights, main_grad)
-        if need_dw2
-        else none
-    )
-    db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start) if need_db2 else none
-    return dz, dw2, db2, dscores
+    if need_dw2:
+        dw2 = _weight_gradient(dout, row_token, a, None, w2, expert_start, weights, main_grad)
+    if need_db2:
+        db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start)
+    return _present(z, dz, dw2, db2, dscores)
+
+
+def _present(like, *results):
+    """An operator returns a tensor for every result, empty for those that nobody asked for."""
+    return tuple(memory.absent(like) if t is None else t for t in results)
 
 
 def _score_gradient(
@@ -202,25 +204,24 @@ def _score_gradient(
     activation, concatenated, need_dz, need_a, need_dscores, config,
     adapter=NO_ADAPTER,
 ):  # fmt: skip
-    """dZ, A' and dscores; what is not needed comes back empty."""
+    """dZ, A' and dscores, None where not needed."""
     count, device = z.shape[0], z.device
     experts, hidden, intermediate = w2.shape
-    none = memory.absent(z)
     target = target_of(z)
     config = config or row_config(
         "score_gradient", z.element_size(), hidden, intermediate, activation.is_gated, target
     )
     # The Hopper kernel's dZ leaves from where Z arrived, wanted or not.
-    dz = memory.empty(z.shape, z.dtype, device) if need_dz or config.hopper else none
-    a = memory.empty((count, intermediate), z.dtype, device) if need_a else none
-    dscores = memory.empty(scores.shape, torch.float32, device) if need_dscores else none
+    dz = memory.empty(z.shape, z.dtype, device) if need_dz or config.hopper else None
+    a = memory.empty((count, intermediate), z.dtype, device) if need_a else None
+    dscores = memory.empty(scores.shape, torch.float32, device) if need_dscores else None
     if count == 0:
-        return (dz if need_dz else none), a, dscores
+        return (dz if need_dz else None), a, dscores
     parts = ceil_div(intermediate, config.block_n)
     slots = scores.numel() if scores is not None else count
     planes = parts + (b2 is not None)
     plane = 4 * ceil_div(slots, 4)  # every plane starts on 16 bytes, whatever T is
-    partial = memory.empty((planes, plane), torch.float32, device) if need_dscores else none
+    partial = memory.empty((planes if need_dscores else 0, plane), torch.float32, device)
     grid = _grid(config, (tiles.shape[0] - 1) * parts, target)
     if config.hopper:
         _hopper().score_gradient(
@@ -253,7 +254,7 @@ def _score_gradient(
             partial, slot_row, expert_start, dscores, slots, plane, experts,
             PARTS=planes, BLOCK=1024,
         )  # fmt: skip
-    return (dz if need_dz else none), a, dscores
+    return (dz if need_dz else None), a, dscores
 
 
 def up_backward(
@@ -262,8 +263,7 @@ def up_backward(
 ):  # fmt: skip
     """dX, dW1, db1; dW1 is added to `main_grad` if there is one."""
     x, dz, w1 = aligned(x), aligned(dz), aligned(w1)
-    none = memory.absent(dz)
-    dx = dw1 = db1 = none
+    dx = dw1 = db1 = None
     if need_dx:
         dx = _product("dx", dz, w1.mT, None, None, tiles, config)
         if row_token is not None:
@@ -275,7 +275,7 @@ def up_backward(
     if need_db1:
         like = memory.empty(w1.shape[:2], w1.dtype, w1.device)
         db1 = _bias_gradient(dz, None, None, None, like, expert_start)
-    return dx, dw1, db1
+    return _present(dz, dx, dw1, db1)
 
 
 def _zero_tail(y: torch.Tensor, expert_start: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ def permute(ids, num_experts, slot_token, tile_height):
     row_token, row_slot, slot_row = new(slots), new(slots), new(slots)
     expert_start = new(num_experts + 1)
     table = new(1 + max_tiles(slots, num_experts, tile_height), 3)
-    totals = new(num_experts).zero_()
+    totals = torch.zeros(num_experts, dtype=torch.int32, device=device)
     if slots == 0:
         return row_token, row_slot, slot_row, expert_start.zero_(), table.zero_(), totals
     spans = ceil_div(slots, _CHUNK)

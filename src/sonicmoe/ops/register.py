@@ -1,21 +1,35 @@
 """Registration of operators: schema, implementation, shapes without data, FLOPs.
 
 The operators are functional and know no autograd: `autograd.py` stands outside of them. That costs
-11 µs a call where `torch.library.custom_op` with `register_autograd` costs 26 to 36.
+11 µs a call where `torch.library.custom_op` with `register_autograd` costs 26 to 36; where nobody
+listens to the dispatcher, the function is called at once.
 """
 
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 _library = torch.library.Library("sonicmoe", "DEF")
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, bool, str, type(None)))
+
+
+def _somebody_listens(args: tuple) -> bool:
+    """A compiler, a mode (FLOPs, checkpoint policies, fake tensors), a profiler, a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+        or not _PLAIN.issuperset(map(type, args))
+    )
 
 
 def operator(
     schema: str, fake: Callable, flops: Callable[..., int] | None = None
 ) -> Callable[[Callable], Callable]:
-    """Register the decorated function as `torch.ops.sonicmoe.<name>` and return the overload."""
+    """Register the decorated function as `torch.ops.sonicmoe.<name>` and return how to call it."""
 
     def register(function: Callable) -> Callable:
         name = schema.split("(")[0]
@@ -25,6 +39,12 @@ def operator(
         packet = getattr(torch.ops.sonicmoe, name)
         if flops is not None:
             register_flop_formula(packet)(flops)
-        return packet.default
+        overload = packet.default
+
+        @wraps(function)
+        def call(*args):
+            return overload(*args) if _somebody_listens(args) else function(*args)
+
+        return call
 
     return register
