@@ -60,6 +60,11 @@ MUTATIONS = [
         f"{_LAYER} -k zipf", interpreted=True,
     ),
     Mutation(
+        "the last span of a long expert is left out", "kernels/weight_gradient.py",
+        "for j in tl.range(0, spans):", "for j in tl.range(0, spans - 1):",
+        f"{_LAYER} -k long", interpreted=True,
+    ),
+    Mutation(
         "ties go to the higher index", "kernels/topk.py",
         "| (0xFFFF - column)", "| column", _ROUTING, interpreted=True,
     ),
@@ -105,8 +110,8 @@ MUTATIONS = [
     ),
     Mutation(
         "main_grad of the wrong columns", "kernels/hopper_weight_gradient.py",
-        "            column = n0 + i * (BN // 4)\n            if main_grad",
-        "            column = n0\n            if main_grad",
+        "        column = n0 + i * (BN // 4)\n        if main_grad",
+        "        column = n0\n        if main_grad",
         "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
     ),
 ]  # fmt: skip

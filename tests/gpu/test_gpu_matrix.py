@@ -39,7 +39,14 @@ SHAPES = [
 EDGES = [
     Case(shape, dtype, bias=True) for shape in SHAPES for dtype in (torch.bfloat16, torch.float32)
 ]
-CASES = [*LAYOUTS, *ROUTED, *EDGES]
+# Experts long enough that their weight gradients are split: up to 24000 rows, spans of 1024.
+LONG = [
+    Case("12000,264,136,6,2", dtype, routing=routing, transposed=transposed)
+    for routing in ("one_expert", "zipf", "empty_experts")
+    for dtype in (torch.bfloat16, torch.float32)
+    for transposed in (False, True)
+]
+CASES = [*LAYOUTS, *ROUTED, *EDGES, *LONG]
 
 
 @pytest.fixture(scope="module")

@@ -129,9 +129,11 @@ def test_grouped_rows_and_a_tail_of_garbage(counts, with_scores):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
-@pytest.mark.parametrize("routing", ["uniform", "empty_experts"])
-def test_weight_gradients_added_to_a_buffer(dtype, transposed, routing):
-    shape = "777,264,136,6,2"
+@pytest.mark.parametrize(
+    ("tokens", "routing"), [(777, "uniform"), (777, "empty_experts"), (12000, "zipf")]
+)
+def test_weight_gradients_added_to_a_buffer(dtype, transposed, tokens, routing):
+    shape = f"{tokens},264,136,6,2"
     check_main_grad(Case(shape, dtype, transposed=transposed, routing=routing), CUDA, "triton")
 
 

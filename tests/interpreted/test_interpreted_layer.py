@@ -1,7 +1,12 @@
 """Every kernel of the products on tiny shapes, in memory full of NaN, against fp64."""
 
+import itertools
+import random
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers import (
     ACTIVATIONS,
     Case,
@@ -18,6 +23,7 @@ from helpers import (
 
 import sonicmoe
 from sonicmoe import ActivationType
+from sonicmoe.kernels import weight_gradient
 from sonicmoe.ops import launch_products
 from sonicmoe.tuning import Target
 
@@ -64,6 +70,67 @@ def test_weight_gradients_added_to_a_buffer(dtype, transposed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_shapes_and_routings(shape, routing, dtype):
     check_experts(Case(shape, dtype, bias=True, routing=routing), "cpu", "triton")
+
+
+# With spans of 64 rows: one long expert, one long and three short ones, two long ones side by side.
+LONG = {"150,24,16,3,2": "one_expert", "200,24,16,4,2": "zipf", "160,16,8,2,2": "all_experts"}
+
+
+@pytest.mark.parametrize(("shape", "routing"), LONG.items())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("check", [check_experts, check_main_grad])
+def test_long_sums_are_split(shape, routing, dtype, check, monkeypatch):
+    monkeypatch.setattr(launch_products, "SHORTEST_SPAN", 64)
+    check(Case(shape, dtype, routing=routing), "cpu", "triton")
+
+
+def test_no_program_sums_a_long_expert_alone(monkeypatch):
+    monkeypatch.setattr(launch_products, "SHORTEST_SPAN", 64)
+    launch = launch_products.launch
+
+    def without_the_sum(kernel, *args, **options):
+        if kernel is not weight_gradient.sum_spans_kernel:
+            launch(kernel, *args, **options)
+
+    monkeypatch.setattr(launch_products, "launch", without_the_sum)
+    case = Case("200,24,16,4,2", routing="zipf")
+    inputs = make_inputs(case)
+    with poisoned():
+        got = run(ours(case, "triton"), inputs)
+    long = torch.bincount(inputs.ids.flatten(), minlength=4) >= 128
+    assert long.any() and not long.all()
+    for name in ("dw1", "dw2"):
+        assert got[name][long].isnan().all()
+        assert not got[name][~long].isnan().any()
+
+
+@triton.jit
+def _groups_kernel(expert_start, num_experts, span, groups, out):
+    for group in range(groups):
+        start, end = weight_gradient.rows_of(group, expert_start, num_experts, span)
+        tl.store(out + 2 * group, start)
+        tl.store(out + 2 * group + 1, end)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_row_is_summed_once_and_no_span_is_long(seed):
+    draw = random.Random(seed)
+    span = draw.choice([1, 2, 3, 8])
+    counts = [draw.choice([0, 1, 5, draw.randrange(40)]) for _ in range(draw.randint(1, 9))]
+    starts = [0, *itertools.accumulate(counts)]
+    places = (starts[-1] + draw.choice([0, 7])) // span
+    groups = len(counts) + places
+    out = torch.empty(groups, 2, dtype=torch.int32)
+    _groups_kernel[(1,)](torch.tensor(starts, dtype=torch.int32), len(counts), span, groups, out)
+    summed = []
+    for group, (start, end) in enumerate(out.tolist()):
+        if start < 0:
+            continue
+        if group < len(counts):
+            assert (start, end) == (starts[group], starts[group + 1])
+        assert end - start < 2 * span
+        summed += range(start, end)
+    assert sorted(summed) == list(range(starts[-1]))
 
 
 @pytest.mark.parametrize("arch", [80, 86, 100, 120])

@@ -20,14 +20,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_copies import copy_gathered, copy_out
 from .hopper_rows import quarters
 from .ragged import load_rows
+from .weight_gradient import rows_of
 
 
 @gluon.jit
-def _rows_of(index, expert_start, per_expert, total):
-    """First and end row of the expert that work item `index` sums over; none past the last."""
-    expert = index // per_expert
-    start = gl.load(expert_start + expert, mask=index < total, other=0)
-    return start, gl.load(expert_start + expert + 1, mask=index < total, other=0)
+def _rows_of(index, expert_start, num_experts, span, per_group, total, SPLIT: gl.constexpr):
+    """First and end row that work item `index` sums over; none past the last item."""
+    group = index // per_group
+    if SPLIT:
+        start = -1
+        end = -1
+        if index < total:
+            start, end = rows_of(group, expert_start, num_experts, span)
+    else:
+        start = gl.load(expert_start + group, mask=index < total, other=0)
+        end = gl.load(expert_start + group + 1, mask=index < total, other=0)
+    return start, end
 
 
 @gluon.jit
@@ -42,9 +50,10 @@ def _gather(
 
 @gluon.jit
 def _producer(
-    left, right, row_token, expert_start, total, m_tiles, n_tiles,
+    left, right, row_token, expert_start, num_experts, span, total, m_tiles, n_tiles,
     left_smem, right_smem, full, empty,
-    M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     CM: gl.constexpr = BM // 2
@@ -60,17 +69,21 @@ def _producer(
     r = gl.arange(0, BK, gl.SliceLayout(1, L))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    per_expert = m_tiles * n_tiles
-    start, end = _rows_of(first, expert_start, per_expert, total)
-    next_start, next_end = _rows_of(first + stride, expert_start, per_expert, total)
+    per_group = m_tiles * n_tiles
+    start, end = _rows_of(first, expert_start, num_experts, span, per_group, total, SPLIT)
+    next_start, next_end = _rows_of(
+        first + stride, expert_start, num_experts, span, per_group, total, SPLIT
+    )
     if GATHER:
         token = gl.load(row_token + start + r, mask=start + r < end, other=0)
     step = 0
     for index in range(first, total, stride):
-        rest = index % per_expert
+        rest = index % per_group
         m0 = rest // n_tiles * BM
         n0 = rest % n_tiles * BN
-        later_start, later_end = _rows_of(index + 2 * stride, expert_start, per_expert, total)
+        later_start, later_end = _rows_of(
+            index + 2 * stride, expert_start, num_experts, span, per_group, total, SPLIT
+        )
         if GATHER:
             first_token = gl.load(
                 row_token + next_start + r, mask=next_start + r < next_end, other=0
@@ -109,28 +122,49 @@ def _producer(
 
 
 @gluon.jit
-def _add_to(
-    main_grad, piece, expert, m0, n0,
-    M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+def _write(
+    buffer, piece, plane, m0, n0,
+    M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """(ROWS, COLUMNS) onto fp32 in memory: every element is some program's own."""
+    """(ROWS, COLUMNS) into fp32 in memory, or onto it: every element is some program's own."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
     m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, L))
     n = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
-    row = (expert.to(gl.int64) * M + m) * N
-    ptr = main_grad + gl.expand_dims(row, 1) + gl.expand_dims(n, 0)
+    row = (plane.to(gl.int64) * M + m) * N
+    ptr = buffer + gl.expand_dims(row, 1) + gl.expand_dims(n, 0)
     inside = gl.expand_dims(m < M, 1) & gl.expand_dims(n < N, 0)
-    sum = gl.load(ptr, mask=inside, other=0.0) + gl.convert_layout(piece, L, assert_trivial=True)
-    gl.store(ptr, sum, mask=inside)
+    value = gl.convert_layout(piece, L, assert_trivial=True)
+    if ADD:
+        value += gl.load(ptr, mask=inside, other=0.0)
+    gl.store(ptr, value, mask=inside)
+
+
+@gluon.jit
+def _store(
+    out, main_grad, pieces, expert, m0, n0, out_smem, any_row,
+    WHICH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, CM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Half a tile, quarter by quarter, by the copy engine or onto `main_grad`."""
+    for i in gl.static_range(4):
+        column = n0 + i * (BN // 4)
+        if main_grad is not None:
+            if any_row:
+                _write(main_grad, pieces[i], expert, m0, column, M, N, CM, BN // 4, True)
+        else:
+            tma.store_wait(1)  # the piece before the last has left the buffer they share
+            staged = out_smem.index(2 * WHICH + i % 2)
+            staged.reshape([CM, BN // 4]).store(pieces[i].to(out.dtype))
+            fence_async_shared()
+            copy_out(out, [expert, m0, column], staged)
 
 
 @gluon.jit
 def _consumer(
-    out, main_grad, expert_start, total, m_tiles, n_tiles,
+    out, main_grad, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
     left_smem, right_smem, out_smem, full, empty,
-    WHICH: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    WHICH: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     GATHER: gl.constexpr,
 ):  # fmt: skip
@@ -140,14 +174,16 @@ def _consumer(
     )
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    per_expert = m_tiles * n_tiles
-    start, end = _rows_of(first, expert_start, per_expert, total)
+    per_group = m_tiles * n_tiles
+    start, end = _rows_of(first, expert_start, num_experts, span, per_group, total, SPLIT)
     step = 0
     for index in range(first, total, stride):
-        rest = index % per_expert
+        rest = index % per_group
         m0 = rest // n_tiles * BM + WHICH * CM
         n0 = rest % n_tiles * BN
-        next_start, next_end = _rows_of(index + stride, expert_start, per_expert, total)
+        next_start, next_end = _rows_of(
+            index + stride, expert_start, num_experts, span, per_group, total, SPLIT
+        )
         acc = gl.zeros((CM, BN), gl.float32, L)
         for k in range(start, end, BK):
             slot = step % STAGES
@@ -163,33 +199,46 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=end > start)
         pieces = quarters(acc)
-        expert = index // per_expert
-        for i in gl.static_range(4):
-            column = n0 + i * (BN // 4)
-            if main_grad is not None:
-                if end > start:
-                    _add_to(main_grad, pieces[i], expert, m0, column, M, N, CM, BN // 4)
-            else:
-                tma.store_wait(1)  # the piece before the last has left the buffer they share
-                staged = out_smem.index(2 * WHICH + i % 2)
-                staged.reshape([CM, BN // 4]).store(pieces[i].to(out.dtype))
-                fence_async_shared()
-                copy_out(out, [expert, m0, column], staged)
+        group = index // per_group
+        if SPLIT and group >= num_experts:
+            if end >= 0:
+                place = group - num_experts
+                for i in gl.static_range(4):
+                    column = n0 + i * (BN // 4)
+                    _write(partial, pieces[i], place, m0, column, M, N, CM, BN // 4, False)
+        elif end >= 0:
+            _store(
+                out, main_grad, pieces, group, m0, n0, out_smem, end > start, WHICH, M, N, CM, BN
+            )
         start, end = next_start, next_end
     tma.store_wait(0)
 
 
 @gluon.jit
+def _longest(expert_start, num_experts):
+    """Rows of the expert that has most."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    longest = 0
+    for e0 in range(0, num_experts, 512):
+        e = e0 + gl.arange(0, 512, L)
+        start = gl.load(expert_start + e, mask=e < num_experts, other=0)
+        end = gl.load(expert_start + e + 1, mask=e < num_experts, other=0)
+        longest = gl.maximum(longest, gl.max(end - start, 0))
+    return longest
+
+
+@gluon.jit(do_not_specialize=["span", "places"])
 def hopper_weight_gradient_kernel(
-    left, right, row_token, out, main_grad, expert_start, num_experts,
+    left, right, row_token, out, main_grad, partial, expert_start, num_experts, span, places,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :]; at most one of the operands gathered.
 
     Instead of `out`, `main_grad` (E, M, N) in fp32 may be given, to which the sums are added.
+    `partial` is as in `weight_gradient_kernel`.
 
-    Grid: one program a multiprocessor; each walks over (expert, M-tile, N-tile).
+    Grid: one program a multiprocessor; each walks over (expert or place, M-tile, N-tile).
     """
     CM: gl.constexpr = BM // 2
     dtype: gl.constexpr = right.dtype if GATHER_LEFT else left.dtype
@@ -215,23 +264,27 @@ def hopper_weight_gradient_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=2)
-    total = num_experts * m_tiles * n_tiles
+    SPLIT: gl.constexpr = partial is not None
+    groups = num_experts
+    if SPLIT:
+        groups += gl.where(_longest(expert_start, num_experts) >= 2 * span, places, 0)
+    total = groups * m_tiles * n_tiles
     gl.warp_specialize(
         [
             (_consumer, (
-                out, main_grad, expert_start, total, m_tiles, n_tiles,
+                out, main_grad, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
                 left_smem, right_smem, out_smem, full, empty,
-                0, M, N, BM, BN, BK, STAGES, GATHER,
+                0, SPLIT, M, N, BM, BN, BK, STAGES, GATHER,
             )),
             (_consumer, (
-                out, main_grad, expert_start, total, m_tiles, n_tiles,
+                out, main_grad, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
                 left_smem, right_smem, out_smem, full, empty,
-                1, M, N, BM, BN, BK, STAGES, GATHER,
+                1, SPLIT, M, N, BM, BN, BK, STAGES, GATHER,
             )),
             (_producer, (
-                left, right, row_token, expert_start, total, m_tiles, n_tiles,
+                left, right, row_token, expert_start, num_experts, span, total, m_tiles, n_tiles,
                 left_smem, right_smem, full, empty,
-                M, N, BM, BN, BK, STAGES, GATHER_LEFT, GATHER_RIGHT,
+                SPLIT, M, N, BM, BN, BK, STAGES, GATHER_LEFT, GATHER_RIGHT,
             )),
         ],
         [4, 4 if GATHER else 1],

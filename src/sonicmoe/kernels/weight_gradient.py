@@ -1,4 +1,11 @@
-"""Weight gradients: dW_e = L_eᵀ R_e, a sum over the rows of one expert."""
+"""Weight gradients: dW_e = L_eᵀ R_e, a sum over the rows of one expert.
+
+An expert with many rows would keep the few programs that own its tiles busy long after the others.
+Where it has at least two spans of rows, each span is summed on its own, in fp32, and
+`sum_spans_kernel` adds the spans in order. A span of such an expert has a place that nobody else
+has: the expert of n spans that starts in row s owns places s // span to s // span + n - 1, and it
+reaches past the last row of its last place.
+"""
 
 import triton
 import triton.language as tl
@@ -39,8 +46,95 @@ def _row_block(
 
 
 @triton.jit
+def _expert_of(row, expert_start, num_experts):
+    """The last expert that starts at `row` or before."""
+    low = 0
+    high = num_experts
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(expert_start + middle) <= row:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _spans_at(place, expert_start, num_experts, span):
+    """The expert whose span is in `place`, its first and end row, and how many spans it has; zero
+    spans where the place is empty."""
+    row = (place + 1) * span - 1
+    expert = _expert_of(row, expert_start, num_experts)
+    start = tl.load(expert_start + expert)
+    end = tl.load(expert_start + expert + 1)
+    spans = (end - start) // span
+    taken = (spans >= 2) & (row < end) & (place < start // span + spans)
+    return expert, start, end, tl.where(taken, spans, 0)
+
+
+@triton.jit
+def rows_of(group, expert_start, num_experts, span):
+    """First and end row that a group sums over; -1 and -1 where it is no sum.
+
+    Group e < E is an expert as a whole, group E + c the span in place c.
+    """
+    if group < num_experts:
+        start = tl.load(expert_start + group)
+        end = tl.load(expert_start + group + 1)
+        whole = end - start < 2 * span
+        start = tl.where(whole, start, -1)
+        end = tl.where(whole, end, -1)
+    else:
+        place = group - num_experts
+        _, first, last, spans = _spans_at(place, expert_start, num_experts, span)
+        i = place - first // span
+        start = tl.where(spans > 0, first + i * span, -1)
+        end = tl.where(spans > 0, tl.where(i == spans - 1, last, first + (i + 1) * span), -1)
+    return start, end
+
+
+@triton.jit
+def _longest(expert_start, num_experts):
+    """Rows of the expert that has most."""
+    longest = 0
+    for e0 in tl.range(0, num_experts, 512):
+        e = e0 + tl.arange(0, 512)
+        start = tl.load(expert_start + e, mask=e < num_experts, other=0)
+        end = tl.load(expert_start + e + 1, mask=e < num_experts, other=0)
+        longest = tl.maximum(longest, tl.max(end - start, 0))
+    return longest
+
+
+@triton.jit(do_not_specialize=["span", "places"])
+def sum_spans_kernel(
+    partial, out, expert_start, num_experts, span, places,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """out[e] = the sum of its spans, in order, for every expert that has at least two.
+
+    With `ADD` onto what `out` holds. Grid: any number of programs.
+    """
+    if _longest(expert_start, num_experts) < 2 * span:
+        return
+    blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    for t in tl.range(tl.program_id(0), places * blocks, tl.num_programs(0)):
+        place = t // blocks
+        expert, start, _, spans = _spans_at(place, expert_start, num_experts, span)
+        if (spans > 0) & (place == start // span):
+            i = t % blocks * BLOCK + tl.arange(0, BLOCK)
+            ok = i < SIZE
+            acc = tl.zeros((BLOCK,), tl.float32)
+            for j in tl.range(0, spans):
+                acc += tl.load(partial + (place + j).to(tl.int64) * SIZE + i, mask=ok, other=0.0)
+            ptr = out + expert.to(tl.int64) * SIZE + i
+            if ADD:
+                acc += tl.load(ptr, mask=ok, other=0.0)
+            tl.store(ptr, acc.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["span", "places"])
 def weight_gradient_kernel(
-    left, left_token, right, right_token, out, expert_start, num_experts,
+    left, left_token, right, right_token, out, partial, expert_start, num_experts, span, places,
     M: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     L_TMA: tl.constexpr, R_TMA: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
@@ -48,20 +142,27 @@ def weight_gradient_kernel(
 ):  # fmt: skip
     """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :] over the rows of e; zeros where e has none.
 
-    With `ADD` the sums are added to what `out` holds.
+    With `ADD` the sums are added to what `out` holds. With `partial` (places, M, N) an expert of at
+    least two spans is left to `sum_spans_kernel`.
 
     Rows of `left` and `right` are gathered where a token map is given. Grid: any number of
-    programs; each walks over (expert, M-tile, N-tile) and owns what it writes.
+    programs; each walks over (expert or place, M-tile, N-tile) and owns what it writes.
     """
     m_tiles: tl.constexpr = (M + BM - 1) // BM
     n_tiles: tl.constexpr = (N + BN - 1) // BN
-    total = num_experts * m_tiles * n_tiles
+    groups = num_experts
+    if partial is not None:
+        groups += tl.where(_longest(expert_start, num_experts) >= 2 * span, places, 0)
+    total = groups * m_tiles * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        expert = t // (m_tiles * n_tiles)
+        group = t // (m_tiles * n_tiles)
         m0 = (t % (m_tiles * n_tiles)) // n_tiles * BM
         n0 = t % n_tiles * BN
-        start = tl.load(expert_start + expert)
-        end = tl.load(expert_start + expert + 1)
+        if partial is None:
+            start = tl.load(expert_start + group)
+            end = tl.load(expert_start + group + 1)
+        else:
+            start, end = rows_of(group, expert_start, num_experts, span)
         acc = tl.zeros((BM, BN), tl.float32)
         whole = start + (end - start) // BK * BK
         for k in tl.range(start, whole, BK):
@@ -74,11 +175,17 @@ def weight_gradient_kernel(
             acc = tl.dot(l_tile.T, r_tile, acc, input_precision=PRECISION)
         m = m0 + tl.arange(0, BM)
         n = n0 + tl.arange(0, BN)
-        ptr = out + (expert.to(tl.int64) * M + m[:, None]) * N + n[None, :]
         inside = (m < M)[:, None] & (n < N)[None, :]
-        if ADD:
-            acc += tl.load(ptr, mask=inside, other=0.0)
-        tl.store(ptr, acc.to(out.dtype.element_ty), mask=inside)
+        if group < num_experts:
+            inside &= end >= 0
+            ptr = out + (group.to(tl.int64) * M + m[:, None]) * N + n[None, :]
+            if ADD:
+                acc += tl.load(ptr, mask=inside, other=0.0)
+            tl.store(ptr, acc.to(out.dtype.element_ty), mask=inside)
+        elif partial is not None:
+            inside &= end >= 0
+            place = (group - num_experts).to(tl.int64)
+            tl.store(partial + (place * M + m[:, None]) * N + n[None, :], acc, mask=inside)
 
 
 @triton.jit

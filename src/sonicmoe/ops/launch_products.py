@@ -13,6 +13,8 @@ from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from . import memory
 from .launch import aligned, descriptor, dot_precision, launch, power_of_two, target_of
 
+SHORTEST_SPAN = 1024  # rows of an expert that are summed on their own, at least
+
 
 def _value(activation: ActivationType):
     return getattr(device_activation, activation.value)
@@ -307,26 +309,51 @@ def _weight_gradient(
     config = config or weight_config(
         left.element_size(), m, n, left_token is not None, right_token is not None, target
     )
-    grid = _grid(
-        config, experts * ceil_div(m, config.block_m) * ceil_div(n, config.block_n), target
-    )
+    tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
+    rows = (left if left_token is None else left_token).shape[0]
+    spans = _spans(rows, m, n, tiles, config.programs * target.processors, left.device)
+    grid = _grid(config, (experts + spans.places) * tiles, target)
     if config.hopper and left.shape[0] and right.shape[0]:
         _hopper().weight_gradient(
             left, left_token, right, right_token, out, main_grad is not None,
-            expert_start, config, *grid,
+            expert_start, *spans, config, *grid,
         )  # fmt: skip
-        return dw
-    l_tma = config.tma and left_token is None and left.shape[0] > 0
-    r_tma = config.tma and right_token is None and right.shape[0] > 0
-    launch(
-        weight_gradient.weight_gradient_kernel, grid,
-        descriptor(left, [config.block_k, config.block_m]) if l_tma else left, left_token,
-        descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
-        out, expert_start, experts,
-        M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
-        FLATTEN=config.flatten, ADD=main_grad is not None, **_options(config),
-    )  # fmt: skip
+    else:
+        l_tma = config.tma and left_token is None and left.shape[0] > 0
+        r_tma = config.tma and right_token is None and right.shape[0] > 0
+        launch(
+            weight_gradient.weight_gradient_kernel, grid,
+            descriptor(left, [config.block_k, config.block_m]) if l_tma else left, left_token,
+            descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
+            out, spans.partial, expert_start, experts, spans.rows, spans.places,
+            M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
+            FLATTEN=config.flatten, ADD=main_grad is not None, **_options(config),
+        )  # fmt: skip
+    if spans.partial is not None:
+        launch(
+            weight_gradient.sum_spans_kernel, (target.processors,),
+            spans.partial, out, expert_start, experts, spans.rows, spans.places,
+            SIZE=m * n, BLOCK=2048, ADD=main_grad is not None, num_warps=4,
+        )  # fmt: skip
     return dw
+
+
+class Spans(NamedTuple):
+    """How the sums of experts with many rows are split: see `kernels.weight_gradient`."""
+
+    partial: torch.Tensor | None = None  # (places, M, N)
+    rows: int = 0
+    places: int = 0
+
+
+def _spans(rows: int, m: int, n: int, tiles: int, programs: int, device) -> Spans:
+    """A quarter of what each program would get of an even routing, or none where an expert's tiles
+    are enough for all programs. At most four tiles a program in fp32: 69 MB on an H200."""
+    if tiles >= programs:
+        return Spans()
+    span = max(SHORTEST_SPAN, 64 * ceil_div(rows * tiles, 4 * 64 * programs))
+    places = rows // span
+    return Spans(memory.empty((max(places, 1), m, n), torch.float32, device), span, places)
 
 
 def _bias_gradient(source, row_token, scores, row_slot, bias, expert_start):
