@@ -107,7 +107,10 @@ def test_no_program_sums_a_long_expert_alone(monkeypatch):
 @triton.jit
 def _groups_kernel(expert_start, num_experts, span, groups, out):
     for group in range(groups):
-        start, end = weight_gradient.rows_of(group, expert_start, num_experts, span)
+        here = group < num_experts
+        start = tl.load(expert_start + group, mask=here, other=0)
+        end = tl.load(expert_start + group + 1, mask=here, other=0)
+        start, end = weight_gradient.rows_of(group, start, end, expert_start, num_experts, span)
         tl.store(out + 2 * group, start)
         tl.store(out + 2 * group + 1, end)
 

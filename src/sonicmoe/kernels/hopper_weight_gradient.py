@@ -20,21 +20,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_copies import copy_gathered, copy_out
 from .hopper_rows import quarters
 from .ragged import load_rows
-from .weight_gradient import rows_of
+from .weight_gradient import any_is_split, rows_of
 
 
 @gluon.jit
-def _rows_of(index, expert_start, num_experts, span, per_group, total, SPLIT: gl.constexpr):
-    """First and end row that work item `index` sums over; none past the last item."""
+def _load_rows_of(index, expert_start, num_experts, per_group):
+    """The rows of the expert of work item `index`, if it is an expert's."""
     group = index // per_group
-    if SPLIT:
-        start = -1
-        end = -1
-        if index < total:
-            start, end = rows_of(group, expert_start, num_experts, span)
-    else:
-        start = gl.load(expert_start + group, mask=index < total, other=0)
-        end = gl.load(expert_start + group + 1, mask=index < total, other=0)
+    start = gl.load(expert_start + group, mask=group < num_experts, other=0)
+    end = gl.load(expert_start + group + 1, mask=group < num_experts, other=0)
+    return start, end
+
+
+@gluon.jit
+def _rows_of(
+    index, start, end, expert_start, num_experts, span, per_group, total, SPLIT: gl.constexpr
+):
+    """First and end row that work item `index` sums over, from what `_load_rows_of` gave.
+
+    Called a tile later than that: a load is waited for where its value is first used.
+    """
+    if SPLIT and index < total:
+        start, end = rows_of(index // per_group, start, end, expert_start, num_experts, span)
     return start, end
 
 
@@ -70,10 +77,15 @@ def _producer(
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     per_group = m_tiles * n_tiles
-    start, end = _rows_of(first, expert_start, num_experts, span, per_group, total, SPLIT)
-    next_start, next_end = _rows_of(
-        first + stride, expert_start, num_experts, span, per_group, total, SPLIT
+    start, end = _load_rows_of(first, expert_start, num_experts, per_group)
+    next_start, next_end = _load_rows_of(first + stride, expert_start, num_experts, per_group)
+    start, end = _rows_of(
+        first, start, end, expert_start, num_experts, span, per_group, total, SPLIT
     )
+    next_start, next_end = _rows_of(
+        first + stride, next_start, next_end, expert_start, num_experts, span, per_group, total,
+        SPLIT,
+    )  # fmt: skip
     if GATHER:
         token = gl.load(row_token + start + r, mask=start + r < end, other=0)
     step = 0
@@ -81,9 +93,8 @@ def _producer(
         rest = index % per_group
         m0 = rest // n_tiles * BM
         n0 = rest % n_tiles * BN
-        later_start, later_end = _rows_of(
-            index + 2 * stride, expert_start, num_experts, span, per_group, total, SPLIT
-        )
+        later = index + 2 * stride
+        later_start, later_end = _load_rows_of(later, expert_start, num_experts, per_group)
         if GATHER:
             first_token = gl.load(
                 row_token + next_start + r, mask=next_start + r < next_end, other=0
@@ -116,7 +127,9 @@ def _producer(
         if GATHER:
             token = first_token
         start, end = next_start, next_end
-        next_start, next_end = later_start, later_end
+        next_start, next_end = _rows_of(
+            later, later_start, later_end, expert_start, num_experts, span, per_group, total, SPLIT
+        )
     if GATHER:
         async_copy.wait_group(0)
 
@@ -175,15 +188,17 @@ def _consumer(
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     per_group = m_tiles * n_tiles
-    start, end = _rows_of(first, expert_start, num_experts, span, per_group, total, SPLIT)
+    start, end = _load_rows_of(first, expert_start, num_experts, per_group)
+    start, end = _rows_of(
+        first, start, end, expert_start, num_experts, span, per_group, total, SPLIT
+    )
     step = 0
     for index in range(first, total, stride):
         rest = index % per_group
         m0 = rest // n_tiles * BM + WHICH * CM
         n0 = rest % n_tiles * BN
-        next_start, next_end = _rows_of(
-            index + stride, expert_start, num_experts, span, per_group, total, SPLIT
-        )
+        following = index + stride
+        next_start, next_end = _load_rows_of(following, expert_start, num_experts, per_group)
         acc = gl.zeros((CM, BN), gl.float32, L)
         for k in range(start, end, BK):
             slot = step % STAGES
@@ -210,26 +225,16 @@ def _consumer(
             _store(
                 out, main_grad, pieces, group, m0, n0, out_smem, end > start, WHICH, M, N, CM, BN
             )
-        start, end = next_start, next_end
+        start, end = _rows_of(
+            following, next_start, next_end, expert_start, num_experts, span, per_group, total,
+            SPLIT,
+        )  # fmt: skip
     tma.store_wait(0)
-
-
-@gluon.jit
-def _longest(expert_start, num_experts):
-    """Rows of the expert that has most."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    longest = 0
-    for e0 in range(0, num_experts, 512):
-        e = e0 + gl.arange(0, 512, L)
-        start = gl.load(expert_start + e, mask=e < num_experts, other=0)
-        end = gl.load(expert_start + e + 1, mask=e < num_experts, other=0)
-        longest = gl.maximum(longest, gl.max(end - start, 0))
-    return longest
 
 
 @gluon.jit(do_not_specialize=["span", "places"])
 def hopper_weight_gradient_kernel(
-    left, right, row_token, out, main_grad, partial, expert_start, num_experts, span, places,
+    left, right, row_token, out, main_grad, partial, expert_start, tiles, num_experts, span, places,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -267,7 +272,7 @@ def hopper_weight_gradient_kernel(
     SPLIT: gl.constexpr = partial is not None
     groups = num_experts
     if SPLIT:
-        groups += gl.where(_longest(expert_start, num_experts) >= 2 * span, places, 0)
+        groups += gl.where(any_is_split(tiles, span), places, 0)
     total = groups * m_tiles * n_tiles
     gl.warp_specialize(
         [

@@ -49,7 +49,7 @@ def _write_tiles(tiles, rows, mine, HEIGHT: tl.constexpr, BE: tl.constexpr):
     count = (rows + HEIGHT - 1) // HEIGHT
     if tl.program_id(0) == 0:
         tl.store(tiles, tl.sum(count, 0))
-        tl.store(tiles + 1, 0)
+        tl.store(tiles + 1, tl.max(rows, 0))
         tl.store(tiles + 2, 0)
     before = e[None, :] < mine[:, None]
     row = tl.sum(tl.where(before, rows[None, :], 0), 1)

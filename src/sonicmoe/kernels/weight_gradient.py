@@ -73,14 +73,13 @@ def _spans_at(place, expert_start, num_experts, span):
 
 
 @triton.jit
-def rows_of(group, expert_start, num_experts, span):
+def rows_of(group, start, end, expert_start, num_experts, span):
     """First and end row that a group sums over; -1 and -1 where it is no sum.
 
-    Group e < E is an expert as a whole, group E + c the span in place c.
+    Group e < E is an expert as a whole, with its rows from `start` to `end`, group E + c the span
+    in place c.
     """
     if group < num_experts:
-        start = tl.load(expert_start + group)
-        end = tl.load(expert_start + group + 1)
         whole = end - start < 2 * span
         start = tl.where(whole, start, -1)
         end = tl.where(whole, end, -1)
@@ -94,27 +93,21 @@ def rows_of(group, expert_start, num_experts, span):
 
 
 @triton.jit
-def _longest(expert_start, num_experts):
-    """Rows of the expert that has most."""
-    longest = 0
-    for e0 in tl.range(0, num_experts, 512):
-        e = e0 + tl.arange(0, 512)
-        start = tl.load(expert_start + e, mask=e < num_experts, other=0)
-        end = tl.load(expert_start + e + 1, mask=e < num_experts, other=0)
-        longest = tl.maximum(longest, tl.max(end - start, 0))
-    return longest
+def any_is_split(tiles, span):
+    """Whether the longest expert, of which the tile table tells, has two spans."""
+    return tl.load(tiles + 1) >= 2 * span
 
 
 @triton.jit(do_not_specialize=["span", "places"])
 def sum_spans_kernel(
-    partial, out, expert_start, num_experts, span, places,
+    partial, out, expert_start, tiles, num_experts, span, places,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """out[e] = the sum of its spans, in order, for every expert that has at least two.
 
     With `ADD` onto what `out` holds. Grid: any number of programs.
     """
-    if _longest(expert_start, num_experts) < 2 * span:
+    if not any_is_split(tiles, span):
         return
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     for t in tl.range(tl.program_id(0), places * blocks, tl.num_programs(0)):
@@ -134,7 +127,8 @@ def sum_spans_kernel(
 
 @triton.jit(do_not_specialize=["span", "places"])
 def weight_gradient_kernel(
-    left, left_token, right, right_token, out, partial, expert_start, num_experts, span, places,
+    left, left_token, right, right_token, out, partial, expert_start, tiles, num_experts, span,
+    places,
     M: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     L_TMA: tl.constexpr, R_TMA: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
@@ -152,17 +146,17 @@ def weight_gradient_kernel(
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     groups = num_experts
     if partial is not None:
-        groups += tl.where(_longest(expert_start, num_experts) >= 2 * span, places, 0)
+        groups += tl.where(any_is_split(tiles, span), places, 0)
     total = groups * m_tiles * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
         group = t // (m_tiles * n_tiles)
         m0 = (t % (m_tiles * n_tiles)) // n_tiles * BM
         n0 = t % n_tiles * BN
-        if partial is None:
-            start = tl.load(expert_start + group)
-            end = tl.load(expert_start + group + 1)
-        else:
-            start, end = rows_of(group, expert_start, num_experts, span)
+        expert = tl.minimum(group, num_experts - 1)
+        start = tl.load(expert_start + expert)
+        end = tl.load(expert_start + expert + 1)
+        if partial is not None:
+            start, end = rows_of(group, start, end, expert_start, num_experts, span)
         acc = tl.zeros((BM, BN), tl.float32)
         whole = start + (end - start) // BK * BK
         for k in tl.range(start, whole, BK):

@@ -128,8 +128,8 @@ def score_gradient(
 
 
 def weight_gradient(
-    left, left_token, right, right_token, out, add: bool, expert_start, partial, span, places,
-    config: WeightConfig, programs: int,
+    left, left_token, right, right_token, out, add: bool, expert_start, tiles, partial, span,
+    places, config: WeightConfig, programs: int,
 ):  # fmt: skip
     m, n, k = config.block_m, config.block_n, config.block_k
     experts, rows, columns = out.shape
@@ -139,7 +139,7 @@ def weight_gradient(
         row_boxes(left, k, m // 2) if left_token is None else left,
         row_boxes(right, k, n) if right_token is None else right,
         token, None if add else boxes(out, 1, m // 2, n // 4), out if add else None, partial,
-        expert_start, experts, span, places,
+        expert_start, tiles, experts, span, places,
         M=rows, N=columns, BM=m, BN=n, BK=k, STAGES=config.stages,
         GATHER_LEFT=left_token is not None, GATHER_RIGHT=right_token is not None, num_warps=4,
     )  # fmt: skip

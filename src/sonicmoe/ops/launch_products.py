@@ -190,7 +190,9 @@ def down_backward(
             tile_height, activation, concatenated, need_dz, need_dw2, need_dscores, config,
         )  # fmt: skip
     if need_dw2:
-        dw2 = _weight_gradient(dout, row_token, a, None, w2, expert_start, weights, main_grad)
+        dw2 = _weight_gradient(
+            dout, row_token, a, None, w2, expert_start, tiles, weights, main_grad
+        )
     if need_db2:
         db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start)
     return _present(z, dz, dw2, db2, dscores)
@@ -273,7 +275,7 @@ def up_backward(
         else:
             dx = _zero_tail(dx, expert_start)
     if need_dw1:
-        dw1 = _weight_gradient(dz, None, x, row_token, w1, expert_start, weights, main_grad)
+        dw1 = _weight_gradient(dz, None, x, row_token, w1, expert_start, tiles, weights, main_grad)
     if need_db1:
         like = memory.empty(w1.shape[:2], w1.dtype, w1.device)
         db1 = _bias_gradient(dz, None, None, None, like, expert_start)
@@ -293,7 +295,7 @@ def _zero_tail(y: torch.Tensor, expert_start: torch.Tensor) -> torch.Tensor:
 
 
 def _weight_gradient(
-    left, left_token, right, right_token, w, expert_start, config=None, main_grad=None
+    left, left_token, right, right_token, w, expert_start, tiles, config=None, main_grad=None
 ):
     """(E, M, N) = Σ over an expert's rows of leftᵀ right, with the strides of `w`.
 
@@ -309,14 +311,14 @@ def _weight_gradient(
     config = config or weight_config(
         left.element_size(), m, n, left_token is not None, right_token is not None, target
     )
-    tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
+    per_expert = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
     rows = (left if left_token is None else left_token).shape[0]
-    spans = _spans(rows, m, n, tiles, config.programs * target.processors, left.device)
-    grid = _grid(config, (experts + spans.places) * tiles, target)
+    spans = _spans(rows, m, n, per_expert, config.programs * target.processors, left.device)
+    grid = _grid(config, (experts + spans.places) * per_expert, target)
     if config.hopper and left.shape[0] and right.shape[0]:
         _hopper().weight_gradient(
             left, left_token, right, right_token, out, main_grad is not None,
-            expert_start, *spans, config, *grid,
+            expert_start, tiles, *spans, config, *grid,
         )  # fmt: skip
     else:
         l_tma = config.tma and left_token is None and left.shape[0] > 0
@@ -325,14 +327,14 @@ def _weight_gradient(
             weight_gradient.weight_gradient_kernel, grid,
             descriptor(left, [config.block_k, config.block_m]) if l_tma else left, left_token,
             descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
-            out, spans.partial, expert_start, experts, spans.rows, spans.places,
+            out, spans.partial, expert_start, tiles, experts, spans.rows, spans.places,
             M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
             FLATTEN=config.flatten, ADD=main_grad is not None, **_options(config),
         )  # fmt: skip
     if spans.partial is not None:
         launch(
             weight_gradient.sum_spans_kernel, (target.processors,),
-            spans.partial, out, expert_start, experts, spans.rows, spans.places,
+            spans.partial, out, expert_start, tiles, experts, spans.rows, spans.places,
             SIZE=m * n, BLOCK=2048, ADD=main_grad is not None, num_warps=4,
         )  # fmt: skip
     return dw

@@ -1,5 +1,7 @@
 """Top-K with scores, and the permutation that sorts rows by expert."""
 
+import itertools
+
 import torch
 
 from ..shapes import ceil_div, max_tiles
@@ -55,7 +57,8 @@ def permute(
 
 
 def tiles(expert_start: torch.Tensor, rows: int, tile_height: int) -> torch.Tensor:
-    """(1+n, 3): the number of tiles, then expert, first row and the expert's end row of each."""
+    """(1+n, 3): the number of tiles and the rows of the longest expert, then of each tile its
+    expert, its first row and the expert's end row."""
     start = expert_start.tolist()
     table = [
         (e, row, start[e + 1])
@@ -65,6 +68,7 @@ def tiles(expert_start: torch.Tensor, rows: int, tile_height: int) -> torch.Tens
     bound = max_tiles(rows, len(start) - 1, tile_height)
     assert len(table) <= bound, f"{ceil_div(rows, tile_height)=} {len(table)=}"
     out = torch.full((1 + bound, 3), -1, device=expert_start.device)
-    out[0] = torch.tensor([len(table), 0, 0])
+    longest = max(end - begin for begin, end in itertools.pairwise(start))
+    out[0] = torch.tensor([len(table), longest, 0])
     out[1 : 1 + len(table)] = torch.tensor(table, dtype=out.dtype).reshape(-1, 3)
     return out
