@@ -107,13 +107,15 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200/2026-11-15
 
 
 def _measured(subject: str) -> dict[str, float]:
-    """Seconds forward and backward by shape, of the whole layer with its router on one H200."""
-    records = map(json.loads, RESULTS.read_text().splitlines())
-    return {
-        r["shape"]: r["fwd_bwd_ms"] / 1e3
-        for r in records
-        if r["subject"] == subject and r["router"] == "in" and r["routing"] == "uniform"
-    }
+    """Seconds forward and backward by shape, of the whole layer with its router on one H200.
+
+    The mean of the last two runs: from visit to visit the same code differs by up to 6%.
+    """
+    found = {}
+    for r in map(json.loads, RESULTS.read_text().splitlines()):
+        if r["subject"] == subject and r["router"] == "in" and r["routing"] == "uniform":
+            found.setdefault(r["shape"], []).append(r["fwd_bwd_ms"] / 1e3)
+    return {shape: sum(times[-2:]) / len(times[-2:]) for shape, times in found.items()}
 
 
 def test_the_layer_formula_is_near_what_was_measured():

@@ -27,10 +27,13 @@ def measure_published(folder: str, case, routing: str, dtype: str, device: str =
         "activation": case.activation.value,
         "router": case.router,
     }
+    # Its eight compiling processes start one after the other, 7 s each, for each of its kernels:
+    # 440 s were not enough for one shape on 16 cores. One process takes four to five minutes.
+    path = _search_path(request["folder"])
     try:
         done = subprocess.run(
             [sys.executable, __file__, json.dumps(request)],
-            env=os.environ | {"PYTHONPATH": _search_path(request["folder"])},
+            env={"QUACK_COMPILE_WORKERS": "1"} | os.environ | {"PYTHONPATH": path},
             capture_output=True, text=True, timeout=TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -41,8 +44,7 @@ def measure_published(folder: str, case, routing: str, dtype: str, device: str =
 
 
 def _search_path(folder: str) -> str:
-    """The folder and what its .pth files name: the package compiles in processes of its own, which
-    look there too; without them its first call takes minutes."""
+    """The folder and what its .pth files name, also for the processes that the package starts."""
     named = [
         str(Path(folder, line))
         for file in sorted(Path(folder).glob("*.pth"))

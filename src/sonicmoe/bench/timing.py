@@ -26,18 +26,20 @@ def median_ms(call: Callable[[], object], device: str | torch.device, rep_ms: in
     return statistics.median(_clocked(call, device, budget_s=rep_ms / 1e3, least=3))
 
 
-def host_ms(call: Callable[[], object], device: str | torch.device, calls: int = 50) -> float:
-    """Median time until a call returns, with nothing waiting on the GPU before it."""
-    for _ in range(5):
-        call()
+def host_ms(call: Callable[[], object], device: str | torch.device, calls: int = 200) -> float:
+    """Median time until a call returns, call after call as in training.
+
+    The device is waited for after every tenth: then its queue never fills up.
+    """
     times = []
-    for _ in range(calls):
-        synchronize(device)
+    for number in range(20 + calls):
+        if number % 10 == 0:
+            synchronize(device)
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
     synchronize(device)
-    return 1e3 * statistics.median(times)
+    return 1e3 * statistics.median(times[20:])
 
 
 def wall_ms(call: Callable[[], object], device: str | torch.device) -> float:

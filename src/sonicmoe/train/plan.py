@@ -30,7 +30,7 @@ class Efficiency:
     backward pass computes 5 products for every 2 forward, on kernels made for an earlier GPU.
     """
 
-    grouped: float = 0.66  # grouped products of the layer, forward and backward
+    grouped: float = 0.65  # grouped products of the layer, forward and backward
     dense: float = 0.64  # plain products: the mean of five shapes
     attention_64: float = 0.20  # heads of less than 128
     attention_128: float = 0.27
