@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from .. import ops
 from ..errors import bad_argument
 
 FORWARD = ("topk", "permute", "tiles", "up", "down", "aggregate")
@@ -24,7 +23,7 @@ def save_operators(*names: str) -> Callable:
             raise bad_argument(
                 "names", f"operators among {', '.join(FORWARD)}", repr(name), "Leave out for all."
             )
-    saved = {getattr(ops, name) for name in names or FORWARD}
+    saved = {getattr(torch.ops.sonicmoe, name).default for name in names or FORWARD}
     return partial(create_selective_checkpoint_contexts, partial(_policy, saved))
 
 
