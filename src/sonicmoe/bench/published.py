@@ -29,12 +29,12 @@ def measure_published(folder: str, case, routing: str, dtype: str, device: str =
     }
     # Its eight compiling processes start one after the other, 7 s each, for each of its kernels:
     # 440 s were not enough for one shape on 16 cores. One process takes four to five minutes.
-    path = _search_path(request["folder"])
+    env = {"QUACK_COMPILE_WORKERS": "1"} | os.environ
+    env["PYTHONPATH"] = _search_path(request["folder"])
     try:
         done = subprocess.run(
             [sys.executable, __file__, json.dumps(request)],
-            env={"QUACK_COMPILE_WORKERS": "1"} | os.environ | {"PYTHONPATH": path},
-            capture_output=True, text=True, timeout=TIMEOUT_S,
+            env=env, capture_output=True, text=True, timeout=TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {TIMEOUT_S} s"}
