@@ -200,6 +200,14 @@ def test_compiled_without_a_graph_break(compiler, fresh_compiler):
     assert counter.frame_count == 1, "compiled again for another number of tokens"
 
 
+def test_compiling_warns_of_nothing_of_ours(fresh_compiler, recwarn):
+    """Dynamo warns, once a process, of what it traces through, such as cached functions."""
+    torch._dynamo.utils.warn_once_cache.clear()
+    moe = MoE(4, 2, 16, 8)
+    torch.compile(moe, fullgraph=True, backend="eager")(torch.randn(12, 16))
+    assert [str(w.message) for w in recwarn if "sonicmoe" in str(w.message)] == []
+
+
 @pytest.mark.tries("torch.compile", "each public function")
 @pytest.mark.parametrize("entry", ["experts", "grouped", "general"])
 def test_compiled_functions(entry, fresh_compiler):

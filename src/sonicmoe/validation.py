@@ -1,7 +1,5 @@
 """Every check of a caller's arguments. No check looks at values on the device."""
 
-from functools import cache
-
 import torch
 
 from .enums import ActivationType
@@ -50,7 +48,7 @@ def check_k(k: int, num_experts: int, name: str = "k") -> None:
 
 
 def check_rank(name: str, t: torch.Tensor, dims: str) -> None:
-    rank = len(_letters(dims))
+    rank = dims.count(",") + (not dims.endswith(",)"))
     if t.dim() != rank:
         raise bad_argument(
             name,
@@ -58,11 +56,6 @@ def check_rank(name: str, t: torch.Tensor, dims: str) -> None:
             f"shape {tuple(t.shape)}",
             f"Reshape {name} to {dims}.",
         )
-
-
-@cache
-def _letters(dims: str) -> list[str]:
-    return dims.strip("()").replace(" ", "").rstrip(",").split(",")
 
 
 def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], dims: str) -> None:
