@@ -109,7 +109,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200/2026-11-15
 def _measured(subject: str) -> dict[str, float]:
     """Seconds forward and backward by shape, of the whole layer with its router on one H200.
 
-    The mean of the last two runs: from visit to visit the same code differs by up to 6%.
+    The mean of the last two runs: from one visit to the next they differ by up to 6%.
     """
     found: dict[str, list[float]] = {}
     for r in map(json.loads, RESULTS.read_text().splitlines()):

@@ -27,8 +27,8 @@ def measure_published(folder: str, case, routing: str, dtype: str, device: str =
         "activation": case.activation.value,
         "router": case.router,
     }
-    # Its eight compiling processes start one after the other, 7 s each, for each of its kernels:
-    # 440 s were not enough for one shape on 16 cores. One process takes four to five minutes.
+    # Its compiling processes start one after the other, 5 to 7 s each, anew for each of its
+    # kernels: with 15 of them 440 s were not enough for one shape on 16 cores.
     env = {"QUACK_COMPILE_WORKERS": "1"} | os.environ
     env["PYTHONPATH"] = _search_path(request["folder"])
     try:

@@ -165,7 +165,7 @@ def _beside(title: str, records: Sequence[Record]) -> str | None:
     if cold:
         sentences.append(
             "Cold start: first forward and backward pass of a new process with empty caches, then "
-            "first calls with other numbers of tokens."
+            "a first call with another number of tokens."
         )
     if host:
         sources.append(host)

@@ -67,9 +67,7 @@ class _Ready(NamedTuple):
     """A compiled kernel and all that its launches share."""
 
     run: Any
-    function: int
-    flags: tuple  # cooperative, overlapping with the kernel before, two scratch buffers
-    rest: tuple  # Triton's metadata, three hooks
+    head: tuple  # what `run` takes between the stream and the arguments
     descriptors: tuple  # of each, last first: its place, and what its map takes after the address
     constants: tuple
 
@@ -133,7 +131,7 @@ def _start(ready: _Ready, grid: tuple[int, ...], stream: int, args: tuple, value
         box_map = fill(t.data_ptr(), swizzle, itemsize, dtype, block, boxes.shape, boxes.strides, 0)
         values[place : place + 1] = (box_map, *boxes.shape, *boxes.strides)
     x, y, z = (*grid, 1, 1)[:3]
-    ready.run(x, y, z, stream, ready.function, *ready.flags, *ready.rest, *values, *ready.constants)
+    ready.run(x, y, z, stream, *ready.head, *values, *ready.constants)
 
 
 @cache
@@ -166,9 +164,10 @@ def _make_ready(compiled, args: tuple, constants: tuple) -> _Ready | None:
         )
         for place, meta in reversed(list(zip(places, metas, strict=True)))
     )  # fmt: skip
-    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-    rest = (compiled.packed_metadata, None, None, None)
-    return _Ready(run, compiled.function, flags, rest, descriptors, constants)
+    scratch, hooks = (None, None), (None, None, None)
+    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    head = (compiled.function, *flags, *scratch, compiled.packed_metadata, *hooks)
+    return _Ready(run, head, descriptors, constants)
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
