@@ -19,6 +19,7 @@ from .validation import (
     check_weights,
     resolve_backend,
 )
+from .warmup import Layer, compile_ahead
 
 
 def experts(
@@ -52,6 +53,8 @@ def experts(
     else:
         _check_pairs(x, ids, scores, slot_token, token_start)
     backend = resolve_backend(backend, x)
+    if slot_token is None and x.is_cuda and backend == "triton":
+        _compile_ahead(x, w1, w2, b1, b2, ids.shape[1], activation, gate_up)
     permutation = permute(
         ids, w1.shape[0], slot_token=slot_token, tokens=x.shape[0], token_start=token_start,
         dtype=x.dtype, backend=backend,
@@ -193,6 +196,20 @@ def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backe
     return autograd.Down.apply(
         z, a, scores, w2, b2, p.row_token, p.row_slot, p.slot_row, p.token_start, p.expert_start,
         p.tiles, x.shape[0], p.tile_height, activation.value, concatenated, backend,
+    )  # fmt: skip
+
+
+def _compile_ahead(x, w1, w2, b1, b2, k, activation, gate_up) -> None:
+    """All kernels of a training step at once, where the first one would wait for each in turn."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and w1.requires_grad):
+        return
+    experts, hidden, intermediate = w2.shape
+    compile_ahead(
+        x.get_device(),
+        Layer(
+            hidden, intermediate, experts, k, x.dtype, activation, gate_up == "concatenated",
+            b1 is not None and b2 is not None, (w1.stride(2) != 1, w2.stride(2) != 1),
+        ),
     )  # fmt: skip
 
 

@@ -22,7 +22,12 @@ def _target_of(index: int) -> Target:
 
 
 def target_of(t: torch.Tensor) -> Target:
-    """The device that a kernel on `t` runs on; the interpreter is a small Hopper without Gluon."""
+    """The device that a kernel on `t` runs on; the interpreter is a small Hopper without Gluon.
+
+    What is launched on the meta device is compiled for the current GPU.
+    """
+    if t.is_meta:
+        return _target_of(torch.cuda.current_device())
     return _target_of(t.device.index) if t.is_cuda else Target(90, 4, gluon=False)
 
 
@@ -81,10 +86,12 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     Triton binds, specialises and looks up for 38 µs; what it finds depends only on what `key`
     holds, so a second launch goes to the compiled kernel at once, with addresses for tensors.
     `args` come first in the signature, the compile-time `options` after them; the first argument
-    tells the device.
+    tells the device. On the meta device a launch compiles and runs nothing.
     """
     first = args[0]
-    index = (first[0] if type(first) is tuple else first).get_device()
+    if type(first) is tuple:
+        first = first[0]
+    index = first.get_device()
     if index >= 0 and index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
             return launch(kernel, grid, *args, **options)
@@ -112,6 +119,9 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     found = _ready.get(tuple(key))
     if found is None or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler listens
         own = [a[1].of(a[0]) if type(a) is tuple else a for a in args]
+        if first.is_meta:
+            kernel.warmup(*own, grid=grid, **options)
+            return None
         compiled = kernel[grid](*own, **options)
         if _AS_TRIED and index >= 0:
             constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
