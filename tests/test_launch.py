@@ -82,3 +82,10 @@ def test_what_triton_must_do_itself(maps):
     ):
         compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
         assert launch._make_ready(compiled, args, ()) is None
+
+
+def test_sizes_that_compile_nothing_anew():
+    from sonicmoe.kernels import permute, topk
+
+    for kernel, names in ((topk.topk_kernel, {"tokens"}), (permute.place_kernel, {"slots"})):
+        assert {kernel.arg_names[place] for place in launch._sizes_of(kernel)} == names

@@ -78,6 +78,19 @@ class _Ready(NamedTuple):
 
 
 _ready: dict[tuple, _Ready] = {}
+_sizes: dict[int, frozenset[int]] = {}
+
+
+def _sizes_of(kernel) -> frozenset[int]:
+    """Places of the integers that Triton compiles nothing anew for, such as the number of tokens.
+
+    By identity, since a kernel's own hash is made from its source every time.
+    """
+    found = _sizes.get(id(kernel))
+    if found is None:
+        places = frozenset(p.num for p in kernel.params if p.do_not_specialize)
+        found = _sizes[id(kernel)] = places
+    return found
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
@@ -100,7 +113,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     key = [id(kernel), index]
     values: list[Any] = []
     unaligned = 0
-    for a in args:
+    sizes = _sizes_of(kernel) if index >= 0 else ()
+    for place, a in enumerate(args):
         if isinstance(a, torch.Tensor):
             address = a.data_ptr()
             unaligned |= address & 15
@@ -110,6 +124,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
             key.append(
                 None if a is None
                 else a[1].kind if type(a) is tuple
+                else a.bit_length() > 31 if place in sizes
                 else (a == 1, not a & 15, a.bit_length() > 31)
             )  # fmt: skip
             values.append(a)
