@@ -1,20 +1,21 @@
 """What `warmup` compiles is what a training step runs."""
 
 import contextlib
-import sys
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from machine_code import compiling
+from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
-from sonicmoe import validation
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, ahead, validation
+from sonicmoe.ahead import Layer, compile_together, run_experts
 from sonicmoe.ops.launch import launch
-from sonicmoe.warmup import Layer, compile_together, run_experts, run_router
+from sonicmoe.routing import TokenRounding
+from sonicmoe.warmup import run_layer
 
-warmup = sys.modules["sonicmoe.warmup"]  # the name of the package is the function
 H, I, E, K = 64, 32, 48, 2
 
 
@@ -23,40 +24,59 @@ def _kernels_on_cpu_tensors(monkeypatch):
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
 
 
-def step(tokens, bias, gate_up, transposed):
-    """The kernels of a forward and backward pass, through the public functions."""
-
-    def new(*shape, dtype=torch.bfloat16):
-        return torch.zeros(shape, dtype=dtype, requires_grad=True)
-
-    x, logits = new(tokens, H), new(tokens, E)
-    w1, w2 = (
-        (new(E, H, 2 * I).mT, new(E, I, H).mT) if transposed else (new(E, 2 * I, H), new(E, H, I))
-    )
-    b1, b2 = (new(E, 2 * I), new(E, H)) if bias else (None, None)
+def step(layer, router):
+    """The kernels of a forward and backward pass of 999 tokens, through `MoE`."""
+    moe = MoE(
+        E, K, H, I, layer.activation, any(layer.bias), router=router, gate_up=layer.gate_up
+    ).bfloat16()
+    for experts, transposed, main_grad in zip(
+        (moe.c_fc, moe.c_proj), layer.transposed, layer.main_grad, strict=True
+    ):
+        if transposed:
+            experts.weight = torch.nn.Parameter(experts.weight.data.mT.contiguous().mT)
+        if main_grad:
+            experts.weight.main_grad = torch.zeros_like(experts.weight, dtype=torch.float32)
+    x = torch.zeros(999, H, dtype=torch.bfloat16, requires_grad=True)
     with compiling(90) as compiled:
-        scores, _ = sonicmoe.topk_scores(logits, K, backend="triton")
-        ids = torch.zeros(tokens, K, dtype=torch.int32)
-        out = sonicmoe.experts(
-            x, ids, scores, w1, w2, b1, b2, gate_up=gate_up, backend="triton"
-        )  # fmt: skip
+        out, _ = moe(x, KernelBackendMoE.sonicmoe)
         out.backward(torch.ones_like(out))
     return compiled
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
-@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_step_after_warmup_compiles_nothing(bias, gate_up, transposed):
-    layer = Layer(
-        H, I, E, K, concatenated=gate_up == "concatenated", bias=bias, transposed=(transposed,) * 2
-    )
+LAYERS = {
+    "plain": (Layer(H, I, E, K), "softmax_over_topk"),
+    "bias": (Layer(H, I, E, K, bias=(True, True)), "topk_over_softmax"),
+    "concatenated": (Layer(H, I, E, K, gate_up="concatenated"), "topk_over_softmax_normalized"),
+    "transposed": (Layer(H, I, E, K, transposed=(True, True)), "softmax_over_topk"),
+    "main_grad": (Layer(H, I, E, K, main_grad=(True, True)), "softmax_over_topk"),
+    "rounding": (Layer(H, I, E, K), "token_rounding"),
+    "rounding object": (Layer(H, I, E, K), TokenRounding(E, K, subroutine="up")),
+    "relu": (Layer(H, I, E, K, activation=ActivationType.RELU_SQ), "softmax_over_topk"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_step_after_warmup_compiles_nothing(name):
+    layer, router = LAYERS[name]
     with compiling(90) as warm:
-        run_router(layer, softmax_over_topk=True)
-        run_experts(layer, training=True)
-    needed = step(999, bias, gate_up, transposed)
+        run_layer(layer, router)
+    needed = step(layer, router)
     missing = {k.metadata.name for k in needed if all(k is not w for w in warm)}
     assert len(needed) >= 15
+    assert not missing
+
+
+@pytest.mark.parametrize("router", ["softmax_over_topk", "token_rounding"])
+def test_a_first_step_compiles_ahead_what_its_experts_need(router):
+    layer = Layer(H, I, E, K if router == "softmax_over_topk" else 0)
+    with compiling(90) as ahead:
+        run_experts(layer)
+    needed = step(layer, router)
+    routing = ("topk", "keys", "select", "emit", "logits_gradient")
+    missing = {
+        k.metadata.name for k in needed
+        if all(k is not a for a in ahead) and not k.metadata.name.startswith(routing)
+    }  # fmt: skip
     assert not missing
 
 
@@ -64,28 +84,42 @@ def test_kernels_are_compiled_side_by_side(monkeypatch):
     """All of them, loaded and found by the step that follows."""
     layer = Layer(H, I, E, K, torch.float16)
     loaded, said = [], []
-    monkeypatch.setattr(warmup, "_load", lambda index, kernel: loaded.append(kernel))
+    monkeypatch.setattr(ahead, "_load", lambda index, kernel: loaded.append(kernel))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     with compiling(90) as kernels:
-        compile_together(lambda: run_experts(layer, training=True), 0, lambda *of: said.append(of))
+        compile_together(lambda: run_experts(layer), 0, lambda *of: said.append(of))
     new = {k.result() for k in kernels if hasattr(k, "result")}  # others were there before
     assert new == set(loaded) and len(new) == len(loaded) >= 8
     assert [number for number, *_ in said] == list(range(1, len(loaded) + 1))
     with compiling(90) as again:
-        run_experts(layer, training=True)
+        run_experts(layer)
     assert set(again) == {k.result() if hasattr(k, "result") else k for k in kernels}
+
+
+def test_the_callers_modes_see_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(ahead, "_load", lambda index, kernel: None)
+    saved = []
+    with (
+        compiling(90),
+        FlopCounterMode(display=False) as flops,
+        torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t),
+        torch.no_grad(),
+    ):
+        compile_together(lambda: run_experts(Layer(H, I, E, K)), 0)
+    assert flops.get_total_flops() == 0 and not saved
 
 
 def test_a_kernel_that_does_not_compile(monkeypatch):
     """Its error is raised, and the next compilation is none the worse for it."""
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(warmup, "_load", lambda index, kernel: None)
+    monkeypatch.setattr(ahead, "_load", lambda index, kernel: None)
     broken = triton.JITFunction(_broken_kernel)
     meta = torch.empty(1, device="meta")
     with compiling(90):
         with pytest.raises(triton.CompilationError):
             compile_together(lambda: launch(broken, (1,), meta), 0)
-        compile_together(lambda: run_router(Layer(H, I, 8, 1), True), 0)
+        compile_together(lambda: run_experts(Layer(H, I, 8, 1)), 0)
 
 
 def _broken_kernel(x):

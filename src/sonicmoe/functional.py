@@ -3,6 +3,7 @@
 import torch
 
 from . import autograd, ops
+from .ahead import Layer, compile_ahead
 from .enums import ActivationType
 from .errors import bad_argument
 from .notices import say_once
@@ -19,7 +20,6 @@ from .validation import (
     check_weights,
     resolve_backend,
 )
-from .warmup import Layer, compile_ahead
 
 
 def experts(
@@ -53,8 +53,8 @@ def experts(
     else:
         _check_pairs(x, ids, scores, slot_token, token_start)
     backend = resolve_backend(backend, x)
-    if slot_token is None and x.is_cuda and backend == "triton":
-        _compile_ahead(x, w1, w2, b1, b2, ids.shape[1], activation, gate_up)
+    if x.is_cuda and backend == "triton":
+        _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up)
     permutation = permute(
         ids, w1.shape[0], slot_token=slot_token, tokens=x.shape[0], token_start=token_start,
         dtype=x.dtype, backend=backend,
@@ -199,7 +199,7 @@ def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backe
     )  # fmt: skip
 
 
-def _compile_ahead(x, w1, w2, b1, b2, k, activation, gate_up) -> None:
+def _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up) -> None:
     """All kernels of a training step at once, where the first one would wait for each in turn."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and w1.requires_grad):
         return
@@ -207,8 +207,10 @@ def _compile_ahead(x, w1, w2, b1, b2, k, activation, gate_up) -> None:
     compile_ahead(
         x.get_device(),
         Layer(
-            hidden, intermediate, experts, k, x.dtype, activation, gate_up == "concatenated",
-            b1 is not None and b2 is not None, (w1.stride(2) != 1, w2.stride(2) != 1),
+            hidden, intermediate, experts, ids.shape[1] if ids.dim() == 2 else 0, x.dtype,
+            activation, gate_up, (b1 is not None, b2 is not None),
+            (w1.stride(2) != 1, w2.stride(2) != 1),
+            (hasattr(w1, "main_grad"), hasattr(w2, "main_grad")), ids.dtype,
         ),
     )  # fmt: skip
 
@@ -248,7 +250,7 @@ def _dense(w: torch.Tensor) -> torch.Tensor:
 
 def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple:
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if x.is_meta or not torch.is_autocast_enabled(device):
         return x, *others
     dtype = torch.get_autocast_dtype(device)
     return tuple(None if t is None else t.to(dtype) for t in (x, *others))

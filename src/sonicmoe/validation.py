@@ -11,14 +11,17 @@ _ALIGNMENT = 8  # elements: rows of 16 bytes in bf16, what wide loads and the co
 
 
 def resolve_backend(backend: str | None, x: torch.Tensor) -> str:
-    """`None` picks the Triton kernels for GPU tensors and plain PyTorch elsewhere."""
+    """`None` picks the Triton kernels for GPU tensors and plain PyTorch elsewhere.
+
+    On the meta device Triton's are only compiled: see `ahead`.
+    """
     if backend is None:
         return "triton" if x.is_cuda else "torch"
     if backend not in ("torch", "triton"):
         raise bad_argument(
             "backend", "'torch', 'triton' or None", repr(backend), "None picks by the device of x."
         )
-    if backend == "triton" and not x.is_cuda and not _interpreting():
+    if backend == "triton" and not (x.is_cuda or x.is_meta or _interpreting()):
         raise bad_argument(
             "backend", "tensors on a GPU for the Triton kernels", f"x on {x.device}",
             "Move the tensors to a GPU, or leave the backend out: plain PyTorch then runs here.",
