@@ -1,11 +1,14 @@
 """Repeatability, no synchronisation, CUDA graphs, compilation, NaN that stays where it is."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from helpers import Case, check_zeros, make_inputs, ours, run, same_bits
 
 import sonicmoe
-from sonicmoe import KernelBackendMoE, MoE
+from sonicmoe import KernelBackendMoE, MoE, ops
+from sonicmoe.tuning import tile_height
 
 pytestmark = pytest.mark.gpu
 CASE = Case("3000,512,256,16,4", bias=True, routing="dropped")
@@ -225,3 +228,20 @@ def test_the_next_stream_is_honoured():
         got = run(ours(CASE, "triton"), late)
     side.synchronize()
     same_bits(want, got)
+
+
+def test_a_thread_that_has_not_called_cuda_yet():
+    """Autograd's thread may begin with a descriptor, which the driver makes only in a context."""
+    a = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+    w2 = torch.randn(2, 128, 64, device="cuda", dtype=torch.bfloat16)
+    start = torch.tensor([0, 100, 256], device="cuda", dtype=torch.int32)
+    height = tile_height(a.dtype, "triton")
+    tiles = ops.tiles(start, 256, height, "triton")
+
+    def down():
+        return ops.down(a, w2, None, None, start, tiles, height, False, "triton")
+
+    want = down().clone()  # compiled here, and memory to take again
+    with ThreadPoolExecutor(1) as other:
+        got = other.submit(down).result()
+    assert torch.equal(got, want)

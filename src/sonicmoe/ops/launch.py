@@ -1,5 +1,6 @@
 """What every launch needs: the device's facts, a short way into Triton, descriptors, alignment."""
 
+import threading
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ class _Ready(NamedTuple):
 
 
 _ready: dict[tuple, _Ready] = {}
+_thread = threading.local()
 _sizes: dict[int, frozenset[int]] = {}
 
 
@@ -108,6 +110,10 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     if index >= 0 and index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
             return launch(kernel, grid, *args, **options)
+    if index >= 0 and not hasattr(_thread, "knows_the_gpu"):
+        # Autograd's thread may come here before anything called CUDA in it; descriptors need that.
+        torch.cuda.Event().record()
+        _thread.knows_the_gpu = True
     # What Triton compiles anew for: dtypes, alignment, ones, multiples of 16, blocks, options. A
     # device function counts by identity, since its own hash is made from its source every time.
     key = [id(kernel), index]
