@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from .hopper_copies import copy_in
 from .hopper_rows import (
     ROWS,
     accumulate,
@@ -25,21 +24,23 @@ from .hopper_rows import (
     tile_of,
     weight_ring,
 )
-from .ragged import store_rows, store_rows_of_half
+from .ragged import load_rows, load_rows_of_half, store_rows, store_rows_of_half
 
 SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of interleaved Z a row
 BUFFERS = gl.constexpr(4)  # slices of Z on their way at once, for each computing warpgroup
 
 
 @gluon.jit
-def _load_z(z, row, column, barrier, smem, first, CONCATENATED: gl.constexpr):
+def _load_z(z, end, row, column, barrier, smem, first, CONCATENATED: gl.constexpr):
     """One slice of Z: gates and ups side by side, or the two halves."""
     mbarrier.expect(barrier, 2 * ROWS * 2 * SLICE)
     if CONCATENATED:
-        copy_in(z, [row, 0, column], barrier, smem.index(first).reshape([ROWS, 1, SLICE]))
-        copy_in(z, [row, 1, column], barrier, smem.index(first + 1).reshape([ROWS, 1, SLICE]))
+        for half in gl.static_range(2):
+            box = smem.index(first + half).reshape([1, 1, ROWS, 1, SLICE])
+            load_rows_of_half(z, end, row, half, column, barrier, box)
     else:
-        copy_in(z, [row, 2 * column], barrier, smem.index(first))
+        box = smem.index(first).reshape([1, 1, ROWS, 2 * SLICE])
+        load_rows(z, end, row, 2 * column, barrier, box)
 
 
 @gluon.jit
@@ -128,7 +129,7 @@ def _consumer(
         tma.store_wait(0)
         for s in gl.static_range(BUFFERS):
             _load_z(
-                z, row, n * BN + s * SLICE, z_full.index(MINE + s), z_smem, (MINE + s) * PARTS,
+                z, end, row, n * BN + s * SLICE, z_full.index(MINE + s), z_smem, (MINE + s) * PARTS,
                 CONCATENATED,
             )  # fmt: skip
         ok = row + r < end
@@ -160,7 +161,7 @@ def _consumer(
                 tma.store_wait(STORES)
                 if s - 1 + BUFFERS < SLICES:
                     _load_z(
-                        z, row, n * BN + (s - 1 + BUFFERS) * SLICE,
+                        z, end, row, n * BN + (s - 1 + BUFFERS) * SLICE,
                         z_full.index(MINE + (s - 1) % BUFFERS), z_smem,
                         (MINE + (s - 1) % BUFFERS) * PARTS, CONCATENATED,
                     )  # fmt: skip

@@ -21,6 +21,12 @@ def load_rows(descriptor, end, row, column, barrier, smem):
 
 
 @gluon.jit
+def load_rows_of_half(descriptor, end, row, half, column, barrier, smem):
+    """The same for rows of two halves, gates and ups."""
+    copy_in(descriptor, [ORIGIN, end, ORIGIN - end + row, half, column], barrier, smem)
+
+
+@gluon.jit
 def store_rows(descriptor, end, row, column, smem):
     """Shared memory into rows row.. of an expert that ends at `end`."""
     copy_out(descriptor, [ORIGIN, end, ORIGIN - end + row, column], smem)
@@ -28,5 +34,5 @@ def store_rows(descriptor, end, row, column, smem):
 
 @gluon.jit
 def store_rows_of_half(descriptor, end, row, half, column, smem):
-    """The same for rows of two halves, gates and ups; what passes a half's columns is dropped."""
+    """The same for rows of two halves; what passes a half's columns is dropped."""
     copy_out(descriptor, [ORIGIN, end, ORIGIN - end + row, half, column], smem)

@@ -84,7 +84,7 @@ def up(x, w1, b1, row_token, z, a, tiles, value, concatenated, keep_z, config, p
     )
     launch(
         hopper_up_kernel, (programs,),
-        boxes(x, _ROWS, config.block_k) if row_token is None else x, row_token, weights, b1,
+        row_boxes(x, _ROWS, config.block_k) if row_token is None else x, row_token, weights, b1,
         z_boxes, row_boxes(a, _ROWS, piece), tiles,
         H=hidden, N=n, BN=config.block_n, BK=config.block_k, STAGES=config.stages,
         KN=transposed, TWO_HALVES=concatenated, ACTIVATION=value, KEEP_Z=keep_z,
@@ -96,7 +96,7 @@ def product(a, w, bias, row_scores, y, tiles, config: RowConfig, programs: int):
     weights, transposed = _weights(w, config)
     launch(
         hopper_product_kernel, (programs,),
-        boxes(a, _ROWS, config.block_k), weights, bias, row_scores,
+        row_boxes(a, _ROWS, config.block_k), weights, bias, row_scores,
         row_boxes(y, _ROWS, config.block_n), tiles,
         K=w.shape[2], N=w.shape[1], BN=config.block_n, BK=config.block_k, STAGES=config.stages,
         KN=transposed, num_warps=4,
@@ -111,14 +111,14 @@ def score_gradient(
     weights, transposed = _weights(w2.mT, config)
     intermediate = w2.shape[2]
     if concatenated:
-        z_boxes = boxes(z.view(-1, 2, intermediate), _ROWS, 1, width)
+        z_boxes = row_boxes(z.view(-1, 2, intermediate), _ROWS, 1, width)
         dz_boxes = row_boxes(dz.view(-1, 2, intermediate), _ROWS, 1, width)
     else:
-        z_boxes, dz_boxes = boxes(z, _ROWS, 2 * width), row_boxes(dz, _ROWS, 2 * width)
+        z_boxes, dz_boxes = row_boxes(z, _ROWS, 2 * width), row_boxes(dz, _ROWS, 2 * width)
     stored_a = a if store_a else dz.new_empty(1, intermediate)
     launch(
         hopper_score_gradient_kernel, (programs,),
-        boxes(dout, _ROWS, config.block_k) if row_token is None else dout, row_token, weights,
+        row_boxes(dout, _ROWS, config.block_k) if row_token is None else dout, row_token, weights,
         scores, row_slot, z_boxes, dz_boxes, row_boxes(stored_a, _ROWS, width),
         partial, partial.stride(0), tiles,
         H=w2.shape[1], I=intermediate, BN=config.block_n, BK=config.block_k, STAGES=config.stages,

@@ -40,7 +40,7 @@ def default_row_config(
     if itemsize > 2:
         return RowConfig(32, 64, 32, warps=8, stages=2, tma=False, programs=2, slices=2)
     if target.arch == 90 and target.gluon and (gated or kernel in ("down", "dx")):
-        return _hopper_rows(kernel, N)
+        return _hopper_rows(kernel, K, N)
     if target.arch == 90:
         if kernel == "score_gradient":
             return RowConfig(128, 128, 64, warps=8, stages=4, tma=True, slices=2)
@@ -51,13 +51,13 @@ def default_row_config(
     return RowConfig(128, 128, 64, warps=8, stages=3, tma=False, slices=2)
 
 
-def _hopper_rows(kernel: str, N: int) -> RowConfig:
+def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
     """Measured on an H200 at the shapes of docs/log.md.
 
     Wide tiles fetch less for the same product, which saves power, and power is what a layer runs
-    out of: 256 columns, except in `down`, whose short sums are all epilogue.
+    out of: 256 columns, except where the sums of `down` are so short that they are all epilogue.
     """
-    columns = 128 if N <= 128 or kernel == "down" else 256
+    columns = 128 if N <= 128 or (kernel == "down" and K < 1024) else 256
     if kernel in ("down", "dx"):
         depth, stages = 64, 6 if columns == 128 else 3
     elif kernel == "score_gradient":
