@@ -6,8 +6,9 @@ import pytest
 import torch
 import triton
 from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sonicmoe.ops import launch
+from sonicmoe.ops import launch, memory
 
 pytestmark = pytest.mark.skipif(
     not triton.__version__.startswith("3.6."), reason="only Triton 3.6 is launched past its lookup"
@@ -67,9 +68,78 @@ def test_same_arguments_as_triton(maps, grid, order):
         *[a[1].of(a[0]) if type(a) is tuple else a for a in args], *constants,
     )  # fmt: skip
     ready = launch._make_ready(compiled, args, constants)
-    launch._start(ready, grid, 5, args, _addresses(args))
+    values = [v for a in args for v in (a[1].values if type(a) is tuple else (a,))]
+    launch._start(ready, grid, 5, args, _addresses(values))
     assert len(calls) == 2
     assert _addresses(calls[0]) == _addresses(calls[1])
+
+
+class _OnGpu(torch.Tensor):
+    def get_device(self):
+        return 0
+
+
+class _Kernel:
+    """Counts what it compiles, and writes down which of them was started."""
+
+    arg_names = ("x", "y", "tokens", "n", "BLOCK", "FUNCTION")
+    params = tuple(SimpleNamespace(num=i, do_not_specialize=i == 2) for i in range(6))
+
+    def __init__(self):
+        self.compiled, self.started = 0, []
+
+    def __getitem__(self, grid):
+        def compile_and_run(*args, **options):
+            self.compiled += 1
+            args = [(a,) if isinstance(a, TensorDescriptor) else a for a in args]
+            meta = META[: sum(type(a) is tuple for a in args)]
+            run = _launcher(lambda *call: self.started.append(call[4]), args, meta=meta)
+            return SimpleNamespace(run=run, function=self.compiled, packed_metadata=(4, 1, 0))
+
+        return compile_and_run
+
+
+def _zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype).as_subclass(_OnGpu)
+
+
+X = _zeros(48, 64)
+USUAL = {"x": X, "y": None, "tokens": 100, "n": 48, "BLOCK": 64, "FUNCTION": len}
+ANOTHER_KERNEL = (
+    {"x": _zeros(48, 64, dtype=torch.bfloat16)},
+    {"x": _zeros(49)[1:]},
+    {"x": launch.descriptor(X, [64, 64])},
+    {"x": launch.descriptor(X, [32, 64])},
+    {"y": X},
+    {"y": _zeros(49)[1:]},
+    {"tokens": 2**31},
+    {"n": 1},
+    {"n": 47},
+    {"n": 2**31},
+    {"BLOCK": 128},
+    {"FUNCTION": max},
+)
+SAME_KERNEL = ({"x": _zeros(3)}, {"tokens": 1}, {"tokens": 64}, {"n": 32}, {"n": 0})
+
+
+def test_what_triton_compiles_anew_for_is_another_kernel(maps, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    monkeypatch.setattr(launch._thread, "knows_the_gpu", True, raising=False)
+    kernel = _Kernel()
+
+    def run(change):
+        *args, block, function = (USUAL | change).values()
+        launch.launch(kernel, (7,), *args, BLOCK=block, FUNCTION=function)
+
+    for change in ({}, *ANOTHER_KERNEL, *SAME_KERNEL):
+        run(change)
+    assert kernel.compiled == 1 + len(ANOTHER_KERNEL)
+    assert kernel.started == [1] * len(SAME_KERNEL)
+    kernel.started.clear()
+    for change in ({}, *ANOTHER_KERNEL):
+        run(change)
+    assert kernel.started == list(range(1, kernel.compiled + 1))
 
 
 def test_what_triton_must_do_itself(maps):
@@ -88,4 +158,24 @@ def test_sizes_that_compile_nothing_anew():
     from sonicmoe.kernels import permute, topk
 
     for kernel, names in ((topk.topk_kernel, {"tokens"}), (permute.place_kernel, {"slots"})):
-        assert {kernel.arg_names[place] for place in launch._sizes_of(kernel)} == names
+        assert {kernel.arg_names[place] for place in launch.Bound(kernel).sizes} == names
+
+
+@pytest.mark.parametrize("shape", [(0,), (7,), (5, 3), (0, 3), (2, 5, 3)])
+@pytest.mark.parametrize("current", [0, 1])
+def test_buffers_on_a_gpu_are_what_torch_would_give(shape, current, monkeypatch):
+    """Past the dispatcher on the current GPU alone: the short way knows no other."""
+    short, long = [], []
+
+    def on_current_gpu(shape, strides, dtype):
+        short.append(torch.empty_strided(shape, strides, dtype=dtype))
+        return short[0]
+
+    empty = torch.empty
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    monkeypatch.setattr(memory, "_empty_on_current_gpu", on_current_gpu)
+    monkeypatch.setattr(torch, "empty", lambda *args, **how: long.append(how) or empty(shape))
+    got = memory.empty(torch.Size(shape), torch.float32, torch.device("cuda", 0))
+    assert got.shape == shape and got.stride() == empty(shape).stride()
+    assert len(short) == (current == 0 and len(shape) <= 2)
+    assert [how["device"].index for how in long] == [0] * (1 - len(short))

@@ -230,7 +230,8 @@ def _check_pairs(x, ids, scores, slot_token, token_start) -> None:
 
 
 def _score_dtype(scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return scores.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (scores if scores.dtype == wide else scores.to(wide)).contiguous()
 
 
 def _row_contiguous(x: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def check_k(k: int, num_experts: int, name: str = "k") -> None:
 
 
 def check_rank(name: str, t: torch.Tensor, dims: str) -> None:
-    rank = dims.count(",") + (not dims.endswith(",)"))
+    rank = dims.count(",") + (dims[-2] != ",")
     if t.dim() != rank:
         raise bad_argument(
             name,
@@ -62,7 +62,7 @@ def check_rank(name: str, t: torch.Tensor, dims: str) -> None:
 
 
 def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], dims: str) -> None:
-    if tuple(t.shape) != tuple(shape):
+    if t.shape != shape:
         raise bad_argument(
             name, f"shape {dims} = {tuple(shape)}", tuple(t.shape),
             "Check it against the shapes of x and the weights.",
@@ -128,13 +128,14 @@ def check_weights(
         check_shape("b1", b1, (experts, columns), "(E, N)")
     if b2 is not None:
         check_shape("b2", b2, (experts, hidden), "(E, H)")
+    dtype = x.dtype
     for name, t in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
         if t is None:
             continue
-        if t.dtype != x.dtype:
+        if t.dtype != dtype:
             raise bad_argument(
                 name,
-                f"the dtype of x ({x.dtype})",
+                f"the dtype of x ({dtype})",
                 t.dtype,
                 "Cast one of them, or use torch.autocast.",
             )

@@ -89,7 +89,7 @@ def test_no_program_sums_a_long_expert_alone(monkeypatch):
     launch = launch_products.launch
 
     def without_the_sum(kernel, *args, **options):
-        if kernel is not weight_gradient.sum_spans_kernel:
+        if getattr(kernel, "kernel", kernel) is not weight_gradient.sum_spans_kernel:
             launch(kernel, *args, **options)
 
     monkeypatch.setattr(launch_products, "launch", without_the_sum)

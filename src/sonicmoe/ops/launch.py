@@ -33,6 +33,9 @@ def target_of(t: torch.Tensor) -> Target:
 
 
 # --- descriptors ----------------------------------------------------------------------------------
+_kinds: dict[tuple, object] = {}
+
+
 class Boxes:
     """How a tensor is cut into boxes: all of a descriptor but its address.
 
@@ -40,7 +43,7 @@ class Boxes:
     a descriptor of Triton's takes longer than a launch.
     """
 
-    __slots__ = ("block", "kind", "layout", "shape", "strides")
+    __slots__ = ("block", "kind", "layout", "shape", "strides", "values")
 
     def __init__(
         self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int],
@@ -48,7 +51,9 @@ class Boxes:
     ) -> None:  # fmt: skip
         self.shape, self.strides, self.block = list(shape), list(strides), list(block)
         self.layout = layout
-        self.kind = (dtype, *block)  # what a kernel is compiled for
+        # What a kernel is compiled for, as one object, which hashes faster than its parts.
+        self.kind = _kinds.setdefault((dtype, *block), object())
+        self.values = (None, *shape, *strides)  # as a compiled kernel takes them, after the map
 
     def of(self, t: torch.Tensor) -> Any:
         """The descriptor, Gluon's where there is a layout, as Triton's own way takes it."""
@@ -74,24 +79,35 @@ class _Ready(NamedTuple):
 
     run: Any
     head: tuple  # what `run` takes between the stream and the arguments
-    descriptors: tuple  # of each, last first: its place, and what its map takes after the address
+    descriptors: tuple  # of each: its places, and what its map takes after the address
     constants: tuple
 
 
-_ready: dict[tuple, _Ready] = {}
-_thread = threading.local()
-_sizes: dict[int, frozenset[int]] = {}
+class Bound:
+    """A kernel with its compile-time options, and what Triton compiled of it so far.
 
-
-def _sizes_of(kernel) -> frozenset[int]:
-    """Places of the integers that Triton compiles nothing anew for, such as the number of tokens.
-
-    By identity, since a kernel's own hash is made from its source every time.
+    A caller that keeps it spares `launch` the options, which take longer than the arguments.
     """
-    found = _sizes.get(id(kernel))
+
+    __slots__ = ("kernel", "options", "ready", "sizes")
+
+    def __init__(self, kernel, **options) -> None:
+        self.kernel, self.options = kernel, options
+        # Places of the integers that Triton compiles nothing anew for, such as the tokens' number.
+        self.sizes = frozenset(p.num for p in getattr(kernel, "params", ()) if p.do_not_specialize)
+        self.ready: dict[tuple, _Ready] = {}
+
+
+_bound: dict[tuple, Bound] = {}
+_thread = threading.local()
+
+
+def _bind(kernel, options: dict[str, Any]) -> Bound:
+    """Functions count by identity, since their own hash is made from their source every time."""
+    key = (id(kernel), *[id(v) if callable(v) else v for v in options.values()])
+    found = _bound.get(key)
     if found is None:
-        places = frozenset(p.num for p in kernel.params if p.do_not_specialize)
-        found = _sizes[id(kernel)] = places
+        found = _bound[key] = Bound(kernel, **options)
     return found
 
 
@@ -100,69 +116,78 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
 
     Triton binds, specialises and looks up for 38 µs; what it finds depends only on what `key`
     holds, so a second launch goes to the compiled kernel at once, with addresses for tensors.
-    `args` come first in the signature, the compile-time `options` after them; the first argument
-    tells the device. On the meta device a launch compiles and runs nothing.
+    `args` come first in the signature, the compile-time `options` after them, or `kernel` has
+    them: see `Bound`. The first argument tells the device. On the meta device a launch compiles
+    and runs nothing.
     """
+    bound = kernel if type(kernel) is Bound else _bind(kernel, options)
     first = args[0]
     if type(first) is tuple:
         first = first[0]
     index = first.get_device()
-    if index >= 0 and index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            return launch(kernel, grid, *args, **options)
-    if index >= 0 and not hasattr(_thread, "knows_the_gpu"):
-        # Autograd's thread may come here before anything called CUDA in it; descriptors need that.
-        torch.cuda.Event().record()
-        _thread.knows_the_gpu = True
-    # What Triton compiles anew for: dtypes, alignment, ones, multiples of 16, blocks, options. A
-    # device function counts by identity, since its own hash is made from its source every time.
-    key = [id(kernel), index]
+    if index >= 0:
+        if index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return launch(bound, grid, *args)
+        if not hasattr(_thread, "knows_the_gpu"):
+            # Autograd's thread may come here before anything called CUDA in it: maps need that.
+            torch.cuda.Event().record()
+            _thread.knows_the_gpu = True
+    # What Triton compiles anew for: dtypes, alignment, ones, multiples of 16, blocks.
+    key: list[Any] = []
     values: list[Any] = []
-    unaligned = 0
-    sizes = _sizes_of(kernel) if index >= 0 else ()
-    for place, a in enumerate(args):
-        if isinstance(a, torch.Tensor):
+    addresses = 0
+    for a in args:
+        kind = type(a)
+        if kind is tuple:
+            boxes = a[1]
+            key.append(boxes.kind)
+            values += boxes.values
+        elif kind is int:
+            large = a.bit_length() > 31
+            key.append(large if len(key) in bound.sizes else (a == 1, not a & 15, large))
+            values.append(a)
+        elif a is None:
+            key.append(None)
+            values.append(None)
+        else:  # a tensor; asking for it would be the longest part of this loop
             address = a.data_ptr()
-            unaligned |= address & 15
+            addresses |= address
             key.append(a.dtype)
             values.append(address)
-        else:
-            key.append(
-                None if a is None
-                else a[1].kind if type(a) is tuple
-                else a.bit_length() > 31 if place in sizes
-                else (a == 1, not a & 15, a.bit_length() > 31)
-            )  # fmt: skip
-            values.append(a)
-    if unaligned:
+    if addresses & 15:
         key += [isinstance(a, torch.Tensor) and a.data_ptr() & 15 == 0 for a in args]
-    key += [id(v) if callable(v) else v for v in options.values()]
-    found = _ready.get(tuple(key))
-    if found is None or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler listens
+    key.append(index)
+    ready = bound.ready.get(tuple(key))
+    if ready is None or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler listens
         own = [a[1].of(a[0]) if type(a) is tuple else a for a in args]
         if first.is_meta:
-            kernel.warmup(*own, grid=grid, **options)
+            bound.kernel.warmup(*own, grid=grid, **bound.options)
             return None
-        compiled = kernel[grid](*own, **options)
+        compiled = bound.kernel[grid](*own, **bound.options)
         if _AS_TRIED and index >= 0:
-            constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
-            ready = _make_ready(compiled, args, constants)
+            names = bound.kernel.arg_names[len(args) :]
+            ready = _make_ready(compiled, args, tuple(bound.options[name] for name in names))
             if ready is not None:
-                _ready[tuple(key)] = ready
+                bound.ready[tuple(key)] = ready
         return None
-    _start(found, grid, torch._C._cuda_getCurrentRawStream(index), args, values)
+    _start(ready, grid, torch._C._cuda_getCurrentRawStream(index), args, values)
     return None
 
 
+_REST = ((1, 1, 1), (1, 1), (1,), ())  # of a grid
+
+
 def _start(ready: _Ready, grid: tuple[int, ...], stream: int, args: tuple, values: list) -> None:
-    """`values` are `args` with addresses for tensors; descriptors follow here."""
-    fill = _fill_map()
-    for place, swizzle, itemsize, dtype, block in ready.descriptors:
-        t, boxes = args[place]
-        box_map = fill(t.data_ptr(), swizzle, itemsize, dtype, block, boxes.shape, boxes.strides, 0)
-        values[place : place + 1] = (box_map, *boxes.shape, *boxes.strides)
-    x, y, z = (*grid, 1, 1)[:3]
-    ready.run(x, y, z, stream, *ready.head, *values, *ready.constants)
+    """`values` are `args` as the compiled kernel takes them, but for the maps of descriptors."""
+    if ready.descriptors:
+        fill = _fill_map()
+        for place, position, swizzle, itemsize, dtype, block in ready.descriptors:
+            t, boxes = args[place]
+            values[position] = fill(
+                t.data_ptr(), swizzle, itemsize, dtype, block, boxes.shape, boxes.strides, 0
+            )
+    ready.run(*grid, *_REST[len(grid)], stream, *ready.head, *values, *ready.constants)
 
 
 @cache
@@ -180,20 +205,21 @@ def _make_ready(compiled, args: tuple, constants: tuple) -> _Ready | None:
     launcher = compiled.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
-    run, places, metas = launcher.launch, [], []
-    if any(type(a) is tuple for a in args):
+    run, metas = launcher.launch, []
+    places = [place for place, a in enumerate(args) if type(a) is tuple]
+    if places:
         cells = zip(run.__code__.co_freevars, run.__closure__, strict=True)
         held = {name: cell.cell_contents for name, cell in cells}
         run, metas = held["launcher"], held["tensordesc_meta"]
-        places = [i for i, a in enumerate(args) if type(a) is tuple]
         if not all(metas):  # no copy engine: Triton takes descriptors apart
             return None
+    lengths = [len(a[1].values) if type(a) is tuple else 1 for a in args]
     descriptors = tuple(
         (
-            place, meta["swizzle"], meta["elem_size"],
+            place, sum(lengths[:place]), meta["swizzle"], meta["elem_size"],
             TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"],
         )
-        for place, meta in reversed(list(zip(places, metas, strict=True)))
+        for place, meta in zip(places, metas, strict=True)
     )  # fmt: skip
     scratch, hooks = (None, None), (None, None, None)
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)

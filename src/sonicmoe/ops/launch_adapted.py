@@ -18,7 +18,7 @@ def _config(kernel: str, itemsize: int, k: int, n: int, target: Target, wide: bo
     where no epilogue spills."""
     if target.arch == 90 and itemsize == 2 and n >= 256 and wide:
         return RowConfig(128, 256, 64, warps=8, stages=3, tma=True)
-    return default_row_config(kernel, itemsize, k, n, False, replace(target, gluon=False))
+    return default_row_config(kernel, itemsize, k, n, False, target._replace(gluon=False))
 
 
 def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):

@@ -5,13 +5,15 @@ from functools import lru_cache
 import torch
 from triton.experimental.gluon import language as gl
 
+from ..kernels import activation as device_activation
 from ..kernels.hopper_rows import hopper_product_kernel, hopper_up_kernel
 from ..kernels.hopper_score_gradient import SLICE, hopper_score_gradient_kernel
 from ..kernels.hopper_weight_gradient import hopper_weight_gradient_kernel
 from ..tuning import RowConfig, WeightConfig
-from .launch import Boxes, launch
+from .launch import Bound, Boxes, launch
 
 _ROWS = 64  # rows of one computing warpgroup
+_WIDTH = SLICE.value
 _GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _ENDLESS = 0x7FFF0000
 _ORIGIN = 1 << 30
@@ -22,17 +24,14 @@ def _laid_out(dtype: torch.dtype, shape, strides, block) -> Boxes:
     return Boxes(dtype, shape, strides, block, layout)
 
 
-_boxes = lru_cache(maxsize=1024)(_laid_out)
-
-
 @lru_cache(maxsize=1024)
 def _row_boxes(dtype, columns, strides, block) -> Boxes:
     shape = (_ENDLESS, _ENDLESS, _ORIGIN, *columns)
     return _laid_out(dtype, shape, (2**34 - strides[0], strides[0], *strides), (1, 1, *block))
 
 
-@lru_cache(maxsize=1024)
-def _weight_boxes(dtype, shape, strides, n, k, two_halves) -> Boxes:
+def _weight_boxes(dtype, shape, strides, n, k, two_halves=False) -> Boxes:
+    """Of (E, N, K) weights, which may lie in memory as (E, K, N)."""
     experts, columns, depth = shape
     per_expert, per_column, per_element = strides
     transposed = per_element != 1
@@ -53,77 +52,118 @@ def _weight_boxes(dtype, shape, strides, n, k, two_halves) -> Boxes:
     )  # fmt: skip
 
 
-def boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
-    """Boxes of a tensor as it is, zeros outside of it."""
-    return t, _boxes(t.dtype, t.shape, t.stride(), block)
-
-
 def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
     """Boxes of rows that end with their expert: see `kernels.ragged`."""
     return t, _row_boxes(t.dtype, t.shape[1:], t.stride(), block)
 
 
-def _weights(
-    w: torch.Tensor, config: RowConfig, two_halves: bool = False
-) -> tuple[tuple[torch.Tensor, Boxes], bool]:
-    """Boxes of (E, N, K) weights, and whether they lie in memory as (E, K, N)."""
-    shape, strides = w.shape, w.stride()
-    cut = _weight_boxes(w.dtype, shape, strides, config.block_n, config.block_k, two_halves)
-    return (w, cut), strides[2] != 1
-
-
-def up(x, w1, b1, row_token, z, a, tiles, value, concatenated, keep_z, config, programs):
-    weights, transposed = _weights(w1, config, concatenated)
-    piece = config.block_n // 4
-    n, hidden = w1.shape[1:]
-    stored_z = z if keep_z else a.new_empty(1, n)
-    z_boxes = (
-        row_boxes(stored_z.view(-1, 2, n // 2), _ROWS, 1, piece)
+# --- what depends on the weights and the configuration alone --------------------------------------
+@lru_cache(maxsize=1024)
+def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, gather):
+    """The kernel; boxes of W1, Z and A."""
+    _, columns, hidden = shape
+    piece, half = n // 4, columns // 2
+    kernel = Bound(
+        hopper_up_kernel,
+        H=hidden, N=columns, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1,
+        TWO_HALVES=concatenated, ACTIVATION=getattr(device_activation, activation.value),
+        KEEP_Z=keep_z, GATHER=gather, num_warps=4,
+    )  # fmt: skip
+    weights = _weight_boxes(dtype, shape, strides, n, k, concatenated)
+    z = (
+        _row_boxes(dtype, (2, half), (columns, half, 1), (_ROWS, 1, piece))
         if concatenated
-        else row_boxes(stored_z, _ROWS, piece)
+        else _row_boxes(dtype, (columns,), (columns, 1), (_ROWS, piece))
     )
+    return kernel, weights, z, _row_boxes(dtype, (half,), (half, 1), (_ROWS, piece))
+
+
+@lru_cache(maxsize=1024)
+def _product(dtype, shape, strides, n, k, stages):
+    """The kernel; boxes of the weights and of the result."""
+    _, columns, depth = shape
+    kernel = Bound(
+        hopper_product_kernel,
+        K=depth, N=columns, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1, num_warps=4,
+    )  # fmt: skip
+    weights = _weight_boxes(dtype, shape, strides, n, k)
+    return kernel, weights, _row_boxes(dtype, (columns,), (columns, 1), (_ROWS, n))
+
+
+@lru_cache(maxsize=1024)
+def _score_gradient(
+    dtype, shape, strides, n, k, stages, activation, concatenated, store_a, store_partial, gather
+):
+    """The kernel; boxes of W2, which is multiplied from the other side, of Z and dZ, and of A'."""
+    experts, hidden, inner = shape
+    kernel = Bound(
+        hopper_score_gradient_kernel,
+        H=hidden, I=inner, BN=n, BK=k, STAGES=stages, KN=strides[1] != 1,
+        CONCATENATED=concatenated,
+        BACKWARD=getattr(device_activation, f"{activation.value}_backward"),
+        STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=gather, num_warps=4,
+    )  # fmt: skip
+    weights = _weight_boxes(
+        dtype, (experts, inner, hidden), (strides[0], strides[2], strides[1]), n, k
+    )
+    z = (
+        _row_boxes(dtype, (2, inner), (2 * inner, inner, 1), (_ROWS, 1, _WIDTH))
+        if concatenated
+        else _row_boxes(dtype, (2 * inner,), (2 * inner, 1), (_ROWS, 2 * _WIDTH))
+    )
+    return kernel, weights, z, _row_boxes(dtype, (inner,), (inner, 1), (_ROWS, _WIDTH))
+
+
+@lru_cache(maxsize=1024)
+def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather_right):
+    """The kernel; boxes of the gradient."""
+    kernel = Bound(
+        hopper_weight_gradient_kernel,
+        M=shape[1], N=shape[2], BM=m, BN=n, BK=k, STAGES=stages,
+        GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, num_warps=4,
+    )  # fmt: skip
+    return kernel, None if dtype is None else _laid_out(dtype, shape, strides, (1, m // 2, n // 4))
+
+
+# --- launches -------------------------------------------------------------------------------------
+def up(x, w1, b1, row_token, z, a, tiles, activation, concatenated, keep_z, config, programs):
+    gather = row_token is not None
+    n, k = config.block_n, config.block_k
+    kernel, weights, z_boxes, a_boxes = _up(
+        x.dtype, w1.shape, w1.stride(), n, k, config.stages, activation, concatenated, keep_z,
+        gather,
+    )  # fmt: skip
     launch(
-        hopper_up_kernel, (programs,),
-        row_boxes(x, _ROWS, config.block_k) if row_token is None else x, row_token, weights, b1,
-        z_boxes, row_boxes(a, _ROWS, piece), tiles,
-        H=hidden, N=n, BN=config.block_n, BK=config.block_k, STAGES=config.stages,
-        KN=transposed, TWO_HALVES=concatenated, ACTIVATION=value, KEEP_Z=keep_z,
-        GATHER=row_token is not None, num_warps=4,
+        kernel, (programs,),
+        x if gather else row_boxes(x, _ROWS, k), row_token, (w1, weights), b1,
+        (z if keep_z else a, z_boxes),  # where nothing is stored, any address will do
+        (a, a_boxes), tiles,
     )  # fmt: skip
 
 
 def product(a, w, bias, row_scores, y, tiles, config: RowConfig, programs: int):
-    weights, transposed = _weights(w, config)
+    n, k = config.block_n, config.block_k
+    kernel, weights, y_boxes = _product(a.dtype, w.shape, w.stride(), n, k, config.stages)
     launch(
-        hopper_product_kernel, (programs,),
-        row_boxes(a, _ROWS, config.block_k), weights, bias, row_scores,
-        row_boxes(y, _ROWS, config.block_n), tiles,
-        K=w.shape[2], N=w.shape[1], BN=config.block_n, BK=config.block_k, STAGES=config.stages,
-        KN=transposed, num_warps=4,
+        kernel, (programs,),
+        row_boxes(a, _ROWS, k), (w, weights), bias, row_scores, (y, y_boxes), tiles,
     )  # fmt: skip
 
 
 def score_gradient(
-    dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles,
-    derivative, concatenated, store_a, store_partial, config, programs,
+    dout, row_token, w2, scores, row_slot, z, dz, a, partial, plane, tiles,
+    activation, concatenated, store_a, store_partial, config, programs,
 ):  # fmt: skip
-    width = SLICE.value
-    weights, transposed = _weights(w2.mT, config)
-    intermediate = w2.shape[2]
-    if concatenated:
-        z_boxes = row_boxes(z.view(-1, 2, intermediate), _ROWS, 1, width)
-        dz_boxes = row_boxes(dz.view(-1, 2, intermediate), _ROWS, 1, width)
-    else:
-        z_boxes, dz_boxes = row_boxes(z, _ROWS, 2 * width), row_boxes(dz, _ROWS, 2 * width)
-    stored_a = a if store_a else dz.new_empty(1, intermediate)
+    gather = row_token is not None
+    n, k = config.block_n, config.block_k
+    kernel, weights, z_boxes, a_boxes = _score_gradient(
+        z.dtype, w2.shape, w2.stride(), n, k, config.stages, activation, concatenated,
+        store_a, store_partial, gather,
+    )  # fmt: skip
     launch(
-        hopper_score_gradient_kernel, (programs,),
-        row_boxes(dout, _ROWS, config.block_k) if row_token is None else dout, row_token, weights,
-        scores, row_slot, z_boxes, dz_boxes, row_boxes(stored_a, _ROWS, width),
-        partial, partial.stride(0), tiles,
-        H=w2.shape[1], I=intermediate, BN=config.block_n, BK=config.block_k, STAGES=config.stages,
-        KN=transposed, CONCATENATED=concatenated, BACKWARD=derivative,
-        STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=row_token is not None, num_warps=4,
+        kernel, (programs,),
+        dout if gather else row_boxes(dout, _ROWS, k), row_token, (w2, weights), scores, row_slot,
+        (z, z_boxes), (dz, z_boxes), (a if store_a else dz, a_boxes), partial, plane, tiles,
     )  # fmt: skip
 
 
@@ -132,14 +172,15 @@ def weight_gradient(
     places, config: WeightConfig, programs: int,
 ):  # fmt: skip
     m, n, k = config.block_m, config.block_n, config.block_k
-    experts, rows, columns = out.shape
-    token = right_token if left_token is None else left_token
+    kernel, out_boxes = _weight_gradient(
+        None if add else out.dtype, out.shape, out.stride(), m, n, k, config.stages,
+        left_token is not None, right_token is not None,
+    )  # fmt: skip
     launch(
-        hopper_weight_gradient_kernel, (programs,),
+        kernel, (programs,),
         row_boxes(left, k, m // 2) if left_token is None else left,
         row_boxes(right, k, n) if right_token is None else right,
-        token, None if add else boxes(out, 1, m // 2, n // 4), out if add else None, partial,
-        expert_start, tiles, experts, span, places,
-        M=rows, N=columns, BM=m, BN=n, BK=k, STAGES=config.stages,
-        GATHER_LEFT=left_token is not None, GATHER_RIGHT=right_token is not None, num_warps=4,
+        right_token if left_token is None else left_token,
+        None if add else (out, out_boxes), out if add else None, partial,
+        expert_start, tiles, out.shape[0], span, places,
     )  # fmt: skip

@@ -11,8 +11,9 @@ from ..kernels import aggregation, rows, score_gradient, weight_gradient
 from ..shapes import ceil_div
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from . import memory
-from .launch import aligned, descriptor, dot_precision, launch, power_of_two, target_of
+from .launch import Bound, aligned, descriptor, dot_precision, launch, power_of_two, target_of
 
+_SLOTS = 1024  # whose partial scores one program sums
 SHORTEST_SPAN = 1024  # rows of an expert that are summed on their own, at least
 
 
@@ -80,7 +81,7 @@ def up(
 ):  # fmt: skip
     """Z (empty unless `keep_z`) and A."""
     x, w1 = aligned(x), aligned(w1)
-    n, hidden = w1.shape[1:]
+    _, n, hidden = w1.shape
     count = (x if row_token is None else row_token).shape[0]
     z = memory.empty((count, n), x.dtype, x.device) if keep_z else memory.absent(x)
     a = memory.empty((count, n // 2 if activation.is_gated else n), x.dtype, x.device)
@@ -92,8 +93,7 @@ def up(
     grid = _grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target)
     if config.hopper:
         _hopper().up(
-            x, w1, b1, row_token, z, a, tiles, _value(activation), concatenated,
-            keep_z, config, *grid,
+            x, w1, b1, row_token, z, a, tiles, activation, concatenated, keep_z, config, *grid,
         )  # fmt: skip
         return z, a
     source, a_tma = _row_source(x, config, row_token)
@@ -133,7 +133,7 @@ NO_ADAPTER = Adapter()
 def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAPTER):
     """(R, N) = A Wᵀ for (E, N, K) weights, and the adapter."""
     a, w = aligned(a), aligned(w)
-    n, k = w.shape[1:]
+    _, n, k = w.shape
     y = memory.empty((a.shape[0], n), a.dtype, a.device)
     if a.shape[0] == 0:
         return y
@@ -160,6 +160,16 @@ def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail, con
     return _zero_tail(y, expert_start) if zero_tail else y
 
 
+@cache
+def _bound_aggregate(hidden: int, per_token: int) -> tuple[int, Bound]:
+    """Programs of a token, and the kernel."""
+    block = min(power_of_two(hidden), 1024)
+    return ceil_div(hidden, block), Bound(
+        aggregation.aggregate_kernel,
+        H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BH=block, num_warps=4,
+    )  # fmt: skip
+
+
 def aggregate(y, scores, slot_row, token_start, tokens):
     hidden = y.shape[1]
     out = memory.empty((tokens, hidden), y.dtype, y.device)
@@ -167,12 +177,8 @@ def aggregate(y, scores, slot_row, token_start, tokens):
     if tokens == 0:
         return out
     per_token = slots // tokens if token_start is None else 0
-    block = min(power_of_two(hidden), 1024)
-    launch(
-        aggregation.aggregate_kernel, (tokens, ceil_div(hidden, block)),
-        y, scores, slot_row, token_start, out, per_token,
-        H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BH=block, num_warps=4,
-    )  # fmt: skip
+    programs, kernel = _bound_aggregate(hidden, per_token)
+    launch(kernel, (tokens, programs), y, scores, slot_row, token_start, out, per_token)
     return out
 
 
@@ -200,7 +206,12 @@ def down_backward(
 
 def _present(like, *results):
     """An operator returns a tensor for every result, empty for those that nobody asked for."""
-    return tuple(memory.absent(like) if t is None else t for t in results)
+    return tuple([memory.empty((0,), like.dtype, like.device) if t is None else t for t in results])
+
+
+@cache
+def _bound_sum_partials(planes: int) -> Bound:
+    return Bound(aggregation.sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
 
 
 def _score_gradient(
@@ -229,8 +240,8 @@ def _score_gradient(
     grid = _grid(config, (tiles.shape[0] - 1) * parts, target)
     if config.hopper:
         _hopper().score_gradient(
-            dout, row_token, w2, scores, row_slot, z, dz, a, partial, tiles,
-            _derivative(activation), concatenated, need_a, need_dscores, config, *grid,
+            dout, row_token, w2, scores, row_slot, z, dz, a, partial, plane, tiles,
+            activation, concatenated, need_a, need_dscores, config, *grid,
         )  # fmt: skip
     else:
         source, a_tma = _row_source(dout, config, row_token)
@@ -254,9 +265,8 @@ def _score_gradient(
                 H=hidden, BM=tile_height, BH=64, num_warps=8,
             )  # fmt: skip
         launch(
-            aggregation.sum_partials_kernel, (ceil_div(slots, 1024),),
+            _bound_sum_partials(planes), (ceil_div(slots, _SLOTS),),
             partial, slot_row, expert_start, dscores, slots, plane, experts,
-            PARTS=planes, BLOCK=1024,
         )  # fmt: skip
     return (dz if need_dz else None), a, dscores
 
@@ -333,17 +343,21 @@ def _weight_gradient(
         )  # fmt: skip
     if spans.partial is not None:
         launch(
-            weight_gradient.sum_spans_kernel, (target.processors,),
+            _bound_sum_spans(m * n, main_grad is not None), (target.processors,),
             spans.partial, out, expert_start, tiles, experts, spans.rows, spans.places,
-            SIZE=m * n, BLOCK=2048, ADD=main_grad is not None, num_warps=4,
         )  # fmt: skip
     return dw
+
+
+@cache
+def _bound_sum_spans(size: int, add: bool) -> Bound:
+    return Bound(weight_gradient.sum_spans_kernel, SIZE=size, BLOCK=2048, ADD=add, num_warps=4)
 
 
 class Spans(NamedTuple):
     """How the sums of experts with many rows are split: see `kernels.weight_gradient`."""
 
-    partial: torch.Tensor | None = None  # (places, M, N)
+    partial: torch.Tensor | None = None  # (places, M·N)
     rows: int = 0
     places: int = 0
 
@@ -355,7 +369,7 @@ def _spans(rows: int, m: int, n: int, tiles: int, programs: int, device) -> Span
         return Spans()
     span = max(SHORTEST_SPAN, 64 * ceil_div(rows * tiles, 4 * 64 * programs))
     places = rows // span
-    return Spans(memory.empty((max(places, 1), m, n), torch.float32, device), span, places)
+    return Spans(memory.empty((max(places, 1), m * n), torch.float32, device), span, places)
 
 
 def _bias_gradient(source, row_token, scores, row_slot, bias, expert_start):

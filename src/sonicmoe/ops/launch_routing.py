@@ -1,12 +1,14 @@
 """Launches of the routing kernels."""
 
+from functools import cache
+
 import torch
 
 from ..kernels import permute as permute_kernels
 from ..kernels import topk as topk_kernels
 from ..shapes import ceil_div, max_tiles
 from . import memory
-from .launch import launch, power_of_two
+from .launch import Bound, launch, power_of_two
 
 _CHUNK = 1024  # slots that one program counts, and sorts in registers
 
@@ -16,20 +18,27 @@ def _tokens_at_once(experts: int) -> int:
     return max(1, 4096 // power_of_two(experts))
 
 
+@cache
+def _bound_topk(backward: bool, experts: int, k: int, softmax_over_topk: bool) -> tuple[int, Bound]:
+    """Tokens of a program, and the kernel."""
+    block = min(_tokens_at_once(experts), 32)
+    kernel = topk_kernels.topk_backward_kernel if backward else topk_kernels.topk_kernel
+    return block, Bound(
+        kernel,
+        E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
+        BT=block, BE=power_of_two(experts), BK=power_of_two(k), num_warps=4,
+    )  # fmt: skip
+
+
 def topk(logits, k, softmax_over_topk):
     tokens, experts = logits.shape
     scores = memory.empty((tokens, k), torch.float32, logits.device)
     ids = memory.empty((tokens, k), torch.int32, logits.device)
     if tokens:
-        block = min(_tokens_at_once(experts), 32)
+        block, kernel = _bound_topk(False, experts, k, softmax_over_topk)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        launch(
-            topk_kernels.topk_kernel, (ceil_div(tokens, block),),
-            logits, scores, ids, tokens, logits.stride(0),
-            E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
-            BT=block, BE=power_of_two(experts), BK=power_of_two(k),
-            num_warps=4,
-        )  # fmt: skip
+        grid = (ceil_div(tokens, block),)
+        launch(kernel, grid, logits, scores, ids, tokens, logits.stride(0))
     return scores, ids
 
 
@@ -38,16 +47,13 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk):
     k = ids.shape[1]
     dlogits = memory.empty((tokens, experts), logits.dtype, logits.device)
     if tokens:
-        block = min(_tokens_at_once(experts), 32)
+        block, kernel = _bound_topk(True, experts, k, softmax_over_topk)
         if not softmax_over_topk and logits.stride(1) != 1:
             logits = logits.contiguous()
         launch(
-            topk_kernels.topk_backward_kernel, (ceil_div(tokens, block),),
+            kernel, (ceil_div(tokens, block),),
             dscores.contiguous(), scores, ids, None if softmax_over_topk else logits, dlogits,
             tokens, logits.stride(0),
-            E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
-            BT=block, BE=power_of_two(experts), BK=power_of_two(k),
-            num_warps=4,
         )  # fmt: skip
     return dlogits
 
@@ -56,6 +62,21 @@ def _experts_at_once(experts: int) -> tuple[int, int]:
     """All of them as a block, and those whose part of the tables one program writes."""
     block = power_of_two(experts)
     return block, max(1, min(8, 8192 // block))
+
+
+@cache
+def _bound_permute(experts: int, tile_height: int) -> tuple[Bound, Bound, Bound, int]:
+    """The kernels that count, scan and place, and the programs of the second."""
+    block, columns = _experts_at_once(experts)
+    return (
+        Bound(permute_kernels.count_kernel, BE=block, CHUNK=_CHUNK, num_warps=8),
+        Bound(
+            permute_kernels.scan_kernel,
+            HEIGHT=tile_height, BE=block, BP=256, EXPERTS=columns, num_warps=8,
+        ),
+        Bound(permute_kernels.place_kernel, CHUNK=_CHUNK, num_warps=8),
+        ceil_div(experts, columns),
+    )  # fmt: skip
 
 
 def permute(ids, num_experts, slot_token, tile_height):
@@ -73,22 +94,13 @@ def permute(ids, num_experts, slot_token, tile_height):
     spans = ceil_div(slots, _CHUNK)
     counts = new(spans, num_experts)
     ids = ids.contiguous()
-    block, columns = _experts_at_once(num_experts)
+    count, scan, place, scans = _bound_permute(num_experts, tile_height)
+    launch(count, (spans,), ids, counts, totals, slots, num_experts)
+    launch(scan, (scans,), counts, totals, expert_start, table, spans, num_experts)
     launch(
-        permute_kernels.count_kernel, (spans,),
-        ids, counts, totals, slots, num_experts,
-        BE=block, CHUNK=_CHUNK, num_warps=8,
-    )  # fmt: skip
-    launch(
-        permute_kernels.scan_kernel, (ceil_div(num_experts, columns),),
-        counts, totals, expert_start, table, spans, num_experts,
-        HEIGHT=tile_height, BE=block, BP=256, EXPERTS=columns, num_warps=8,
-    )  # fmt: skip
-    launch(
-        permute_kernels.place_kernel, (spans,),
+        place, (spans,),
         ids, slot_token, counts, row_token, row_slot, slot_row,
         slots, num_experts, ids.shape[-1] if slot_token is None else 1,
-        CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
     return row_token, row_slot, slot_row, expert_start, table, totals
 

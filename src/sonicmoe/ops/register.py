@@ -15,17 +15,6 @@ _library = torch.library.Library("sonicmoe", "DEF")
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, bool, str, type(None)))
 
 
-def _somebody_listens(args: tuple) -> bool:
-    """A compiler, a mode (FLOPs, checkpoint policies, fake tensors), a profiler, a subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd._profiler_enabled()
-        or not _PLAIN.issuperset(map(type, args))
-    )
-
-
 def operator(
     schema: str, fake: Callable, flops: Callable[..., int] | None = None
 ) -> Callable[[Callable], Callable]:
@@ -43,7 +32,14 @@ def operator(
 
         @wraps(function)
         def call(*args):
-            return overload(*args) if _somebody_listens(args) else function(*args)
+            somebody_listens = (
+                torch.compiler.is_compiling()
+                or torch._C._len_torch_dispatch_stack() > 0  # FLOPs, checkpoint policies, fakes
+                or torch._C._are_functorch_transforms_active()
+                or torch.autograd._profiler_enabled()
+                or not _PLAIN.issuperset(map(type, args))
+            )
+            return overload(*args) if somebody_listens else function(*args)
 
         return call
 

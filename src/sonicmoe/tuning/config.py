@@ -1,10 +1,10 @@
 """What can be chosen for a kernel, and which choices are valid."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """The device a configuration is for: compute capability ×10 and number of multiprocessors."""
 
     arch: int
