@@ -74,6 +74,10 @@ MUTATIONS = [
         _ROUTING, interpreted=True,
     ),
     Mutation(
+        "launchers loaded side by side", "ops/launch.py",
+        "        with loading:\n", "        if True:\n", "tests/test_launch.py",
+    ),
+    Mutation(
         "the host waits", "ops/launch_products.py", *_SYNC,
         "tests/gpu/test_gpu_promises.py -k never_wait", gpu=True,
     ),

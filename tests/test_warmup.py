@@ -84,7 +84,7 @@ def test_kernels_are_compiled_side_by_side(monkeypatch):
     """All of them, loaded and found by the step that follows."""
     layer = Layer(H, I, E, K, torch.float16)
     loaded, said = [], []
-    monkeypatch.setattr(ahead, "_load", lambda index, kernel: loaded.append(kernel))
+    monkeypatch.setattr(ahead, "_load", loaded.append)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     with compiling(90) as kernels:
         compile_together(lambda: run_experts(layer), 0, lambda *of: said.append(of))
@@ -98,7 +98,7 @@ def test_kernels_are_compiled_side_by_side(monkeypatch):
 
 def test_the_callers_modes_see_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(ahead, "_load", lambda index, kernel: None)
+    monkeypatch.setattr(ahead, "_load", lambda kernel: None)
     saved = []
     with (
         compiling(90),
@@ -113,7 +113,7 @@ def test_the_callers_modes_see_nothing(monkeypatch):
 def test_a_kernel_that_does_not_compile(monkeypatch):
     """Its error is raised, and the next compilation is none the worse for it."""
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(ahead, "_load", lambda index, kernel: None)
+    monkeypatch.setattr(ahead, "_load", lambda kernel: None)
     broken = triton.JITFunction(_broken_kernel)
     meta = torch.empty(1, device="meta")
     with compiling(90):

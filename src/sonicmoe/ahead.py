@@ -52,19 +52,23 @@ def _compile_together(run: Callable[[], object], index: int, report: Report | No
     import triton
 
     begin = time.perf_counter()
-    with torch.cuda.device(index), ThreadPoolExecutor(_threads()) as pool:
-        with triton.AsyncCompileMode(pool) as mode:
-            run()
-            for number, _ in enumerate(as_completed(mode.raw_futures), 1):
-                if report:
-                    report(number, len(mode.raw_futures), time.perf_counter() - begin)
-        kernels = [future.result() for future in mode.future_kernels.values()]
-        list(pool.map(partial(_load, index), kernels))
+    with (
+        torch.cuda.device(index),
+        ThreadPoolExecutor(_threads()) as pool,
+        triton.AsyncCompileMode(pool) as mode,
+    ):
+        run()
+        for number, done in enumerate(as_completed(mode.raw_futures), 1):
+            _load(done.result())
+            if report:
+                report(number, len(mode.raw_futures), time.perf_counter() - begin)
 
 
-def _load(index: int, kernel) -> None:
-    """Triton compiles the launcher of a kernel, in C, and loads the kernel, when `run` is read."""
-    with torch.cuda.device(index):
+def _load(kernel) -> None:
+    """Triton compiles a kernel's launcher, in C, and loads both, when `run` is read."""
+    from .ops.launch import loading
+
+    with loading:
         _ = kernel.run
 
 

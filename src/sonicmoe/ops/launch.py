@@ -100,6 +100,9 @@ class Bound:
 
 _bound: dict[tuple, Bound] = {}
 _thread = threading.local()
+# Held where Triton may load a kernel's launcher. Python makes one module of all launchers, since
+# they share a name, so that threads that load them side by side get each other's.
+loading = threading.RLock()
 
 
 def _bind(kernel, options: dict[str, Any]) -> Bound:
@@ -164,7 +167,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
         if first.is_meta:
             bound.kernel.warmup(*own, grid=grid, **bound.options)
             return None
-        compiled = bound.kernel[grid](*own, **bound.options)
+        with loading:
+            compiled = bound.kernel[grid](*own, **bound.options)
         if _AS_TRIED and index >= 0:
             names = bound.kernel.arg_names[len(args) :]
             ready = _make_ready(compiled, args, tuple(bound.options[name] for name in names))
