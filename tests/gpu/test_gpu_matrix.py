@@ -55,13 +55,18 @@ def outcome(request):
     mine = [item for item in request.session.items if item.module is request.module]
     wanted = [item.callspec.params["case"] for item in mine]
     workers = min(12, os.cpu_count() or 1, len(wanted))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawn, _share_cores, (workers,)) as pool:
         yield {case: pool.submit(_check, case) for case in wanted}
         pool.shutdown(cancel_futures=True)
 
 
-def _check(case) -> None:
+def _share_cores(processes: int) -> None:
     torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # else each compiles in a thread for each core
+
+
+def _check(case) -> None:
     check_experts(case, "cuda", "triton")
 
 
