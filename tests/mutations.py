@@ -75,7 +75,7 @@ MUTATIONS = [
     ),
     Mutation(
         "launchers loaded side by side", "ops/launch.py",
-        "        with loading:\n", "        if True:\n", "tests/test_launch.py",
+        "        with loading:\n", "        if True:\n", "tests/test_warmup.py",
     ),
     Mutation(
         "the host waits", "ops/launch_products.py", *_SYNC,

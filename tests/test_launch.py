@@ -1,7 +1,5 @@
 """The short way into Triton hands over what Triton's own way would."""
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +8,6 @@ import triton
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sonicmoe import ahead
 from sonicmoe.ops import launch, memory
 
 pytestmark = pytest.mark.skipif(
@@ -182,30 +179,3 @@ def test_buffers_on_a_gpu_are_what_torch_would_give(shape, current, monkeypatch)
     assert got.shape == shape and got.stride() == empty(shape).stride()
     assert len(short) == (current == 0 and len(shape) <= 2)
     assert [how["device"].index for how in long] == [0] * (1 - len(short))
-
-
-def test_launchers_are_loaded_one_at_a_time():
-    """By first launches in two threads, and ahead of them."""
-    inside, met = [], []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return self.load
-
-        def load(self, *_):
-            inside.append(1)
-            time.sleep(0.02)
-            met.append(len(inside))
-            inside.pop()
-
-        @property
-        def run(self):
-            return self.load()
-
-    t = torch.zeros(4)
-    with ThreadPoolExecutor(4) as pool:
-        first = [pool.submit(launch.launch, Kernel(), (1,), t) for _ in range(3)]
-        early = [pool.submit(ahead._load, Kernel()) for _ in range(3)]
-        for done in (*first, *early):
-            done.result()
-    assert met == [1] * 6

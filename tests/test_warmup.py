@@ -1,16 +1,19 @@
 """What `warmup` compiles is what a training step runs."""
 
 import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from machine_code import compiling
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, ahead, validation
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, ahead, functional, validation
 from sonicmoe.ahead import Layer, compile_together, run_experts
 from sonicmoe.ops.launch import launch
 from sonicmoe.routing import TokenRounding
@@ -129,3 +132,51 @@ def _broken_kernel(x):
 def test_warmup_needs_a_gpu():
     with pytest.raises(ValueError, match="device: expected a GPU, got cpu"):
         sonicmoe.warmup(H, I, E, K, device="cpu")
+
+
+def test_launchers_are_loaded_one_at_a_time():
+    """By first launches in two threads, and ahead of them."""
+    inside, met = [], []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return self.load
+
+        def load(self, *_):
+            inside.append(1)
+            time.sleep(0.02)
+            met.append(len(inside))
+            inside.pop()
+
+        @property
+        def run(self):
+            return self.load()
+
+    t = torch.zeros(4)
+    with ThreadPoolExecutor(4) as pool:
+        first = [pool.submit(launch, Kernel(), (1,), t) for _ in range(3)]
+        early = [pool.submit(ahead._load, Kernel()) for _ in range(3)]
+        for done in (*first, *early):
+            done.result()
+    assert met == [1] * 6
+
+
+def test_only_a_real_training_step_compiles_ahead(monkeypatch):
+    """The GPU of fake tensors need not exist; where gradients are off, half of it never runs."""
+    asked = []
+    monkeypatch.setattr(functional, "compile_ahead", lambda index, layer: asked.append(layer))
+
+    def step(learn: bool) -> None:
+        x, w1, w2 = (torch.empty(shape) for shape in ((32, H), (E, 2 * I, H), (E, H, I)))
+        ids = torch.empty((32, K), dtype=torch.int32)
+        kind = (ActivationType.SWIGLU, "interleaved")
+        functional._compile_ahead(x, ids, w1.requires_grad_(learn), w2, None, None, *kind)
+
+    with FakeTensorMode():
+        step(True)
+    step(False)
+    with torch.no_grad():
+        step(True)
+    assert not asked
+    step(True)
+    assert asked == [Layer(H, I, E, K, torch.float32)]

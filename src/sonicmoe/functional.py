@@ -6,6 +6,7 @@ from . import autograd, ops
 from .ahead import Layer, compile_ahead
 from .enums import ActivationType
 from .errors import bad_argument
+from .main_grad import with_main_grad
 from .notices import say_once
 from .permutation import Permutation
 from .tuning import tile_height
@@ -201,7 +202,9 @@ def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backe
 
 def _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up) -> None:
     """All kernels of a training step at once, where the first one would wait for each in turn."""
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and w1.requires_grad):
+    training = torch.is_grad_enabled() and w1.requires_grad
+    # A fake tensor is on a GPU that need not exist, and its kernels never run.
+    if not training or torch.compiler.is_compiling() or type(x) is not torch.Tensor:
         return
     experts, hidden, intermediate = w2.shape
     compile_ahead(
@@ -210,7 +213,7 @@ def _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up) -> None:
             hidden, intermediate, experts, ids.shape[1] if ids.dim() == 2 else 0, x.dtype,
             activation, gate_up, (b1 is not None, b2 is not None),
             (w1.stride(2) != 1, w2.stride(2) != 1),
-            (hasattr(w1, "main_grad"), hasattr(w2, "main_grad")), ids.dtype,
+            (with_main_grad(w1) is not None, with_main_grad(w2) is not None), ids.dtype,
         ),
     )  # fmt: skip
 

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..enums import ActivationType
+
 _PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _CLAMP_LIMIT = tl.constexpr(7.0)
@@ -34,6 +36,14 @@ def _sigmoid(x):
 @triton.jit
 def _tanh(x):
     return 1.0 - 2.0 * _reciprocal(tl.exp2(2.0 * _LOG2E * x) + 1.0)
+
+
+def value_of(activation: ActivationType):
+    return globals()[activation.value]
+
+
+def derivative_of(activation: ActivationType):
+    return globals()[f"{activation.value}_backward"]
 
 
 # --- functions of one variable: value, and value with slope ---------------------------------------

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from ..enums import ActivationType
 from ..kernels import adapted
+from ..kernels.activation import value_of
 from ..shapes import ceil_div
 from ..tuning import RowConfig, Target
 from ..tuning.select import default_row_config
@@ -39,7 +40,7 @@ def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
         b1, u, factor, z, a, tiles, *w1.stride(),
         H=hidden, N=n, **Adapter(u, factor).options,
         GATED=activation.is_gated, CONCATENATED=concatenated,
-        ACTIVATION=products._value(activation), A_TMA=False, B_TMA=config.tma,
+        ACTIVATION=value_of(activation), A_TMA=False, B_TMA=config.tma,
         B_KN=products._stored_transposed(w1), PRECISION=dot_precision(x),
         UNROLL=products._unroll(x), **products._options(config),
     )  # fmt: skip

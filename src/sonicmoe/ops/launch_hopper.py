@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from triton.experimental.gluon import language as gl
 
-from ..kernels import activation as device_activation
+from ..kernels.activation import derivative_of, value_of
 from ..kernels.hopper_rows import hopper_product_kernel, hopper_up_kernel
 from ..kernels.hopper_score_gradient import SLICE, hopper_score_gradient_kernel
 from ..kernels.hopper_weight_gradient import hopper_weight_gradient_kernel
@@ -66,7 +66,7 @@ def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, g
     kernel = Bound(
         hopper_up_kernel,
         H=hidden, N=columns, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1,
-        TWO_HALVES=concatenated, ACTIVATION=getattr(device_activation, activation.value),
+        TWO_HALVES=concatenated, ACTIVATION=value_of(activation),
         KEEP_Z=keep_z, GATHER=gather, num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(dtype, shape, strides, n, k, concatenated)
@@ -99,8 +99,7 @@ def _score_gradient(
     kernel = Bound(
         hopper_score_gradient_kernel,
         H=hidden, I=inner, BN=n, BK=k, STAGES=stages, KN=strides[1] != 1,
-        CONCATENATED=concatenated,
-        BACKWARD=getattr(device_activation, f"{activation.value}_backward"),
+        CONCATENATED=concatenated, BACKWARD=derivative_of(activation),
         STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=gather, num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..enums import ActivationType
-from ..kernels import activation as device_activation
 from ..kernels import aggregation, rows, score_gradient, weight_gradient
+from ..kernels.activation import derivative_of, value_of
 from ..shapes import ceil_div
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from . import memory
@@ -15,14 +14,6 @@ from .launch import Bound, aligned, descriptor, dot_precision, launch, power_of_
 
 _SLOTS = 1024  # whose partial scores one program sums
 SHORTEST_SPAN = 1024  # rows of an expert that are summed on their own, at least
-
-
-def _value(activation: ActivationType):
-    return getattr(device_activation, activation.value)
-
-
-def _derivative(activation: ActivationType):
-    return getattr(device_activation, f"{activation.value}_backward")
 
 
 @cache
@@ -102,7 +93,7 @@ def up(
         source, row_token, _weight_source(w1, config, two_halves), b1, z, a, tiles,
         *w1.stride(),
         H=hidden, N=n, GATED=activation.is_gated, CONCATENATED=concatenated,
-        ACTIVATION=_value(activation), KEEP_Z=keep_z,
+        ACTIVATION=value_of(activation), KEEP_Z=keep_z,
         A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w1), PRECISION=dot_precision(x),
         UNROLL=_unroll(x), FLATTEN=config.flatten, **_options(config),
     )  # fmt: skip
@@ -206,7 +197,7 @@ def down_backward(
 
 def _present(like, *results):
     """An operator returns a tensor for every result, empty for those that nobody asked for."""
-    return tuple([memory.empty((0,), like.dtype, like.device) if t is None else t for t in results])
+    return tuple([memory.absent(like) if t is None else t for t in results])
 
 
 @cache
@@ -252,7 +243,7 @@ def _score_gradient(
             scores, row_slot, z, dz, a, partial, tiles, plane, *w2t.stride(),
             H=hidden, I=intermediate, **adapter.options,
             GATED=activation.is_gated, CONCATENATED=concatenated,
-            BACKWARD=_derivative(activation), STORE_DZ=need_dz, STORE_A=need_a,
+            BACKWARD=derivative_of(activation), STORE_DZ=need_dz, STORE_A=need_a,
             STORE_PARTIAL=need_dscores, SLICES=config.slices,
             A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w2t),
             PRECISION=dot_precision(z), UNROLL=_unroll(z), **_options(config),
