@@ -146,6 +146,28 @@ def test_opcheck(name, call):
     )
 
 
+@pytest.mark.parametrize(("name", "call"), CALLS)
+def test_fakes_of_gpu_tensors_allocate_nothing(name, call, monkeypatch):
+    """`memory.empty` goes past the dispatcher on a GPU, so no fake version may call it."""
+
+    def allocated(*_):
+        raise AssertionError("a fake version allocated memory")
+
+    def on_gpu(argument):
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        shape, stride, dtype = argument.shape, argument.stride(), argument.dtype
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cuda:0")
+
+    monkeypatch.setattr(ops.memory, "_empty_on_current_gpu", allocated)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    with FakeTensorMode():
+        out = getattr(ops, name)(*map(on_gpu, ARGUMENTS[name][call]))
+    for result in out if isinstance(out, tuple) else (out,):
+        assert isinstance(result, FakeTensor)
+        assert result.device == torch.device("cuda:0")
+
+
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.RELU])
 def test_flops_are_counted(activation):
     """6RHI forward and 12RHI backward for gated activations, 4 and 8 for plain ones."""

@@ -118,7 +118,7 @@ def producer(
                 w, expert, column, k, full.index(slot), w_smem, slot, BN, BK, STAGES, KN, TWO_HALVES
             )
             if GATHER:
-                inside = K % BK == 0 or gl.expand_dims(k + offs_k < K, 0)
+                inside = gl.expand_dims(k + offs_k < K, 0) if K % BK else True
                 copy_gathered(a_smem.index(2 * slot), upper_ptr + k, mask=upper_ok & inside)
                 copy_gathered(a_smem.index(2 * slot + 1), lower_ptr + k, mask=lower_ok & inside)
                 async_copy.mbarrier_arrive(full.index(slot), increment_count=False)

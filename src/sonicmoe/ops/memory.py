@@ -30,5 +30,5 @@ def empty_like(t: torch.Tensor) -> torch.Tensor:
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:
-    """What an operator returns in the place of a result that nobody asked for."""
-    return empty((0,), like.dtype, like.device)
+    """What an operator returns in place of a result nobody asked for; fake if `like` is."""
+    return like.new_empty(0)
