@@ -74,6 +74,28 @@ def test_same_arguments_as_triton(maps, grid, order):
     assert _addresses(calls[0]) == _addresses(calls[1])
 
 
+def test_a_map_is_filled_once_for_an_address_and_its_boxes(monkeypatch):
+    filled, calls = [], []
+    monkeypatch.setattr(launch, "_fill_map", lambda: lambda *a: filled.append(a) or len(filled))
+    monkeypatch.setattr(launch, "_MOST_MAPS", 3)
+    memory = torch.zeros(4, 64, 64, dtype=torch.bfloat16)
+    args = (launch.descriptor(memory[0], [64, 64]),)
+    launcher = _launcher(lambda *call: calls.append(call), args, meta=META[:1])
+    compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
+    ready = launch._make_ready(compiled, args, ())
+
+    def start(t):
+        args = (launch.descriptor(t, [64, 64]),)
+        launch._start(ready, (1,), 5, args, list(args[0][1].values))
+        used = filled[calls[-1][13] - 1]
+        assert used[0] == t.data_ptr() and used[5:7] == (list(t.shape), list(t.stride()))
+        return len(filled)
+
+    assert [start(memory[i]) for i in (0, 1, 0, 1)] == [1, 2, 2, 2]
+    assert start(memory[0, :32]) == 3 and start(memory[0]) == 3
+    assert start(memory[2]) == 4 and start(memory[0]) == 5  # all forgotten when there are too many
+
+
 class _OnGpu(torch.Tensor):
     def get_device(self):
         return 0

@@ -28,6 +28,16 @@ def once_differentiable(backward: Callable) -> Callable:
     return call
 
 
+def apply(node: type[torch.autograd.Function], *args):
+    """`node.apply(*args)`, past PyTorch's search for functorch's tensors among the arguments.
+
+    It takes as long as the node itself: 14 of 31 µs with sixteen arguments.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return node.apply(*args)
+    return super(torch.autograd.Function, node).apply(*args)  # type: ignore[misc]
+
+
 class RouterLogits(torch.autograd.Function):
     """X, Wr → X Wrᵀ, and X once more for the experts.
 

@@ -128,7 +128,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, 
     )
     if plain:
         return torch.nn.functional.linear(x, weight), x
-    return autograd.RouterLogits.apply(x, weight)
+    return autograd.apply(autograd.RouterLogits, x, weight)
 
 
 def topk_scores(
@@ -149,7 +149,8 @@ def topk_scores(
     check_floating("logits", logits)
     check_k(k, logits.shape[1])
     backend = resolve_backend(backend, logits)
-    return autograd.TopK.apply(logits, k, softmax_over_topk or renormalize, backend)
+    softmax_over_topk = softmax_over_topk or renormalize
+    return autograd.apply(autograd.TopK, logits, k, softmax_over_topk, backend)
 
 
 def permute(
@@ -190,13 +191,13 @@ def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backe
     )
     if scores is not None:
         scores = _score_dtype(scores, x)
-    z, a = autograd.Up.apply(
-        x, w1, b1, p.row_token, p.slot_row, p.token_start, p.expert_start, p.tiles,
+    z, a = autograd.apply(
+        autograd.Up, x, w1, b1, p.row_token, p.slot_row, p.token_start, p.expert_start, p.tiles,
         p.tile_height, activation.value, concatenated, keep_z, backend,
     )  # fmt: skip
-    return autograd.Down.apply(
-        z, a, scores, w2, b2, p.row_token, p.row_slot, p.slot_row, p.token_start, p.expert_start,
-        p.tiles, x.shape[0], p.tile_height, activation.value, concatenated, backend,
+    return autograd.apply(
+        autograd.Down, z, a, scores, w2, b2, p.row_token, p.row_slot, p.slot_row, p.token_start,
+        p.expert_start, p.tiles, x.shape[0], p.tile_height, activation.value, concatenated, backend,
     )  # fmt: skip
 
 

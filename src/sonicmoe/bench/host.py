@@ -7,13 +7,22 @@ from .inputs import make_inputs
 from .subjects import ours
 from .timing import host_ms
 
+STACK = 8
+
 
 def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+    """Of a layer alone, with the router in and out, and of one in a stack as a model has it.
+
+    Alone, the backward pass begins by waking up autograd's thread; a stack wakes it up once.
+    """
     inputs = make_inputs(HOST, device=device, dtype=dtype)
     figures = {}
-    for router in (True, False):
-        subject = ours(inputs, router=router)
-        prefix = "" if router else "no_router_"
-        figures[f"{prefix}host_fwd_ms"] = host_ms(subject.forward, device)
-        figures[f"{prefix}host_fwd_bwd_ms"] = host_ms(subject.forward_backward, device)
+    for prefix, router, layers in (
+        ("", True, 1),
+        ("no_router_", False, 1),
+        ("stack_", True, STACK),
+    ):
+        subject = ours(inputs, router=router, layers=layers)
+        for name, call in (("fwd", subject.forward), ("fwd_bwd", subject.forward_backward)):
+            figures[f"{prefix}host_{name}_ms"] = host_ms(call, device) / layers
     return figures

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..errors import bad_argument
 from .cases import CASES, HOST
+from .host import STACK
 from .peers import DENSE
 from .published import NAME as PUBLISHED
 from .results import Record
@@ -169,10 +170,16 @@ def _beside(title: str, records: Sequence[Record]) -> str | None:
         )
     if host:
         sources.append(host)
-        sentences.append(
-            f"The host alone, at {HOST.problem}: {host['host_fwd_ms']:.2f} ms forward, "
-            f"{host['host_fwd_bwd_ms']:.2f} forward and backward."
+        figures = (
+            f"{host['host_fwd_ms']:.2f} ms forward, {host['host_fwd_bwd_ms']:.2f} forward and "
+            "backward"
         )
+        if "stack_host_fwd_ms" in host:  # measured since 2026-11-15
+            figures += (
+                f"; a layer in a stack of {STACK}: {host['stack_host_fwd_ms']:.2f} and "
+                f"{host['stack_host_fwd_bwd_ms']:.2f}"
+            )
+        sentences.append(f"The host alone, at {HOST.problem}: {figures}.")
     if not sentences:
         return None
     return "\n".join([*lines, f"{title}. {' '.join(sentences)} {_origin(sources)}"])

@@ -42,8 +42,8 @@ def leaves_of(inputs: Inputs, router: bool) -> dict[str, torch.Tensor]:
     return {name: t for name, t in (named | choice).items() if t is not None}
 
 
-def ours(inputs: Inputs, *, router: bool, concatenated: bool = False) -> Subject:
-    """The layer of this package, through its public functions."""
+def ours(inputs: Inputs, *, router: bool, concatenated: bool = False, layers: int = 1) -> Subject:
+    """The layer of this package, through its public functions, or some with the same weights."""
     from ..functional import experts, router_logits, topk_scores
 
     case, i = inputs.case, inputs
@@ -55,8 +55,8 @@ def ours(inputs: Inputs, *, router: bool, concatenated: bool = False) -> Subject
             gate_up="concatenated" if concatenated else "interleaved",
         )  # fmt: skip
 
-    def with_router() -> torch.Tensor:
-        logits, x = router_logits(i.x, i.router_w)
+    def with_router(x: torch.Tensor) -> torch.Tensor:
+        logits, x = router_logits(x, i.router_w)
         scores, ids = topk_scores(
             logits, case.problem.K,
             softmax_over_topk=case.router == "softmax_over_topk",
@@ -64,8 +64,10 @@ def ours(inputs: Inputs, *, router: bool, concatenated: bool = False) -> Subject
         )  # fmt: skip
         return layer(x, ids, scores)
 
-    def without_router() -> torch.Tensor:
-        return layer(i.x, i.ids, i.scores)
+    def forward() -> torch.Tensor:
+        x = i.x
+        for _ in range(layers):
+            x = with_router(x) if router else layer(x, i.ids, i.scores)
+        return x
 
-    forward = with_router if router else without_router
     return Subject(OURS, router, forward, leaves_of(inputs, router), inputs.dout, concatenated)

@@ -74,12 +74,21 @@ def descriptor(t: torch.Tensor, block: list[int]) -> tuple[torch.Tensor, Boxes]:
 
 
 # --- launching ------------------------------------------------------------------------------------
+class _Descriptor(NamedTuple):
+    """An argument that the copy engine reads through a map, which is filled for an address."""
+
+    place: int  # among the arguments
+    position: int  # of the map among the compiled kernel's
+    kind: tuple  # what a map takes between address and shape
+    maps: dict[tuple[int, Boxes], Any]  # those filled so far
+
+
 class _Ready(NamedTuple):
     """A compiled kernel and all that its launches share."""
 
     run: Any
     head: tuple  # what `run` takes between the stream and the arguments
-    descriptors: tuple  # of each: its places, and what its map takes after the address
+    descriptors: tuple[_Descriptor, ...]
     constants: tuple
 
 
@@ -180,17 +189,21 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
 
 
 _REST = ((1, 1, 1), (1, 1), (1,), ())  # of a grid
+_MOST_MAPS = 256  # of one descriptor: a training step comes back to the same addresses
 
 
 def _start(ready: _Ready, grid: tuple[int, ...], stream: int, args: tuple, values: list) -> None:
     """`values` are `args` as the compiled kernel takes them, but for the maps of descriptors."""
-    if ready.descriptors:
-        fill = _fill_map()
-        for place, position, swizzle, itemsize, dtype, block in ready.descriptors:
-            t, boxes = args[place]
-            values[position] = fill(
-                t.data_ptr(), swizzle, itemsize, dtype, block, boxes.shape, boxes.strides, 0
-            )
+    for place, position, kind, maps in ready.descriptors:
+        t, boxes = args[place]
+        address = t.data_ptr()
+        found = maps.get((address, boxes))
+        if found is None:
+            if len(maps) == _MOST_MAPS:
+                maps.clear()
+            found = _fill_map()(address, *kind, boxes.shape, boxes.strides, 0)
+            maps[address, boxes] = found
+        values[position] = found
     ready.run(*grid, *_REST[len(grid)], stream, *ready.head, *values, *ready.constants)
 
 
@@ -219,9 +232,12 @@ def _make_ready(compiled, args: tuple, constants: tuple) -> _Ready | None:
             return None
     lengths = [len(a[1].values) if type(a) is tuple else 1 for a in args]
     descriptors = tuple(
-        (
-            place, sum(lengths[:place]), meta["swizzle"], meta["elem_size"],
-            TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"],
+        _Descriptor(
+            place, sum(lengths[:place]),
+            (
+                meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
+                meta["block_size"],
+            ), {},
         )
         for place, meta in zip(places, metas, strict=True)
     )  # fmt: skip
