@@ -1,12 +1,14 @@
 """Launches of token rounding: three kernels and one for the gradient, sizes known to the host."""
 
+from functools import cache
+
 import torch
 
 from ..kernels import token_rounding as kernels
 from ..reference.token_rounding import most_rows
 from ..shapes import ceil_div
 from . import memory
-from .launch import launch, power_of_two
+from .launch import Bound, launch, power_of_two
 
 _BLOCK = 32  # tokens whose bits make a word
 _VALUES = 8192  # of whole rows that a program holds; with the gradient's sums, half of them
@@ -21,6 +23,31 @@ def round_tokens(scores, ids, tile, subroutine, uniform):
 
 def round_logits(logits, ids, normalize, tile, subroutine, uniform):
     return _rounded(logits, ids, tile, subroutine, uniform, softmax=True, normalize=normalize)
+
+
+@cache
+def _bound_rounding(
+    experts: int, k: int, subroutine: str, softmax: bool, normalize: bool
+) -> tuple[int, Bound, Bound, Bound]:
+    """Tokens of a program of the first kernel, and the kernels."""
+    block, all_experts = _tokens_at_once(experts, _VALUES), power_of_two(experts)
+    # Two programs a processor hide each other's sums over all warps: 256 experts run at once on an
+    # H200. Sums of scores (nr-s) take registers too.
+    columns = (
+        {"PARTS": 4, "STEP": 2 * _PART, "num_warps": 16}
+        if subroutine == "nr-s"
+        else {"PARTS": 16, "STEP": _PART, "num_warps": 8, "maxnreg": 128}
+    )
+    return (
+        block,
+        Bound(
+            kernels.keys_kernel,
+            SOFTMAX=softmax, NORMALIZE=normalize,
+            BT=block, BE=all_experts, BK=power_of_two(k), num_warps=8,
+        ),
+        Bound(kernels.select_kernel, SUBROUTINE=subroutine, BE=all_experts, **columns),
+        Bound(kernels.emit_kernel, BE=_EXPERTS, BP=_PAIRS, num_warps=4),
+    )  # fmt: skip
 
 
 def _rounded(values, ids, tile, subroutine, uniform, softmax, normalize):
@@ -47,33 +74,30 @@ def _rounded(values, ids, tile, subroutine, uniform, softmax, normalize):
     # An expert counts its own rows; only to balance must it know all others'.
     counts = new(experts).zero_() if subroutine == "balance-f" else None
     values = _rows_of(values)
-    block = _tokens_at_once(experts, _VALUES)
+    block, make_keys, select, emit = _bound_rounding(experts, k, subroutine, softmax, normalize)
     launch(
-        kernels.keys_kernel, (length // block,),
+        make_keys, (length // block,),
         values, ids.contiguous(), keys, counts, block_pairs,
         tokens, length, experts, k, values.stride(0),
-        SOFTMAX=softmax, NORMALIZE=normalize,
-        BT=block, BE=power_of_two(experts), BK=power_of_two(k), num_warps=8,
     )  # fmt: skip
-    # Two programs a processor hide each other's sums over all warps: 256 experts run at once on an
-    # H200. Sums of scores (nr-s) take registers too.
-    columns = (
-        {"PARTS": 4, "STEP": 2 * _PART, "num_warps": 16}
-        if subroutine == "nr-s"
-        else {"PARTS": 16, "STEP": _PART, "num_warps": 8, "maxnreg": 128}
-    )
     launch(
-        kernels.select_kernel, (experts,),
+        select, (experts,),
         keys, counts, uniform, rows, chosen, kept, block_pairs, tokens, length, experts, tile,
-        SUBROUTINE=subroutine, BE=power_of_two(experts), **columns,
     )  # fmt: skip
     launch(
-        kernels.emit_kernel, (blocks,),
+        emit, (blocks,),
         keys, kept, block_pairs, pair_expert, pair_token, pair_score, token_start,
         tokens, length, experts, slots,
-        BE=_EXPERTS, BP=_PAIRS, num_warps=4,
     )  # fmt: skip
     return outputs
+
+
+@cache
+def _bound_gradient(experts: int) -> tuple[int, Bound]:
+    """Tokens of a program, and the kernel."""
+    block = _tokens_at_once(experts, _VALUES // 2)
+    kernel = kernels.logits_gradient_kernel
+    return block, Bound(kernel, BT=block, BE=power_of_two(experts), num_warps=8)
 
 
 def round_logits_backward(dscore, logits, ids, pair_expert, token_start):
@@ -81,13 +105,12 @@ def round_logits_backward(dscore, logits, ids, pair_expert, token_start):
     dlogits = memory.empty((tokens, experts), logits.dtype, logits.device)
     if tokens:
         logits = _rows_of(logits)
-        block = _tokens_at_once(experts, _VALUES // 2)
+        block, kernel = _bound_gradient(experts)
         launch(
-            kernels.logits_gradient_kernel, (ceil_div(tokens, block),),
+            kernel, (ceil_div(tokens, block),),
             dscore.contiguous(), logits, None if ids is None else ids.contiguous(),
             pair_expert, token_start, dlogits,
             tokens, experts, 0 if ids is None else ids.shape[1], logits.stride(0),
-            BT=block, BE=power_of_two(experts), num_warps=8,
         )  # fmt: skip
     return dlogits
 

@@ -1,9 +1,9 @@
 """Token rounding: top-K, changed so that every expert's rows fill whole tiles."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import ops
+from ..autograd import apply, once_differentiable
 from ..errors import bad_argument
 from ..functional import topk_scores
 from ..reference.token_rounding import STOCHASTIC, SUBROUTINES, spread_pairs
@@ -64,15 +64,15 @@ class TokenRounding(Router):
                 logits, self.k, softmax_over_topk=False, renormalize=self.normalize, backend=backend
             )
             return Routing(logits, ids, scores)
+        backend = resolve_backend(backend, logits)
         with torch.no_grad():
-            _, ids = topk_scores(logits, self.k, backend=backend)
+            _, ids = ops.topk(logits, self.k, True, backend)
         if uniform is None and self.subroutine in STOCHASTIC:
             uniform = torch.rand(self.num_experts, device=logits.device, generator=self.generator)
         uniform = _checked_uniform(uniform, self.subroutine, logits)
-        score, expert, token, token_start, _, chosen = _RoundLogits.apply(
-            logits, ids, self.normalize, self.tile, self.subroutine, uniform,
-            resolve_backend(backend, logits),
-        )  # fmt: skip
+        score, expert, token, token_start, _, chosen = apply(
+            _RoundLogits, logits, ids, self.normalize, self.tile, self.subroutine, uniform, backend
+        )
         return Routing(logits, expert, score, token, token_start, chosen)
 
     def extra_repr(self) -> str:
@@ -107,9 +107,8 @@ def round_tokens(
         )  # fmt: skip
     _check_rounding(tile, subroutine)
     uniform = _checked_uniform(uniform, subroutine, scores)
-    return _RoundTokens.apply(
-        widened(scores), ids, tile, subroutine, uniform, resolve_backend(backend, scores)
-    )
+    backend = resolve_backend(backend, scores)
+    return apply(_RoundTokens, widened(scores), ids, tile, subroutine, uniform, backend)
 
 
 def _check_rounding(tile: int, subroutine: str) -> None:
