@@ -41,14 +41,14 @@ def test_bench_keeps_what_it_prints(quick, tmp_path, capsys):
         assert word in printed
     (path,) = tmp_path.glob("*/*-layer.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    subjects = ["sonicmoe", "operators", "sonicmoe", "grouped_mm", "dense"]
+    subjects = ["sonicmoe", "sonicmoe", "grouped_mm", "dense", "operators"]
     assert [r["subject"] for r in records] == [*subjects, *subjects, "host"]
     first = records[0]
-    assert first["router"] == "in" and records[2]["router"] == "out"
+    assert first["router"] == "in" and records[1]["router"] == "out"
     assert first["command"].startswith("sonicmoe bench --device cpu --shape 64,32,16,4,2")
     assert {c["tensor"] for c in first["checks"]} == {"out", "x", "w1", "w2", "router_w"}
-    assert first["kept_mib"] > 0 and first["dense_share"] == 2.0  # 1 ms forward, 1 ms backward
-    operators = {o["stage"]: o for o in records[1]["operators"]}
+    assert first["kept_mib"] > 0 and first["dense_share"] == 1.0  # every call takes 1 ms
+    operators = {o["stage"]: o for o in records[4]["operators"]}
     assert operators["up"]["flops"] == 2 * 128 * 32 * 32 and operators["aggregate"]["flops"] == 0
     assert operators["aggregate"]["traffic"] == 4 * (128 * 32 + 128 + 128 + 64 * 32)
 
@@ -192,30 +192,49 @@ def moe_TC_softmax_topk_layer(x, router_w, w1, b1, w2, b2, K, stream, activation
 def test_the_published_package_answers_from_its_own_process(tmp_path, scale):
     """A stand-in under the published names: what the folder holds is measured, if it is right."""
     from sonicmoe.bench.cases import Case
-    from sonicmoe.bench.published import measure_published
+    from sonicmoe.bench.published import Failed, Published
 
     folder = tmp_path / "sonicmoe"
     folder.mkdir()
-    (folder / "__init__.py").touch()
+    (folder / "__init__.py").write_text("print('whatever a package may print')\n")
     (folder / "enums.py").write_text("ActivationType = {'SWIGLU': None}\n")
     (folder / "functional.py").write_text(STAND_IN.replace("SCALE", str(scale)))
     case = Case.of_shape("64,32,16,4,2")
-    found = measure_published(str(tmp_path), case, "uniform", "float32", "cpu")
-    if scale == 1.0:
-        assert found["fwd_ms"] > 0 and found["fwd_bwd_ms"] > 0 and "error" not in found
-        assert found["bwd_ms"] == pytest.approx(found["fwd_bwd_ms"] - found["fwd_ms"], abs=1e-3)
-    else:
-        assert found["error"] == "differs from fp64" and "fwd_ms" not in found
+    with Published(str(tmp_path), case, "uniform", "float32", "cpu") as package:
+        if scale == 1.0:
+            found = package.needs()
+            assert found["first_call_s"] > 0 and found["kept_mib"] > 0 and len(found["checks"]) == 5
+            assert package.forward() > 0 and package.both() > 0 and package.forward() > 0
+        else:
+            with pytest.raises(Failed, match="differs from fp64 in out, x"):
+                package.needs()
 
 
 def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
     from sonicmoe.bench.cases import Case
-    from sonicmoe.bench.published import measure_published
+    from sonicmoe.bench.published import Failed, Published
 
     (tmp_path / "sonicmoe.py").write_text("raise RuntimeError('not today')\n")
     case = Case.of_shape("64,32,16,4,2")
-    found = measure_published(str(tmp_path), case, "uniform", "float32", "cpu")
-    assert found == {"error": "RuntimeError: not today"}
+    with (
+        Published(str(tmp_path), case, "uniform", "float32", "cpu") as package,
+        pytest.raises(Failed, match="RuntimeError: not today"),
+    ):
+        package.needs()
+
+
+def test_a_package_that_never_answers_is_given_up(tmp_path, monkeypatch):
+    from sonicmoe.bench import published
+    from sonicmoe.bench.cases import Case
+
+    (tmp_path / "sonicmoe.py").write_text("import time; time.sleep(60)\n")
+    monkeypatch.setattr(published, "TIMEOUT_S", 0.5)
+    case = Case.of_shape("64,32,16,4,2")
+    with (
+        published.Published(str(tmp_path), case, "uniform", "float32", "cpu") as package,
+        pytest.raises(published.Failed, match=r"no answer within 0\.5 s"),
+    ):
+        package.needs()
 
 
 def test_a_peer_that_breaks_does_not_stop_us(quick, tmp_path, capsys, monkeypatch):

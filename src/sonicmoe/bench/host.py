@@ -24,5 +24,5 @@ def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
     ):
         subject = ours(inputs, router=router, layers=layers)
         for name, call in (("fwd", subject.forward), ("fwd_bwd", subject.forward_backward)):
-            figures[f"{prefix}host_{name}_ms"] = host_ms(call, device) / layers
+            figures[f"{prefix}host_{name}_ms"] = host_ms(call, device, 200 // layers) / layers
     return figures

@@ -1,4 +1,8 @@
-"""Every figure of one subject."""
+"""Every figure of a subject: what it needs, and how long it takes beside others."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -7,17 +11,51 @@ from ..shapes import Problem
 from .kernels import busy_ms
 from .memory import MIB, measure_memory
 from .subjects import Subject
-from .timing import is_cuda, median_ms
+from .timing import Key, in_turns, is_cuda, median_ms
 
 
-def measure(subject: Subject, p: Problem) -> dict[str, float | None]:
-    """Times in ms, rates in TFLOP/s of the layer's products, memory in MiB."""
+class Timers(NamedTuple):
+    """Each measures once and gives back milliseconds."""
+
+    forward: Callable[[], float]
+    both: Callable[[], float]  # forward and backward
+
+
+def timers(
+    forward: Callable[[], object],
+    both: Callable[[], object],
+    device: str | torch.device,
+    rep_ms: int = 100,
+) -> Timers:
+    return Timers(*(partial(median_ms, call, device, rep_ms) for call in (forward, both)))
+
+
+def timers_of(subject: Subject) -> Timers:
+    return timers(subject.forward, subject.forward_backward, subject.dout.device)
+
+
+def time_in_turns(
+    p: Problem, contenders: Mapping[Key, Timers], rounds: int = 5
+) -> dict[Key, dict[str, float]]:
+    """Times of each in ms and its rates in TFLOP/s of the layer's products."""
+    each = {
+        (key, name): timer
+        for key, pair in contenders.items()
+        for name, timer in pair._asdict().items()
+    }
+    found = in_turns(each, rounds)
+    return {
+        key: times(p, found[key, "forward"], found[key, "both"] - found[key, "forward"])
+        for key in contenders
+    }
+
+
+def needs(subject: Subject) -> dict[str, float | None]:
+    """Memory in MiB, and on a GPU the milliseconds its kernels are busy."""
     device = subject.dout.device
     subject.forward_backward()
     memory = measure_memory(subject)
-    forward = median_ms(subject.forward, device)
-    both = median_ms(subject.forward_backward, device, rep_ms=400)
-    figures: dict[str, float | None] = dict(times(p, forward, both - forward))
+    figures: dict[str, float | None] = {}
     if is_cuda(device):
         figures["busy_fwd_ms"] = busy_ms(subject.forward, device)
         figures["busy_fwd_bwd_ms"] = busy_ms(subject.forward_backward, device)
@@ -26,6 +64,12 @@ def measure(subject: Subject, p: Problem) -> dict[str, float | None]:
         size = getattr(memory, name)
         figures[f"{name}_mib"] = None if size is None else size / MIB
     return figures
+
+
+def measure(subject: Subject, p: Problem) -> dict[str, float | None]:
+    """All figures of a subject that has no others beside it."""
+    needed = needs(subject)
+    return dict(time_in_turns(p, {subject.name: timers_of(subject)})[subject.name]) | needed
 
 
 def times(p: Problem, forward: float, backward: float) -> dict[str, float]:

@@ -21,7 +21,7 @@ DENSE = "dense"
 def dense(
     p: Problem, device: str | torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Batched products of the same FLOPs with perfectly even experts, forward and backward.
+    """Batched products of the same FLOPs with perfectly even experts: forward, and with backward.
 
     No router, no gather, no activation, no aggregation: not a layer, a limit.
     """
@@ -37,13 +37,14 @@ def dense(
         torch.bmm(x, w1)
         torch.bmm(a, w2)
 
-    def backward() -> None:
+    def forward_backward() -> None:
+        forward()
         torch.bmm(dy, w2.mT)
         torch.bmm(a.mT, dy)
         torch.bmm(dz, w1.mT)
         torch.bmm(x.mT, dz)
 
-    return forward, backward
+    return forward, forward_backward
 
 
 def grouped_mm(inputs: Inputs) -> Subject:

@@ -1,46 +1,94 @@
 """The published SonicMoE, in a process of its own: its import name is ours.
 
-`measure_published` starts this file as a script. There `sonicmoe` is the published package, found
-in the folder the user names, and our own modules go by the name `instruments`.
+`Published` starts this file as a script. There `sonicmoe` is the published package, found in the
+folder the user names, and our own modules go by the name `instruments`.
 """
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import types
 from dataclasses import asdict
 from pathlib import Path
 
 NAME = "published"
 TIMEOUT_S = 580  # its first call compiles and benchmarks for minutes
+_ANSWER = "answer: "  # begins the lines that are for us; the package may print others
 
 
-def measure_published(folder: str, case, routing: str, dtype: str, device: str = "cuda") -> dict:
-    """Figures of the published package on the inputs of a case, or {"error": …}."""
-    request = {
-        "folder": str(Path(folder).resolve()),
-        "routing": routing,
-        "dtype": dtype,
-        "device": device,
-        "problem": asdict(case.problem),
-        "activation": case.activation.value,
-        "router": case.router,
-    }
-    # Its compiling processes start one after the other, 5 to 7 s each, anew for each of its
-    # kernels: with 15 of them 440 s were not enough for one shape on 16 cores.
-    env = {"QUACK_COMPILE_WORKERS": "1"} | os.environ
-    env["PYTHONPATH"] = _search_path(request["folder"])
-    try:
-        done = subprocess.run(
+class Failed(Exception):
+    """The package cannot be measured; says why."""
+
+
+class Published:
+    """The package on the inputs of a case, ready to be timed whenever its turn has come."""
+
+    def __init__(self, folder: str, case, routing: str, dtype: str, device: str = "cuda") -> None:
+        request = {
+            "folder": str(Path(folder).resolve()),
+            "routing": routing,
+            "dtype": dtype,
+            "device": device,
+            "problem": asdict(case.problem),
+            "activation": case.activation.value,
+            "router": case.router,
+        }
+        # Its compiling processes start one after the other, 5 to 7 s each, anew for each of its
+        # kernels: with 15 of them 440 s were not enough for one shape on 16 cores.
+        env = {"QUACK_COMPILE_WORKERS": "1"} | os.environ
+        env["PYTHONPATH"] = _search_path(request["folder"])
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (__exit__ closes it)
+        self._process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(request)],
-            env=env, capture_output=True, text=True, timeout=TIMEOUT_S,
+            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {TIMEOUT_S} s"}
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1][:300]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+
+    def __enter__(self) -> "Published":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def needs(self) -> dict:
+        """Its figures but for the times, once it was checked; takes minutes."""
+        return self._ask("needs")
+
+    def forward(self) -> float:
+        return self._ask("forward")
+
+    def both(self) -> float:
+        return self._ask("both")
+
+    def _ask(self, what: str):
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            self._process.kill()
+
+        assert self._process.stdin and self._process.stdout
+        watch = threading.Timer(TIMEOUT_S, give_up)
+        watch.start()
+        try:
+            self._process.stdin.write(f"{what}\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:
+                if line.startswith(_ANSWER):
+                    return json.loads(line.removeprefix(_ANSWER))
+        except BrokenPipeError:  # it ended before it was asked
+            pass
+        finally:
+            watch.cancel()
+        if late.is_set():
+            raise Failed(f"no answer within {TIMEOUT_S} s")
+        self._process.wait()
+        self._errors.seek(0)
+        raise Failed((self._errors.read().strip().splitlines() or ["it ended"])[-1][:300])
 
 
 def _search_path(folder: str) -> str:
@@ -61,16 +109,13 @@ def _instruments() -> None:
     sys.modules["instruments"] = package
 
 
-def _answer(request: dict) -> dict:
-    sys.path = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
-    _instruments()
+def _subject(request: dict):
+    """Theirs on our inputs, which are given back too."""
     import torch
     from instruments.bench.cases import Case
     from instruments.bench.inputs import make_inputs
-    from instruments.bench.measure import measure
     from instruments.bench.subjects import Subject, leaves_of
-    from instruments.bench.timing import is_cuda, wall_ms
-    from instruments.bench.verify import passed, verify
+    from instruments.bench.timing import is_cuda
     from instruments.enums import ActivationType
     from instruments.shapes import Problem
 
@@ -94,15 +139,32 @@ def _answer(request: dict) -> dict:
             problem.K, stream, TheirActivation[activation.name], False, **options,
         )[0]  # fmt: skip
 
-    subject = Subject(NAME, True, forward, leaves_of(i, router=True), i.dout)
-    first = wall_ms(subject.forward_backward, request["device"]) / 1e3
-    checks = verify(subject, i, peer=True)
-    if not passed(checks):
-        return {"error": "differs from fp64", "checks": [asdict(check) for check in checks]}
-    return {"first_call_s": first, "checks": [asdict(c) for c in checks]} | measure(
-        subject, problem
-    )
+    return Subject(NAME, True, forward, leaves_of(i, router=True), i.dout), i
+
+
+def _serve(request: dict) -> None:
+    """Answer what `Published` asks, a line each, until nobody asks any more."""
+    sys.path = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
+    _instruments()
+    from instruments.bench.measure import needs, timers_of
+    from instruments.bench.timing import wall_ms
+    from instruments.bench.verify import passed, verify
+
+    subject, inputs = _subject(request)
+
+    def checked() -> dict:
+        first = wall_ms(subject.forward_backward, request["device"]) / 1e3
+        checks = verify(subject, inputs, peer=True)
+        if not passed(checks):
+            bad = ", ".join(check.tensor for check in checks if not check.passed)
+            raise SystemExit(f"differs from fp64 in {bad}")
+        found = {"first_call_s": first, "checks": [asdict(c) for c in checks]}
+        return found | needs(subject)
+
+    answers = {"needs": checked} | timers_of(subject)._asdict()
+    for line in sys.stdin:
+        print(_ANSWER + json.dumps(answers[line.strip()]()), flush=True)
 
 
 if __name__ == "__main__":
-    print(json.dumps(_answer(json.loads(sys.argv[1]))))
+    _serve(json.loads(sys.argv[1]))

@@ -1,6 +1,5 @@
 """Token rounding beside plain top-K over four sweeps of the number of experts, router in."""
 
-import statistics as stats
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,11 +8,10 @@ import torch
 from . import report
 from .inputs import make_inputs
 from .kernels import busy_ms
-from .measure import times
+from .measure import time_in_turns, timers
 from .results import Record
 from .rounding import Options, failures_of, make_router, parse_shape, routing_alone, with_router
 from .subjects import Subject, leaves_of
-from .timing import median_ms
 
 # The more experts, the fewer rows for each, and the larger the share of their last tiles.
 SWEEPS = {
@@ -60,10 +58,13 @@ def run_sweep(shapes: list[str], options: Options) -> Iterator[list[Record] | st
         if wrong:
             yield f"{shape}: " + "; ".join(wrong)
             continue
-        forward = _alternating({k: s.forward for k, s in subjects.items()}, options)
-        both = _alternating({k: s.forward_backward for k, s in subjects.items()}, options)
+        contenders = {
+            key: timers(s.forward, s.forward_backward, options.device, options.rep_ms)
+            for key, s in subjects.items()
+        }
+        timed = time_in_turns(case.problem, contenders, ROUNDS)
         for record, key in zip(records, subjects, strict=True):
-            record |= times(case.problem, forward[key], both[key] - forward[key])
+            record |= timed[key]
         yield records
 
 
@@ -84,12 +85,3 @@ def sweep_table(records: list[Record]) -> str:
         "T,H,I,E,K", "top-K ms (TFLOP/s)", "NR-f 128", "gain", "NR-f 64", "gain", "routing + µs"
     )  # fmt: skip
     return report.table(head, rows)
-
-
-def _alternating(calls: dict, options: Options) -> dict:
-    """Medians over rounds in turn, so that a clock that drifts decides nothing."""
-    found: dict = {key: [] for key in calls}
-    for _ in range(ROUNDS):
-        for key, call in calls.items():
-            found[key].append(median_ms(call, options.device, options.rep_ms))
-    return {key: stats.median(values) for key, values in found.items()}

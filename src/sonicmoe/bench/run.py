@@ -1,8 +1,12 @@
-"""One case from inputs to records: verify, then time; a failing subject gets no figure."""
+"""One case from inputs to records: verify, then time; a failing subject gets no figure.
+
+What is compared is timed in turns: a layer takes up to 8% longer when the GPU is hot.
+"""
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import torch
@@ -12,13 +16,12 @@ from . import peers, report
 from .cases import Case
 from .inputs import Inputs, make_inputs
 from .kernels import kernels
-from .measure import measure, times
+from .measure import Timers, needs, time_in_turns, timers, timers_of
 from .published import NAME as PUBLISHED
-from .published import measure_published
+from .published import Failed, Published
 from .results import Record
 from .stages import copy_terabytes_per_s, stage_times
 from .subjects import OURS, Subject, ours
-from .timing import median_ms
 from .verify import Check, passed, verify
 
 
@@ -71,37 +74,58 @@ def about_case(case: Case, options: Options) -> Record:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    """A record that lacks only its times, and how to take them."""
+
+    record: Record
+    timers: Timers
+
+
 def bench_case(case: Case, routing: str, options: Options) -> Outcome:
     """Measure our layer and the peers asked for; print a table; give back a record for each row."""
     shared = about_case(case, options) | {"routing": routing}
-    inside = _bench_subjects(case, routing, options)
-    _release()
-    records = [shared | record for record in inside.records + _outsiders(case, routing, options)]
-    _add_dense_share(records)
-    if records:
-        print(f"\n{_title(case, routing, options)}{'' if options.check else ', NOT VERIFIED'}")
-        print(report.layer_table([record for record in records if "fwd_ms" in record]))
-    for details in inside.details:
-        print(f"\n{details}")
-    return Outcome(records, inside.failures, [])
-
-
-def _bench_subjects(case: Case, routing: str, options: Options) -> Outcome:
-    inputs = make_inputs(case, routing, options.device, options.dtype)
     outcome = Outcome([], [], [])
+    with ExitStack() as processes:
+        contenders = [
+            *_subjects(case, routing, options, outcome),
+            *_dense(case, options),
+            *_published(case, routing, options, processes),
+        ]
+        if contenders:
+            _progress(case, "timing all of them in turns")
+        timed = time_in_turns(case.problem, {n: c.timers for n, c in enumerate(contenders)})
+    rows = [shared | c.record | timed[n] for n, c in enumerate(contenders)]
+    del contenders
+    _release()
+    _add_dense_share(rows)
+    if rows:
+        print(f"\n{_title(case, routing, options)}{'' if options.check else ', NOT VERIFIED'}")
+        print(report.layer_table(rows))
+    for details in outcome.details:
+        print(f"\n{details}")
+    records = rows + [shared | record for record in outcome.records]
+    return Outcome(records, outcome.failures, [])
+
+
+def _subjects(case: Case, routing: str, options: Options, outcome: Outcome) -> Iterator[_Contender]:
+    """Our layer and the peers that run in this process, each checked before the next is made."""
+    inputs = make_inputs(case, routing, options.device, options.dtype)
     for subject in _ours(inputs, options):
-        _bench_subject(subject, inputs, options, outcome)
+        yield from _checked(subject, inputs, options, outcome)
     for name, make in peers.PEERS.items() if peers.comparable(inputs) else ():
         if name not in options.peers:
             continue
         try:
-            _bench_subject(make(inputs), inputs, options, outcome)
+            yield from _checked(make(inputs), inputs, options, outcome)
         except Exception as error:  # whatever stops a peer must not stop us
             _progress(case, f"{name} gives no figure: {type(error).__name__}: {error}")
-    return outcome
 
 
-def _bench_subject(subject: Subject, inputs: Inputs, options: Options, outcome: Outcome) -> None:
+def _checked(
+    subject: Subject, inputs: Inputs, options: Options, outcome: Outcome
+) -> list[_Contender]:
+    """The subject, or nothing where it is wrong."""
     case, mine = inputs.case, subject.name == OURS
     checks: list[Check] = []
     if options.check:
@@ -109,15 +133,41 @@ def _bench_subject(subject: Subject, inputs: Inputs, options: Options, outcome: 
         checks = verify(subject, inputs, peer=not mine)
         if not passed(checks):
             outcome.failures.append(_failure(case, inputs.routing, subject, checks))
-            return
-    _progress(case, f"timing {subject.name}, router {_in_or_out(subject)}")
+            return []
     record: Record = {"subject": subject.name, "router": _in_or_out(subject)}
-    record |= _balance(inputs, subject.router) | measure(subject, case.problem)
+    record |= _balance(inputs, subject.router) | needs(subject)
     record["checks"] = [asdict(check) for check in checks]
-    outcome.records.append(record)
     if options.kernels and mine and subject.router:
         _detail(subject, options, outcome)
     _release()
+    return [_Contender(record, timers_of(subject))]
+
+
+def _dense(case: Case, options: Options) -> Iterator[_Contender]:
+    """The limit."""
+    if peers.DENSE in options.peers:
+        calls = peers.dense(case.problem, options.device, options.dtype)
+        yield _Contender({"subject": peers.DENSE, "router": "in"}, timers(*calls, options.device))
+
+
+def _published(
+    case: Case, routing: str, options: Options, processes: ExitStack
+) -> Iterator[_Contender]:
+    """The published package, in a process of its own that ends with `processes`."""
+    if not options.sonicmoe_path or case.bias:
+        return
+    _progress(case, "verifying the published package; its first call takes minutes")
+    dtype = str(options.dtype).removeprefix("torch.")
+    package = processes.enter_context(
+        Published(options.sonicmoe_path, case, routing, dtype, options.device)
+    )
+    try:
+        found = package.needs()
+    except Failed as why:
+        print(f"{case.name}: published package: {why}", file=sys.stderr)
+        return
+    record = {"subject": PUBLISHED, "router": "in"} | found
+    yield _Contender(record, Timers(package.forward, package.both))
 
 
 def _detail(subject: Subject, options: Options, outcome: Outcome) -> None:
@@ -141,31 +191,6 @@ def _detail(subject: Subject, options: Options, outcome: Outcome) -> None:
 def _ours(inputs: Inputs, options: Options) -> list[Subject]:
     routers = (True, False) if options.without_router else (True,)
     return [ours(inputs, router=router, concatenated=options.concatenated) for router in routers]
-
-
-def _outsiders(case: Case, routing: str, options: Options) -> list[Record]:
-    """The dense limit, and the published package in its own process."""
-    records = []
-    if peers.DENSE in options.peers:
-        _progress(case, "timing the dense products")
-        forward, backward = peers.dense(case.problem, options.device, options.dtype)
-        found = times(
-            case.problem,
-            median_ms(forward, options.device),
-            median_ms(backward, options.device, rep_ms=300),
-        )
-        records.append(found | {"subject": peers.DENSE, "router": "in"})
-        del forward, backward
-        _release()
-    if options.sonicmoe_path and not case.bias:
-        _progress(case, "measuring the published package; its first call takes minutes")
-        dtype = str(options.dtype).removeprefix("torch.")
-        found = measure_published(options.sonicmoe_path, case, routing, dtype, options.device)
-        if "error" in found:
-            print(f"{case.name}: published package: {found['error']}", file=sys.stderr)
-        else:
-            records.append(found | {"subject": PUBLISHED, "router": "in"})
-    return records
 
 
 def _add_dense_share(records: list[Record]) -> None:

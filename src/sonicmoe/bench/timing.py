@@ -2,9 +2,12 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import torch
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def is_cuda(device: str | torch.device) -> bool:
@@ -26,20 +29,29 @@ def median_ms(call: Callable[[], object], device: str | torch.device, rep_ms: in
     return statistics.median(_clocked(call, device, budget_s=rep_ms / 1e3, least=3))
 
 
+def in_turns(timers: Mapping[Key, Callable[[], float]], rounds: int = 5) -> dict[Key, float]:
+    """Medians of rounds in which every timer has its turn: a clock that drifts decides nothing."""
+    found: dict[Key, list[float]] = {key: [] for key in timers}
+    for _ in range(rounds):
+        for key, timer in timers.items():
+            found[key].append(timer())
+    return {key: statistics.median(values) for key, values in found.items()}
+
+
 def host_ms(call: Callable[[], object], device: str | torch.device, calls: int = 200) -> float:
     """Median time until a call returns, call after call as in training.
 
     The device is waited for after every tenth: then its queue never fills up.
     """
-    times = []
-    for number in range(20 + calls):
+    times, before = [], calls // 10
+    for number in range(before + calls):
         if number % 10 == 0:
             synchronize(device)
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
     synchronize(device)
-    return 1e3 * statistics.median(times[20:])
+    return 1e3 * statistics.median(times[before:])
 
 
 def wall_ms(call: Callable[[], object], device: str | torch.device) -> float:
