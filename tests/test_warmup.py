@@ -125,6 +125,17 @@ def test_a_kernel_that_does_not_compile(monkeypatch):
         compile_together(lambda: run_experts(Layer(H, I, 8, 1)), 0)
 
 
+def test_a_step_does_not_depend_on_what_was_compiled_ahead(monkeypatch):
+    def fail(run, index):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(ahead, "compile_together", fail)
+    ahead.compile_ahead.cache_clear()
+    with pytest.warns(UserWarning, match="one by one.*RuntimeError: no compiler"):
+        ahead.compile_ahead(0, Layer(H, I, E, K))
+    ahead.compile_ahead.cache_clear()
+
+
 def _broken_kernel(x):
     tl.store(x, tl.arange(0, 3))
 

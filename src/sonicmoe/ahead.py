@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .enums import ActivationType
+from .notices import say_once
 
 _TOKENS = 64  # nothing that is compiled depends on the number of tokens
 Report = Callable[[int, int, float], None]  # kernels that are ready, all of them, seconds
@@ -37,8 +38,17 @@ class Layer(NamedTuple):
 
 @cache
 def compile_ahead(index: int, layer: Layer) -> None:
-    """Once for a kind of layer, when its first training step begins on GPU `index`."""
-    compile_together(partial(run_experts, layer), index)
+    """Once for a kind of layer, when its first training step begins on GPU `index`.
+
+    What fails here is no error yet: the step itself compiles what it lacks, and knows where it is.
+    """
+    try:
+        compile_together(partial(run_experts, layer), index)
+    except Exception as error:
+        say_once(
+            "kernels are compiled one by one, since compiling them side by side failed: "
+            f"{type(error).__name__}: {error}"
+        )
 
 
 def compile_together(run: Callable[[], object], index: int, report: Report | None = None) -> None:
