@@ -237,6 +237,28 @@ def test_a_package_that_never_answers_is_given_up(tmp_path, monkeypatch):
         package.needs()
 
 
+def test_a_peer_that_breaks_between_turns_does_not_stop_us(quick, tmp_path, capsys, monkeypatch):
+    right, calls = peers.dense, []
+
+    def breaks_later(*given):
+        forward, both = right(*given)
+
+        def forward_once():
+            calls.append(1)
+            if len(calls) > 1:
+                raise MemoryError("too hot")
+            forward()
+
+        return forward_once, both
+
+    monkeypatch.setattr(peers, "dense", breaks_later)
+    assert main(["bench", *TINY, "--peers", "dense", "--results", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "dense gives no figure: MemoryError: too hot" in captured.err and len(calls) == 2
+    assert [r["subject"] for r in results.read(tmp_path)] == ["sonicmoe", "sonicmoe"]
+    assert "\ndense " not in captured.out
+
+
 def test_a_peer_that_breaks_does_not_stop_us(quick, tmp_path, capsys, monkeypatch):
     def broken(inputs):
         raise MemoryError("too large")
