@@ -32,6 +32,9 @@ def test_records_come_back_oldest_first(tmp_path):
 def test_provenance_names_no_folder():
     command = "sonicmoe bench --results /home/me/out --case olmoe --commit abc --out=/tmp/x"
     assert results.provenance("cpu", command, "abc")["command"] == "sonicmoe bench --case olmoe"
+    command = "sonicmoe bench --sonicmoe-path /home/me/theirs --host"
+    kept = results.provenance("cpu", command, "abc")["command"]
+    assert kept == "sonicmoe bench --sonicmoe-path FOLDER --host"
 
 
 def test_provenance_says_where_a_figure_comes_from():

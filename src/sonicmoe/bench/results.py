@@ -17,7 +17,8 @@ Record = dict
 
 RESULTS = Path("benchmarks/results")
 # Paths of one machine, and what the record says itself.
-_WHERE_IT_WENT = re.compile(r" --(results|output|out|commit|sonicmoe-path)[ =]\S+")
+_WHERE_IT_WENT = re.compile(r" --(results|output|out|commit)[ =]\S+")
+_PUBLISHED = re.compile(r" --sonicmoe-path[ =]\S+")
 
 
 def provenance(device: str | torch.device, command: str, commit: str | None = None) -> Record:
@@ -34,7 +35,7 @@ def provenance(device: str | torch.device, command: str, commit: str | None = No
         "python": platform.python_version(),
         "commit": commit or _commit(),
         "tuned": tuned_entries(device),
-        "command": _WHERE_IT_WENT.sub("", command),
+        "command": _PUBLISHED.sub(" --sonicmoe-path FOLDER", _WHERE_IT_WENT.sub("", command)),
     }
 
 
