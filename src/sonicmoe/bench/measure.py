@@ -11,7 +11,7 @@ from ..shapes import Problem
 from .kernels import busy_ms
 from .memory import MIB, measure_memory
 from .subjects import Subject
-from .timing import Key, in_turns, is_cuda, median_ms
+from .timing import ROUNDS, Key, in_turns, is_cuda, median_ms
 
 
 class Timers(NamedTuple):
@@ -35,7 +35,7 @@ def timers_of(subject: Subject) -> Timers:
 
 
 def time_in_turns(
-    p: Problem, contenders: Mapping[Key, Timers], rounds: int = 5
+    p: Problem, contenders: Mapping[Key, Timers], rounds: int = ROUNDS
 ) -> dict[Key, dict[str, float]]:
     """Times of each in ms and its rates in TFLOP/s of the layer's products."""
     each = {

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 Key = TypeVar("Key", bound=Hashable)
+ROUNDS = 5
 
 
 def is_cuda(device: str | torch.device) -> bool:
@@ -29,7 +30,7 @@ def median_ms(call: Callable[[], object], device: str | torch.device, rep_ms: in
     return statistics.median(_clocked(call, device, budget_s=rep_ms / 1e3, least=3))
 
 
-def in_turns(timers: Mapping[Key, Callable[[], float]], rounds: int = 5) -> dict[Key, float]:
+def in_turns(timers: Mapping[Key, Callable[[], float]], rounds: int = ROUNDS) -> dict[Key, float]:
     """Medians of rounds in which every timer has its turn: a clock that drifts decides nothing."""
     found: dict[Key, list[float]] = {key: [] for key in timers}
     for _ in range(rounds):

@@ -1,0 +1,33 @@
+"""Contenders are timed in turns, and a backward pass is what both take less the forward pass."""
+
+import pytest
+
+from sonicmoe.bench.measure import Timers, time_in_turns
+from sonicmoe.bench.timing import in_turns
+from sonicmoe.shapes import Problem
+
+
+def test_every_timer_has_its_turn_in_every_round():
+    turns = []
+
+    def timer(name, times):
+        left = iter(times)
+        return lambda: turns.append(name) or next(left)
+
+    found = in_turns({"a": timer("a", (1.0, 9.0, 2.0)), "b": timer("b", (7.0, 5.0, 6.0))}, rounds=3)
+    assert turns == ["a", "b"] * 3
+    assert found == {"a": 2.0, "b": 6.0}
+
+
+def test_times_and_rates_of_each_contender():
+    p = Problem(T=1000, H=100, I=10, E=4, K=2)
+    found = time_in_turns(
+        p, {0: Timers(lambda: 2.0, lambda: 5.0), 1: Timers(lambda: 1.0, lambda: 4.0)}
+    )
+    assert [(f["fwd_ms"], f["bwd_ms"], f["fwd_bwd_ms"]) for f in found.values()] == [
+        (2.0, 3.0, 5.0), (1.0, 3.0, 4.0)
+    ]  # fmt: skip
+    work = 6 * 2000 * 100 * 10
+    assert found[0]["fwd_tflops"] == pytest.approx(work / 2e-3 / 1e12)
+    assert found[0]["bwd_tflops"] == pytest.approx(2 * work / 3e-3 / 1e12)
+    assert found[1]["fwd_bwd_tflops"] == pytest.approx(3 * work / 4e-3 / 1e12)
