@@ -11,7 +11,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     """For kernels to fill: on a GPU, or where they are interpreted or only compiled.
 
     A GPU's memory comes without the dispatcher, as in the code that Inductor writes: a step
-    allocates some twenty buffers, each 3 µs sooner.
+    allocates some twenty buffers.
     """
     shape = tuple(shape)
     if (
