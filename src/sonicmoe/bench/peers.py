@@ -18,13 +18,10 @@ from .timing import is_cuda
 DENSE = "dense"
 
 
-def dense(
+def dense_products(
     p: Problem, device: str | torch.device, dtype: torch.dtype
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Batched products of the same FLOPs with perfectly even experts: forward, and with backward.
-
-    No router, no gather, no activation, no aggregation: not a layer, a limit.
-    """
+) -> dict[str, Callable[[], object]]:
+    """Batched products of the same FLOPs with perfectly even experts, named as in `products`."""
     rows = max(1, p.R // p.E)
 
     def random(*shape: int) -> torch.Tensor:
@@ -32,19 +29,30 @@ def dense(
 
     x, w1, a, w2 = random(rows, p.H), random(p.H, p.N), random(rows, p.I), random(p.I, p.H)
     dz, dy = random(rows, p.N), random(rows, p.H)
+    return {
+        "up": lambda: torch.bmm(x, w1),
+        "down": lambda: torch.bmm(a, w2),
+        "dz": lambda: torch.bmm(dy, w2.mT),
+        "dw2": lambda: torch.bmm(a.mT, dy),
+        "dx": lambda: torch.bmm(dz, w1.mT),
+        "dw1": lambda: torch.bmm(x.mT, dz),
+    }
 
-    def forward() -> None:
-        torch.bmm(x, w1)
-        torch.bmm(a, w2)
 
-    def forward_backward() -> None:
-        forward()
-        torch.bmm(dy, w2.mT)
-        torch.bmm(a.mT, dy)
-        torch.bmm(dz, w1.mT)
-        torch.bmm(x.mT, dz)
+def dense(
+    p: Problem, device: str | torch.device, dtype: torch.dtype
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """All of these: forward, and with backward.
 
-    return forward, forward_backward
+    No router, no gather, no activation, no aggregation: not a layer, a limit.
+    """
+    all_of_them = dense_products(p, device, dtype)
+
+    def run(*names: str) -> None:
+        for name in names:
+            all_of_them[name]()
+
+    return lambda: run("up", "down"), lambda: run(*all_of_them)
 
 
 def grouped_mm(inputs: Inputs) -> Subject:

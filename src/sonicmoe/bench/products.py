@@ -15,12 +15,15 @@ NAMES = ("up", "down", "dz", "dw2", "dx", "dw1")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`run` launches what a training step launches, and gives back all that it computed."""
+    """`run` launches what a training step launches, and gives back all that it computed.
+
+    Without a configuration it takes what a layer would take.
+    """
 
     name: str
     key: Key
     flops: int
-    run: Callable[[Config], tuple[torch.Tensor, ...]]
+    run: Callable[[Config | None], tuple[torch.Tensor, ...]]
 
 
 def products(inputs: Inputs, concatenated: bool) -> tuple[list[Product], Target]:

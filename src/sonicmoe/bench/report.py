@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from .energy import Energy
 from .kernels import Kernel
 from .results import Record
 from .stages import StageTime
@@ -74,6 +75,21 @@ def stage_table(stages: Sequence[StageTime], copy_tb_s: float) -> str:
         for stage in stages
     ]
     return table(("operator", "ms", "TFLOP/s", "TB/s", f"of copy ({copy_tb_s:.2f} TB/s)"), rows)
+
+
+def energy_table(pairs: Sequence[tuple[Energy, Energy]]) -> str:
+    """Each product of ours beside the dense one."""
+    rows = [
+        [
+            ours.name, f"{ours.ms:.3f}", f"{ours.watts:.0f}", f"{ours.mhz:.0f}",
+            f"{ours.millijoules:.0f}", ours.picojoules_per_flop,
+            f"{dense.ms:.3f}", f"{dense.watts:.0f}", f"{dense.mhz:.0f}",
+            f"{dense.millijoules:.0f}", dense.picojoules_per_flop,
+        ]
+        for ours, dense in pairs
+    ]  # fmt: skip
+    columns = ("ms", "W", "MHz", "mJ", "pJ/FLOP")
+    return table(("product", *columns, *(f"dense {name}" for name in columns)), rows)
 
 
 def skew_table(records: Sequence[Record]) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from .. import cost
 from . import peers, report
 from .cases import Case
+from .energy import energies
 from .inputs import Inputs, make_inputs
 from .kernels import kernels
 from .measure import Timers, needs, time_in_turns, timers, timers_of
@@ -36,6 +37,7 @@ class Options:
     concatenated: bool = False
     check: bool = True
     kernels: bool = False
+    energy: bool = False
     peers: Sequence[str] = ()
     sonicmoe_path: str | None = None
     without_router: bool = True
@@ -141,6 +143,8 @@ def _checked(
     record["checks"] = [asdict(check) for check in checks]
     if options.kernels and mine and subject.router:
         _detail(subject, options, outcome)
+    if options.energy and mine and subject.router:
+        _energy(inputs, options, outcome)
     _release()
     return [_Contender(record, timers_of(subject))]
 
@@ -216,6 +220,21 @@ def _detail(subject: Subject, options: Options, outcome: Outcome) -> None:
     )
     outcome.details.append(report.stage_table(stages, bandwidth))
     outcome.details.append(report.kernel_table(found))
+
+
+def _energy(inputs: Inputs, options: Options, outcome: Outcome) -> None:
+    """What each product draws, beside the dense one."""
+    _progress(inputs.case, "energy of each product")
+    found = list(energies(inputs, options.concatenated))
+    outcome.records.append(
+        {
+            "subject": "energy",
+            "router": "out",
+            "products": [asdict(ours) for ours, _ in found],
+            "dense_products": [asdict(dense) for _, dense in found],
+        }
+    )
+    outcome.details.append(report.energy_table(found))
 
 
 def _ours(inputs: Inputs, options: Options) -> list[Subject]:

@@ -1,0 +1,138 @@
+"""Energy of a layer's products beside the dense ones, by the board's own counter.
+
+Where the board is at its power limit, the time of a layer is its energy over that power.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import bad_argument
+from . import peers
+from .inputs import Inputs
+from .products import products
+
+_LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
+_SM_CLOCK = 1
+_BURST_S = 5e-3  # of work, queued while the burst before it runs
+
+
+@dataclass(frozen=True, slots=True)
+class Energy:
+    """One product, called again and again: its time, and the board's power and clock meanwhile."""
+
+    name: str
+    flops: int
+    ms: float
+    watts: float
+    mhz: float
+
+    @property
+    def millijoules(self) -> float:
+        return self.watts * self.ms
+
+    @property
+    def picojoules_per_flop(self) -> float:
+        return 1e9 * self.millijoules / self.flops
+
+
+class Board:
+    """The counters of one GPU."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        try:
+            self._nvml = ctypes.CDLL(_LIBRARY)
+            self._handle = ctypes.c_void_p()
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            self._ask("nvmlInit_v2")
+            self._ask("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}".encode(), self._handle)
+            self.joules()
+        except (OSError, AttributeError, RuntimeError, ValueError, AssertionError) as why:
+            raise bad_argument(
+                "--energy", "an NVIDIA GPU whose driver counts energy (Volta and newer)",
+                f"{device}: {why}", "Leave it out.",
+            ) from why  # fmt: skip
+
+    def joules(self) -> float:
+        """Since the driver was loaded. The counter moves some ten times a second."""
+        value = ctypes.c_ulonglong()
+        self._ask("nvmlDeviceGetTotalEnergyConsumption", self._handle, value)
+        return value.value / 1e3
+
+    def mhz(self) -> int:
+        value = ctypes.c_uint()
+        self._ask("nvmlDeviceGetClockInfo", self._handle, _SM_CLOCK, value)
+        return value.value
+
+    def _ask(self, name: str, *arguments) -> None:
+        """Results are asked for by passing the place that they go to, which is `arguments[-1]`."""
+        if arguments:
+            arguments = (*arguments[:-1], ctypes.byref(arguments[-1]))
+        error = getattr(self._nvml, name)(*arguments)
+        if error:
+            raise RuntimeError(f"{name} gave error {error}")
+
+
+def energies(inputs: Inputs, concatenated: bool) -> Iterator[tuple[Energy, Energy]]:
+    """Each grouped product of a case and the dense product of the same FLOPs."""
+    board = Board(inputs.x.device)
+    dense = peers.dense_products(inputs.case.problem, inputs.x.device, inputs.x.dtype)
+    for product in products(inputs, concatenated)[0]:
+        calls = (lambda product=product: product.run(None)), dense[product.name]
+        ours, theirs = (_measure(product.name, product.flops, call, board) for call in calls)
+        yield ours, theirs
+
+
+def _measure(
+    name: str, flops: int, call: Callable[[], object], board: Board, seconds: float = 0.4
+) -> Energy:
+    """Without a pause, so that power and clock are those of this call alone."""
+    burst = max(1, round(_BURST_S / _repeat(call, 3, lambda: None)))
+    _repeat(call, burst, lambda: None, seconds)  # until the clock has settled
+    edges: list[tuple[float, float]] = []
+    clocks: list[int] = []
+
+    def look() -> None:
+        joules = board.joules()
+        if not edges or joules != edges[-1][1]:
+            edges.append((time.perf_counter(), joules))
+            clocks.append(board.mhz())
+
+    each = _repeat(call, burst, look, seconds)
+    return Energy(name, flops, 1e3 * each, watts(edges), sum(clocks) / len(clocks))
+
+
+def watts(edges: Sequence[tuple[float, float]]) -> float:
+    """Power from the moments at which the counter moved; the first look is no such moment."""
+    moved = edges[1:]
+    if len(moved) < 2:
+        raise RuntimeError(f"the energy counter moved {len(moved)} times: measure for longer")
+    (begin, before), (end, after) = moved[0], moved[-1]
+    return (after - before) / (end - begin)
+
+
+def _repeat(
+    call: Callable[[], object], burst: int, meanwhile: Callable[[], None], seconds: float = 0.0
+) -> float:
+    """Seconds of one call; a burst is queued while the one before it runs."""
+    first = previous = _mark()
+    begin, calls = time.perf_counter(), 0
+    while not calls or time.perf_counter() - begin < seconds:
+        for _ in range(burst):
+            call()
+        calls += burst
+        last = _mark()
+        while not previous.query():
+            meanwhile()
+        previous = last
+    last.synchronize()
+    return first.elapsed_time(last) / calls / 1e3
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,45 @@
+"""The arithmetic of energy; what it says where there is no counter."""
+
+import pytest
+
+from sonicmoe.bench.energy import Energy, watts
+from sonicmoe.bench.report import energy_table
+from sonicmoe.cli import main
+
+
+def test_power_is_taken_between_the_moments_at_which_the_counter_moved():
+    """At the first look the counter may have stood still for any time: 100 J come too early."""
+    assert watts([(0.0, 100.0), (1.0, 150.0), (2.0, 250.0), (4.0, 350.0)]) == pytest.approx(200 / 3)
+
+
+def test_a_counter_that_hardly_moved_tells_nothing():
+    with pytest.raises(RuntimeError, match="moved 1 times"):
+        watts([(0.0, 100.0), (1.0, 150.0)])
+
+
+def test_table_shows_each_product_beside_the_dense_one():
+    ours = Energy("up", flops=2 * 10**12, ms=4.0, watts=700.0, mhz=1400.0)
+    dense = Energy("up", flops=2 * 10**12, ms=3.0, watts=690.0, mhz=1500.0)
+    row = energy_table([(ours, dense)]).splitlines()[-1].split()
+    assert row == [
+        "up",
+        "4.000",
+        "700",
+        "1400",
+        "2800",
+        "1.400",
+        "3.000",
+        "690",
+        "1500",
+        "2070",
+        "1.035",
+    ]
+
+
+def test_without_a_gpu_energy_is_refused_before_anything_is_measured(tmp_path, capsys):
+    arguments = ["bench", "--shape", "64,32,32,4,2", "--device", "cpu", "--energy"]
+    assert main([*arguments, "--results", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert "--energy: expected an NVIDIA GPU" in message
+    assert "Leave it out" in message
+    assert not list(tmp_path.iterdir())

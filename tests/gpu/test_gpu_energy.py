@@ -1,0 +1,26 @@
+"""The board's counters, through `sonicmoe bench --energy`."""
+
+import json
+
+import pytest
+
+from sonicmoe.bench.products import NAMES
+from sonicmoe.cli import main
+
+pytestmark = pytest.mark.gpu
+
+
+def test_every_product_and_its_dense_counterpart_have_an_energy(tmp_path):
+    shape = "4096,1024,512,16,4"
+    arguments = ["bench", "--shape", shape, "--peers", "--energy", "--results", str(tmp_path)]
+    assert main(arguments) == 0
+    (path,) = tmp_path.glob("**/*.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    (record,) = [r for r in records if r["subject"] == "energy"]
+    for side in ("products", "dense_products"):
+        assert tuple(product["name"] for product in record[side]) == NAMES
+        for product in record[side]:
+            picojoules = 1e9 * product["watts"] * product["ms"] / product["flops"]
+            assert 30 < product["watts"] < 3000, product  # an idle board, a board on fire
+            assert 0.05 < picojoules < 20, product
+            assert 100 < product["mhz"] < 4000, product
