@@ -125,6 +125,7 @@ def _repeat(
             call()
         calls += burst
         last = _mark()
+        meanwhile()
         while not previous.query():
             meanwhile()
         previous = last
