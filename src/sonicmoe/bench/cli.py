@@ -30,7 +30,9 @@ def register(subparsers) -> None:
         help="folder with the published sonic-moe, measured in a process of its own",
     )  # fmt: skip
     bench.add_argument("--kernels", action="store_true", help="each operator and each kernel too")
-    bench.add_argument("--energy", action="store_true", help="power and energy of each product too")
+    bench.add_argument(
+        "--energy", action="store_true", help="power and energy of each product instead of times"
+    )
     bench.add_argument("--host", action="store_true", help="time of the host alone too")
     bench.add_argument("--cold", action="store_true", help="first call with empty caches too")
     bench.add_argument("--no-verify", action="store_true", help="times without checks; not kept")
@@ -115,7 +117,7 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
 def run_bench(args: argparse.Namespace) -> int:
     from . import peers, readme, report, results
     from .energy import Board
-    from .run import bench_case
+    from .run import bench_case, energy_case
 
     folder = args.results or results.RESULTS
     if args.list:
@@ -133,18 +135,16 @@ def run_bench(args: argparse.Namespace) -> int:
     for name in named:
         if name not in known:
             raise bad_argument("--peers", f"names of {', '.join(known)}", name, "Leave it out.")
-    options = _options(
-        args, check=not args.no_verify, kernels=args.kernels, energy=args.energy,
-        peers=tuple(named),
-    )  # fmt: skip
-    if options.energy:
+    options = _options(args, check=not args.no_verify, kernels=args.kernels, peers=tuple(named))
+    if args.energy:
         Board(args.device)  # says what is missing before anything takes time
+    measure = energy_case if args.energy else bench_case
     command = shlex.join(["sonicmoe", *args.argv])
     origin = results.provenance(args.device, command, args.commit)
     records, failures = [], []
     for case in selected_cases(args):
         for routing in args.routing:
-            outcome = bench_case(case, routing, options)
+            outcome = measure(case, routing, options)
             records += outcome.records
             failures += outcome.failures
             if options.check:

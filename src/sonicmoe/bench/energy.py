@@ -17,7 +17,10 @@ from .products import products
 
 _LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
 _SM_CLOCK = 1
-_BURST_S = 5e-3  # of work, queued while the burst before it runs
+# Work that is queued while the burst before it runs: a look at a counter takes up to 5 ms, and with
+# bursts of 5 ms the GPU stood still meanwhile, at 208 W.
+_BURST_S = 0.1
+_MOST_CALLS = 400  # of a burst: more than some thousand launches the driver does not queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,10 @@ def energies(inputs: Inputs, concatenated: bool) -> Iterator[tuple[Energy, Energ
 
 
 def _measure(
-    name: str, flops: int, call: Callable[[], object], board: Board, seconds: float = 0.4
+    name: str, flops: int, call: Callable[[], object], board: Board, seconds: float = 0.6
 ) -> Energy:
     """Without a pause, so that power and clock are those of this call alone."""
-    burst = max(1, round(_BURST_S / _repeat(call, 3, lambda: None)))
+    burst = min(_MOST_CALLS, max(1, round(_BURST_S / _repeat(call, 3, lambda: None))))
     _repeat(call, burst, lambda: None, seconds)  # until the clock has settled
     edges: list[tuple[float, float]] = []
     clocks: list[int] = []

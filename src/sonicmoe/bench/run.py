@@ -37,7 +37,6 @@ class Options:
     concatenated: bool = False
     check: bool = True
     kernels: bool = False
-    energy: bool = False
     peers: Sequence[str] = ()
     sonicmoe_path: str | None = None
     without_router: bool = True
@@ -112,6 +111,30 @@ def bench_case(case: Case, routing: str, options: Options) -> Outcome:
     return Outcome(records, outcome.failures, [])
 
 
+def energy_case(case: Case, routing: str, options: Options) -> Outcome:
+    """Check our layer, then measure what its products draw beside the dense ones."""
+    inputs = make_inputs(case, routing, options.device, options.dtype)
+    outcome = Outcome([], [], [])
+    subject = ours(inputs, router=False, concatenated=options.concatenated)
+    if not _passes(subject, inputs, options, outcome)[0]:
+        return outcome
+    _progress(case, "energy of each product")
+    found = list(energies(inputs, options.concatenated))
+    print(f"\n{_title(case, routing, options)}{'' if options.check else ', NOT VERIFIED'}")
+    print(report.energy_table(found))
+    outcome.records.append(
+        about_case(case, options)
+        | {
+            "routing": routing,
+            "subject": "energy",
+            "products": [asdict(product) for product, _ in found],
+            "dense_products": [asdict(product) for _, product in found],
+        }
+    )
+    _release()
+    return outcome
+
+
 def _subjects(case: Case, routing: str, options: Options, outcome: Outcome) -> Iterator[_Contender]:
     """Our layer and the peers that run in this process, each checked before the next is made."""
     inputs = make_inputs(case, routing, options.device, options.dtype)
@@ -130,23 +153,30 @@ def _checked(
     subject: Subject, inputs: Inputs, options: Options, outcome: Outcome
 ) -> list[_Contender]:
     """The subject, or nothing where it is wrong."""
-    case, mine = inputs.case, subject.name == OURS
-    checks: list[Check] = []
-    if options.check:
-        _progress(case, f"verifying {subject.name}, router {_in_or_out(subject)}")
-        checks = verify(subject, inputs, peer=not mine)
-        if not passed(checks):
-            outcome.failures.append(_failure(case, inputs.routing, subject, checks))
-            return []
+    right, checks = _passes(subject, inputs, options, outcome)
+    if not right:
+        return []
     record: Record = {"subject": subject.name, "router": _in_or_out(subject)}
     record |= _balance(inputs, subject.router) | needs(subject)
     record["checks"] = [asdict(check) for check in checks]
-    if options.kernels and mine and subject.router:
+    if options.kernels and subject.name == OURS and subject.router:
         _detail(subject, options, outcome)
-    if options.energy and mine and subject.router:
-        _energy(inputs, options, outcome)
     _release()
     return [_Contender(record, timers_of(subject))]
+
+
+def _passes(
+    subject: Subject, inputs: Inputs, options: Options, outcome: Outcome
+) -> tuple[bool, list[Check]]:
+    """Whether the subject is right, as far as anybody asked, and what was found."""
+    if not options.check:
+        return True, []
+    case = inputs.case
+    _progress(case, f"verifying {subject.name}, router {_in_or_out(subject)}")
+    checks = verify(subject, inputs, peer=subject.name != OURS)
+    if not passed(checks):
+        outcome.failures.append(_failure(case, inputs.routing, subject, checks))
+    return passed(checks), checks
 
 
 def _dense(case: Case, options: Options) -> Iterator[_Contender]:
@@ -220,21 +250,6 @@ def _detail(subject: Subject, options: Options, outcome: Outcome) -> None:
     )
     outcome.details.append(report.stage_table(stages, bandwidth))
     outcome.details.append(report.kernel_table(found))
-
-
-def _energy(inputs: Inputs, options: Options, outcome: Outcome) -> None:
-    """What each product draws, beside the dense one."""
-    _progress(inputs.case, "energy of each product")
-    found = list(energies(inputs, options.concatenated))
-    outcome.records.append(
-        {
-            "subject": "energy",
-            "router": "out",
-            "products": [asdict(ours) for ours, _ in found],
-            "dense_products": [asdict(dense) for _, dense in found],
-        }
-    )
-    outcome.details.append(report.energy_table(found))
 
 
 def _ours(inputs: Inputs, options: Options) -> list[Subject]:
