@@ -1,6 +1,7 @@
 """The cost model: numbers worked out by hand for one shape, and what follows from the formulas."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from sonicmoe.shapes import Problem
 
 HAND = Problem(T=6, H=16, I=8, E=4, K=2)  # R = 12, N = 16
 PLAIN = Problem(T=6, H=16, I=8, E=4, K=2, gated=False)
+ENERGY = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200/2026-11-15-energy.jsonl"
 
 
 def test_flops_by_hand():
@@ -84,13 +86,48 @@ def test_traffic_by_hand():
     assert stages["aggregation"].traffic == 2 * (12 * 16 + x) + 12 * (4 + 4)
 
 
+def stage(flops=0, read=0, written=0) -> cost.Stage:
+    return cost.Stage("s", flops, read, written)
+
+
 def test_roofline_takes_the_longer_of_work_and_traffic():
     gpu = cost.Gpu("test", half=100.0, single=10.0, bandwidth=10.0, source="by hand")
-    assert gpu.seconds(cost.Stage("s", flops=1000, traffic=50)) == 10
-    assert gpu.bound(cost.Stage("s", flops=1000, traffic=50)) == "compute"
-    assert gpu.seconds(cost.Stage("s", flops=1000, traffic=500)) == 50
-    assert gpu.bound(cost.Stage("s", flops=1000, traffic=500)) == "memory"
-    assert gpu.seconds(cost.Stage("s", flops=1000, traffic=50), itemsize=4) == 100
+    assert gpu.seconds(stage(1000, 20, 30)) == 10
+    assert gpu.bound(stage(1000, 20, 30)) == "compute"
+    assert gpu.seconds(stage(1000, 200, 300)) == 50
+    assert gpu.bound(stage(1000, 200, 300)) == "memory"
+    assert gpu.seconds(stage(1000, 20, 30), itemsize=4) == 100
+
+
+def test_roofline_knows_what_a_board_may_draw():
+    power = cost.Power(watts=10.0, flop=0.5, byte_read=0.5, byte_written=2.0)
+    gpu = cost.Gpu("test", half=100.0, single=10.0, bandwidth=10.0, source="by hand", power=power)
+    assert gpu.seconds(stage(1000, 20, 30)) == (500 + 10 + 60) / 10
+    assert gpu.bound(stage(1000, 20, 30)) == "power"
+    assert gpu.bound(stage(0, 99, 0)) == "memory"
+    assert gpu.seconds(stage(1000, 20, 30), itemsize=4) == 100, "measured in two bytes alone"
+
+
+def test_energy_of_the_h200_is_what_was_measured():
+    """Of dense products, whose bytes are known: every operand is read or written once."""
+    power = cost.GPUS["h200-measured"].power
+    errors = []
+    for record in map(json.loads, ENERGY.read_text().splitlines()):
+        p = Problem(*map(int, record["shape"].split(",")))
+        rows, w1, w2, z, a = (
+            2 * n for n in (p.R * p.H, p.E * p.N * p.H, p.E * p.H * p.I, p.R * p.N, p.R * p.I)
+        )
+        read_and_written = {
+            "up": (rows + w1, z), "down": (a + w2, rows), "dz": (rows + w2, a),
+            "dw2": (a + rows, w2), "dx": (z + w1, rows), "dw1": (rows + z, w1),
+        }  # fmt: skip
+        for product in record["dense_products"]:
+            moved = read_and_written[product["name"]]
+            joules = power.joules(stage(product["flops"], *moved))
+            errors.append(1e3 * joules / (product["watts"] * product["ms"]) - 1)
+    assert len(errors) == 24
+    assert max(map(abs, errors)) < 0.055
+    assert sum(map(abs, errors)) / len(errors) < 0.02
 
 
 def test_gpu_by_the_name_of_the_driver():

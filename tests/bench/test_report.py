@@ -7,6 +7,7 @@ import pytest
 from sonicmoe.bench import readme as section
 from sonicmoe.bench import report, results
 from sonicmoe.bench.kernels import Kernel
+from sonicmoe.cli import main
 
 
 def record(subject="sonicmoe", case="olmoe", ms=10.0, date="2026-01-01T00:00:00+00:00", **more):
@@ -80,6 +81,24 @@ def test_readme_shows_the_newest_run_and_the_lost(tmp_path):
     assert "commit abc1234" in text and "commit old4567" in text  # a table may mix sources
     section.update_readme(readme, records)
     assert readme.read_text() == text
+
+
+def test_the_least_time_is_that_of_the_cost_model(capsys):
+    """Where the power of the GPU was measured, and nowhere else."""
+    assert main(["cost", "--case", "olmoe", "--gpu", "h200-measured"]) == 0
+    sums = {}
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith(("forward ", "backward ")):
+            name, *_, ms = line.split()
+            sums[name] = float(ms)
+    text = section.readme_section([record(device="NVIDIA H200", ms=20.0)])
+    least = rows(text)[2].split("|")[3]
+    forward, both = map(float, least.split("/"))
+    assert forward == pytest.approx(sums["forward"], abs=0.006)
+    assert both == pytest.approx(sums["forward"] + sums["backward"], abs=0.006)
+    assert f"{both / 20:.0%} of that speed" in text
+    assert "least" not in section.readme_section([record()])
+    assert "least" not in section.readme_section([record(device="NVIDIA H200", dtype="float32")])
 
 
 def test_a_peer_of_an_older_run_is_not_set_beside_a_newer_figure():

@@ -93,6 +93,7 @@ def _measure(
     name: str, flops: int, call: Callable[[], object], board: Board, seconds: float = 0.6
 ) -> Energy:
     """Without a pause, so that power and clock are those of this call alone."""
+    call()  # may compile, which is no measure of a burst
     burst = min(_MOST_CALLS, max(1, round(_BURST_S / _repeat(call, 3, lambda: None))))
     _repeat(call, burst, lambda: None, seconds)  # until the clock has settled
     edges: list[tuple[float, float]] = []

@@ -24,5 +24,6 @@ def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
     ):
         subject = ours(inputs, router=router, layers=layers)
         for name, call in (("fwd", subject.forward), ("fwd_bwd", subject.forward_backward)):
-            figures[f"{prefix}host_{name}_ms"] = host_ms(call, device, 200 // layers) / layers
+            ms = host_ms(call, device, calls=200 // layers, queued=max(1, 10 // layers))
+            figures[f"{prefix}host_{name}_ms"] = ms / layers
     return figures

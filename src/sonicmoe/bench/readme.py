@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ..cost import GPUS, Gpu, backward_stages, forward_stages
+from ..enums import ActivationType
 from ..errors import bad_argument
-from .cases import CASES, HOST
+from .cases import CASES, HOST, Case
 from .host import STACK
 from .peers import DENSE
 from .published import NAME as PUBLISHED
@@ -76,12 +78,14 @@ def readme_section(records: Iterable[Record]) -> str:
             devices.setdefault((record["device"], record["dtype"]), []).append(record)
     parts = []
     for (device, dtype), found in sorted(devices.items()):
-        parts += [_layers(f"{device}, {dtype}", found), _beside(f"{device}, {dtype}", found)]
+        gpu = _measured_gpu(device) if dtype == "bfloat16" else None
+        title = f"{device}, {dtype}"
+        parts += [_layers(title, found, gpu), _beside(title, found)]
     return "\n\n".join(part for part in parts if part) or "No results are kept yet."
 
 
 # --- the layer and its peers ----------------------------------------------------------------------
-def _layers(title: str, records: Sequence[Record]) -> str | None:
+def _layers(title: str, records: Sequence[Record], gpu: str | None) -> str | None:
     measured = [
         r for r in records
         if r.get("router") == "in" and r.get("routing") == "uniform" and "fwd_bwd_ms" in r
@@ -92,12 +96,17 @@ def _layers(title: str, records: Sequence[Record]) -> str | None:
     layers = {layer: {r["subject"]: r for r in run} for layer, run in runs.items()}
     peers = [peer for peer in _PEERS if any(peer in found for found in layers.values())]
     head = ["case (T,H,I,E,K)", "sonicmoe", *map(_PEERS.__getitem__, peers), "of dense", "kept MiB"]
+    limit = {} if gpu is None else {layer: _least_ms(layer, GPUS[gpu]) for layer in layers}
+    if limit:
+        head.insert(-2, "least")
     rows = []
     for layer, found in layers.items():
         ours = found[OURS]
         times = [r["fwd_bwd_ms"] for subject, r in found.items() if subject != DENSE]
         best = min(times) if len(times) > 1 else 0.0  # alone, nobody wins
         cells = [str(layer), _times(ours, best), *(_times(found.get(p), best) for p in peers)]
+        if limit:
+            cells.append("{:.2f} / {:.2f}".format(*limit[layer]))
         cells.append(_form(ours.get("dense_share"), "{:.2f}".format))
         rows.append([*cells, _form(ours.get("kept_mib"), "{:.0f}".format)])
     mine = [found[OURS] for found in layers.values()]
@@ -105,9 +114,36 @@ def _layers(title: str, records: Sequence[Record]) -> str | None:
     tuned = " With a table of `sonicmoe tune`." if any(r.get("tuned") for r in mine) else ""
     caption = (
         f"{title}, the whole layer with its router: ms forward / forward and backward, medians"
-        f"{bold}.{_lowest(layers.values())}{tuned} {_origin(mine)}"
+        f"{bold}.{_lowest(layers.values())}{_of_the_least(layers, limit, gpu)}{tuned} "
+        f"{_origin(mine)}"
     )
     return f"{_markdown(head, rows)}\n\n{caption}"
+
+
+def _measured_gpu(device: str) -> str | None:
+    """The GPU whose power was measured, by its name in `cost.GPUS`."""
+    known = [name for name, gpu in GPUS.items() if gpu.power and gpu.name in device.split()]
+    return known[0] if known else None
+
+
+def _least_ms(layer: Layer, gpu: Gpu) -> tuple[float, float]:
+    """Forward, forward and backward: every stage at the GPU's limit."""
+    p = Case.of_shape(layer.shape, ActivationType(layer.activation)).problem
+    forward = sum(map(gpu.seconds, forward_stages(p)))
+    return 1e3 * forward, 1e3 * (forward + sum(map(gpu.seconds, backward_stages(p))))
+
+
+def _of_the_least(
+    layers: dict[Layer, dict[str, Record]], limit: dict[Layer, tuple[float, float]], gpu: str | None
+) -> str:
+    if not limit:
+        return ""
+    shares = [limit[layer][1] / found[OURS]["fwd_bwd_ms"] for layer, found in layers.items()]
+    return (
+        " Least: every stage at the limit of the GPU's products, memory or power, with the energy "
+        f"that dense products take (`sonicmoe cost --gpu {gpu}`); {min(shares):.0%} to "
+        f"{max(shares):.0%} of that speed is reached."
+    )
 
 
 def _times(record: Record | None, best: float) -> str:

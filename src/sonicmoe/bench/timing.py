@@ -39,14 +39,16 @@ def in_turns(timers: Mapping[Key, Callable[[], float]], rounds: int = ROUNDS) ->
     return {key: statistics.median(values) for key, values in found.items()}
 
 
-def host_ms(call: Callable[[], object], device: str | torch.device, calls: int = 200) -> float:
+def host_ms(
+    call: Callable[[], object], device: str | torch.device, calls: int = 200, queued: int = 10
+) -> float:
     """Median time until a call returns, call after call as in training.
 
-    The device is waited for after every tenth: then its queue never fills up.
+    The device is waited for after `queued` of them: then its queue, of 1024 launches, never fills.
     """
     times, before = [], calls // 10
     for number in range(before + calls):
-        if number % 10 == 0:
+        if number % queued == 0:
             synchronize(device)
         begin = time.perf_counter()
         call()

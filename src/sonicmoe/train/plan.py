@@ -30,13 +30,13 @@ class Efficiency:
     backward pass computes 5 products for every 2 forward, on kernels made for an earlier GPU.
     """
 
-    grouped: float = 0.63  # grouped products of the layer, forward and backward
-    dense: float = 0.63  # plain products: the mean of five shapes
+    grouped: float = 0.64  # grouped products of the layer, forward and backward
+    dense: float = 0.62  # plain products: the mean of five shapes
     attention_64: float = 0.20  # heads of less than 128
     attention_128: float = 0.27
     copy: float = 0.90  # 4.3 of 4.8 TB/s on an H200
-    uncovered: float = 0.32  # of the layer's traffic, what the products do not hide
-    layer_fixed: float = 0.2e-3  # seconds a layer: router, top-K, permutation, launches
+    uncovered: float = 0.33  # of the layer's traffic, what the products do not hide
+    layer_fixed: float = 0.3e-3  # seconds a layer: router, top-K, permutation, launches
     node: float = 0.80
     network: float = 0.85
     overlap: float = 0.80  # share of the computation that may hide FSDP's transfers
