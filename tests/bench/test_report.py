@@ -1,6 +1,7 @@
 """Records on disk and the tables made from them."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_readme_shows_the_newest_run_and_the_lost(tmp_path):
     ]
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{section.BEGIN}\nstale\n{section.END}\nafter\n")
-    section.update_readme(readme, records)
+    section.update_readme(readme, records, tmp_path)
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
     lines = rows(text)
@@ -79,7 +80,7 @@ def test_readme_shows_the_newest_run_and_the_lost(tmp_path):
     assert "Faster than the published SonicMoE in 1 of 2 cases: 0.80 to 1.10" in text
     assert "Lowest share of dense: 0.90" in text
     assert "commit abc1234" in text and "commit old4567" in text  # a table may mix sources
-    section.update_readme(readme, records)
+    section.update_readme(readme, records, tmp_path)
     assert readme.read_text() == text
 
 
@@ -99,6 +100,30 @@ def test_the_least_time_is_that_of_the_cost_model(capsys):
     assert f"{both / 20:.0%} of that speed" in text
     assert "least" not in section.readme_section([record()])
     assert "least" not in section.readme_section([record(device="NVIDIA H200", dtype="float32")])
+
+
+def test_the_picture_lies_beside_the_results_and_in_the_readme(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{section.BEGIN}\n{section.END}\n")
+    mine = record(device="NVIDIA H200"), record("published", ms=11.0, device="NVIDIA H200")
+    section.update_readme(readme, [*mine, record()], tmp_path / "kept")
+    assert [path.relative_to(tmp_path) for path in tmp_path.glob("**/*.png")] == [
+        Path("kept/nvidia-h200/layer.png")
+    ]
+    assert readme.read_text().count("](kept/nvidia-h200/layer.png)\n") == 1
+
+
+def test_runs_that_differ_in_their_cases_are_one_command():
+    small = "64,32,16,4,2"
+    text = section.readme_section(
+        [
+            record(command="sonicmoe bench --case olmoe --host"),
+            record(case="120b", shape=small, command="sonicmoe bench --case 120b --host"),
+            record(case="mixtral-8x7b", shape=small, command="sonicmoe bench"),
+        ]
+    )
+    assert "`sonicmoe bench --host --case olmoe --case 120b`" in text
+    assert "`sonicmoe bench`" in text
 
 
 def test_a_peer_of_an_older_run_is_not_set_beside_a_newer_figure():
@@ -172,7 +197,7 @@ def test_a_readme_without_markers_is_left_alone(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("nothing here\n")
     with pytest.raises(ValueError, match=r"report: expected a file with the lines"):
-        section.update_readme(readme, [record()])
+        section.update_readme(readme, [record()], tmp_path)
     assert readme.read_text() == "nothing here\n"
 
 

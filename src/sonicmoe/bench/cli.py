@@ -127,7 +127,7 @@ def run_bench(args: argparse.Namespace) -> int:
         print(report.table(("case", "T,H,I,E,K", "activation", "router", "note"), rows))
         return 0
     if args.report:
-        readme.update_readme(args.report, results.read(folder))
+        readme.update_readme(args.report, results.read(folder), folder)
         return 0
 
     named = peers.available() if args.peers is None else args.peers

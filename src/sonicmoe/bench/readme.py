@@ -4,18 +4,21 @@ Of each layer the newest run counts, with the peers that were measured in that r
 runs are not compared.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..cost import GPUS, Gpu, backward_stages, forward_stages
+from ..cost import GPUS, backward_stages, forward_stages
 from ..enums import ActivationType
 from ..errors import bad_argument
+from ..train import plots
 from .cases import CASES, HOST, Case
 from .host import STACK
 from .peers import DENSE
 from .published import NAME as PUBLISHED
-from .results import Record
+from .results import Record, slug
 from .subjects import OURS
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -54,8 +57,8 @@ class Layer(NamedTuple):
 _USUAL = Layer._field_defaults.values()
 
 
-def update_readme(readme: Path, records: Sequence[Record]) -> None:
-    """Replace what stands between the two markers."""
+def update_readme(readme: Path, records: Sequence[Record], pictures: Path) -> None:
+    """Replace what stands between the two markers; pictures go to `pictures`/<device>."""
     text = readme.read_text() if readme.exists() else ""
     if BEGIN not in text or END not in text:
         raise bad_argument(
@@ -64,39 +67,55 @@ def update_readme(readme: Path, records: Sequence[Record]) -> None:
         )  # fmt: skip
     before, rest = text.split(BEGIN, 1)
     after = rest.split(END, 1)[1]
-    readme.write_text(f"{before}{BEGIN}\n{readme_section(records)}\n{END}{after}")
+    links = {
+        device: os.path.relpath(path, readme.parent)
+        for device, path in _draw(records, pictures).items()
+    }
+    readme.write_text(f"{before}{BEGIN}\n{readme_section(records, links)}\n{END}{after}")
 
 
-def readme_section(records: Iterable[Record]) -> str:
+def readme_section(records: Iterable[Record], pictures: Mapping[str, str] | None = None) -> str:
     """For each device and dtype: every layer that was measured, won or lost; then what is beside.
 
-    `records` come oldest first.
+    `records` come oldest first; `pictures` are paths by device.
     """
+    parts = []
+    for (device, dtype), found in _by_device(records).items():
+        title = f"{device}, {dtype}"
+        layers = _layers(title, found, _measured_gpu(device, dtype))
+        picture = (pictures or {}).get(device)
+        if layers and picture and _measured_gpu(device, dtype):
+            layers = f"![The layer beside its limit, {title}]({picture})\n\n{layers}"
+        parts += [layers, _beside(title, found)]
+    return "\n\n".join(part for part in parts if part) or "No results are kept yet."
+
+
+def _by_device(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
     devices: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if "dtype" in record:
             devices.setdefault((record["device"], record["dtype"]), []).append(record)
-    parts = []
-    for (device, dtype), found in sorted(devices.items()):
-        gpu = _measured_gpu(device) if dtype == "bfloat16" else None
-        title = f"{device}, {dtype}"
-        parts += [_layers(title, found, gpu), _beside(title, found)]
-    return "\n\n".join(part for part in parts if part) or "No results are kept yet."
+    return dict(sorted(devices.items()))
 
 
 # --- the layer and its peers ----------------------------------------------------------------------
-def _layers(title: str, records: Sequence[Record], gpu: str | None) -> str | None:
+def _newest_layers(records: Sequence[Record]) -> dict[Layer, dict[str, Record]]:
+    """Of each layer the newest run: its records by subject."""
     measured = [
         r for r in records
         if r.get("router") == "in" and r.get("routing") == "uniform" and "fwd_bwd_ms" in r
     ]  # fmt: skip
     runs = _newest_runs(measured, subject=OURS)
-    if not runs:
+    return {layer: {r["subject"]: r for r in run} for layer, run in runs.items()}
+
+
+def _layers(title: str, records: Sequence[Record], gpu: str | None) -> str | None:
+    layers = _newest_layers(records)
+    if not layers:
         return None
-    layers = {layer: {r["subject"]: r for r in run} for layer, run in runs.items()}
     peers = [peer for peer in _PEERS if any(peer in found for found in layers.values())]
     head = ["case (T,H,I,E,K)", "sonicmoe", *map(_PEERS.__getitem__, peers), "of dense", "kept MiB"]
-    limit = {} if gpu is None else {layer: _least_ms(layer, GPUS[gpu]) for layer in layers}
+    limit = _least(layers, gpu)
     if limit:
         head.insert(-2, "least")
     rows = []
@@ -120,17 +139,55 @@ def _layers(title: str, records: Sequence[Record], gpu: str | None) -> str | Non
     return f"{_markdown(head, rows)}\n\n{caption}"
 
 
-def _measured_gpu(device: str) -> str | None:
+def _draw(records: Sequence[Record], folder: Path) -> dict[str, Path]:
+    """Times over the least time, for each device whose power was measured."""
+    drawn = {}
+    for (device, dtype), found in _by_device(records).items():
+        layers = _newest_layers(found)
+        limit = _least(layers, _measured_gpu(device, dtype))
+        if not limit:
+            continue
+        names = {OURS: OURS} | _PEERS
+        groups = {
+            layer.case: {
+                names[subject]: (
+                    one["fwd_bwd_ms"] / limit[layer][1],
+                    f"{one['fwd_bwd_ms']:.1f} ms",
+                )
+                for subject in names
+                if (one := by_subject.get(subject))
+            }
+            for layer, by_subject in layers.items()
+        }
+        drawn[device] = folder / slug(device) / "layer.png"
+        drawn[device].parent.mkdir(parents=True, exist_ok=True)
+        plots.bars(
+            drawn[device], groups, "One layer, forward and backward",
+            f"{device}, {dtype}. 1 is the least that the GPU's products, memory and power allow a "
+            "whole layer;\ndense products alone are no layer: no router, no gather, no "
+            "activation, no sum over a token's experts.",
+            "time ÷ least time", mark=1,
+        )  # fmt: skip
+    return drawn
+
+
+def _measured_gpu(device: str, dtype: str) -> str | None:
     """The GPU whose power was measured, by its name in `cost.GPUS`."""
     known = [name for name, gpu in GPUS.items() if gpu.power and gpu.name in device.split()]
-    return known[0] if known else None
+    return known[0] if known and dtype == "bfloat16" else None
 
 
-def _least_ms(layer: Layer, gpu: Gpu) -> tuple[float, float]:
-    """Forward, forward and backward: every stage at the GPU's limit."""
-    p = Case.of_shape(layer.shape, ActivationType(layer.activation)).problem
-    forward = sum(map(gpu.seconds, forward_stages(p)))
-    return 1e3 * forward, 1e3 * (forward + sum(map(gpu.seconds, backward_stages(p))))
+def _least(layers: Iterable[Layer], gpu: str | None) -> dict[Layer, tuple[float, float]]:
+    """Milliseconds forward, forward and backward, with every stage at the GPU's limit."""
+    if gpu is None:
+        return {}
+    seconds, found = GPUS[gpu].seconds, {}
+    for layer in layers:
+        p = Case.of_shape(layer.shape, ActivationType(layer.activation)).problem
+        forward = 1e3 * sum(seconds(stage) for stage in forward_stages(p))
+        backward = 1e3 * sum(seconds(stage) for stage in backward_stages(p))
+        found[layer] = forward, forward + backward
+    return found
 
 
 def _of_the_least(
@@ -268,14 +325,25 @@ def _ordered(layers: Iterable[Layer]) -> list[Layer]:
     return sorted(layers, key=lambda layer: (place.get(layer.case, len(place)), str(layer)))
 
 
+_CASE = re.compile(r" --case[ =]\S+")
+
+
 def _origin(records: Sequence[Record]) -> str:
-    """Versions, dates, commits and commands of all that was shown: not all may be of one source."""
+    """Versions, dates, commits and commands of all that was shown: not all may be of one source.
+
+    Runs that differ in their cases alone are said in one command.
+    """
     newest = sorted(records, key=lambda r: r["date"], reverse=True)
     versions = dict.fromkeys(f"torch {r['torch']}, triton {r['triton']}" for r in newest)
-    runs = dict.fromkeys(
-        f"{r['date'][:10]}, commit {r['commit'] or 'unknown'}: `{r['command']}`" for r in newest
-    )
-    return f"{'; '.join(versions)}; {'; '.join(runs)}."
+    runs: dict[tuple[str, str, str], list[str]] = {}
+    for r in newest:
+        source = r["date"][:10], r["commit"] or "unknown", _CASE.sub("", r["command"])
+        runs.setdefault(source, []).extend(_CASE.findall(r["command"]))
+    texts = [
+        f"{day}, commit {commit}: `{command}{''.join(dict.fromkeys(cases))}`"
+        for (day, commit, command), cases in runs.items()
+    ]
+    return f"{'; '.join(versions)}; {'; '.join(texts)}."
 
 
 def _form(value: float | None, form: Callable[[float], str]) -> str:

@@ -139,6 +139,34 @@ def on_top(path: Path, curves: Mapping[str, Curve], title: str, subtitle: str) -
     _finish(figure, path, title, subtitle)
 
 
+def bars(
+    path: Path, groups: Mapping[str, Mapping[str, tuple[float, str]]], title: str, subtitle: str,
+    label: str, mark: float,
+) -> None:  # fmt: skip
+    """Groups of horizontal bars, each with a length and what is written at its end; a mark."""
+    figure, (axes,) = _figure(1, (9, 1.6 + 0.75 * len(groups)))
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        found = {place: g[name] for place, g in enumerate(groups.values()) if name in g}
+        at = [place + (i + 0.5) * width - 0.4 for place in found]
+        drawn = axes.barh(
+            at, [length for length, _ in found.values()], 0.86 * width,
+            color=_COLOURS[i % len(_COLOURS)], label=name,
+        )  # fmt: skip
+        axes.bar_label(
+            drawn, [text for _, text in found.values()], padding=3, color=_MUTED, fontsize=8
+        )
+    axes.axvline(mark, color=_INK, linewidth=1.2)
+    axes.set_yticks(range(len(groups)), list(groups))
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    _label(axes, label, "")
+    axes.grid(visible=False, axis="y")
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(names))
+    _finish(figure, path, title, subtitle)
+
+
 def _mean(runs: Sequence[Curve]) -> list[tuple[float, float]]:
     """Of curves with the same steps."""
     return [
@@ -153,7 +181,7 @@ def _series(records: Records, kind: str, against: str) -> tuple[list[float], lis
 
 
 def _figure(columns: int, size: tuple[float, float]):
-    matplotlib = need("matplotlib", "Drawing a loss curve")
+    matplotlib = need("matplotlib", "Drawing a picture")
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
