@@ -15,7 +15,7 @@ from ..enums import ActivationType
 from ..errors import bad_argument
 from ..train import plots
 from .cases import CASES, HOST, Case
-from .host import STACK
+from .host import CALLING_THREAD, STACK
 from .peers import DENSE
 from .published import NAME as PUBLISHED
 from .results import Record, slug
@@ -271,6 +271,12 @@ def _beside(title: str, records: Sequence[Record]) -> str | None:
             figures += (
                 f"; a layer in a stack of {STACK}: {host['stack_host_fwd_ms']:.2f} and "
                 f"{host['stack_host_fwd_bwd_ms']:.2f}"
+            )
+        if f"{CALLING_THREAD}host_fwd_bwd_ms" in host:
+            figures += (
+                f"; under `torch.autograd.set_multithreading_enabled(False)`, alone: "
+                f"{host[f'{CALLING_THREAD}host_fwd_ms']:.2f} and "
+                f"{host[f'{CALLING_THREAD}host_fwd_bwd_ms']:.2f}"
             )
         sentences.append(f"The host alone, at {HOST.problem}: {figures}.")
     if not sentences:
