@@ -149,7 +149,7 @@ def _draw(records: Sequence[Record], folder: Path) -> dict[str, Path]:
             continue
         names = {OURS: OURS} | _PEERS
         groups = {
-            layer.case: {
+            str(layer).replace(f" ({layer.shape})", ""): {
                 names[subject]: (
                     one["fwd_bwd_ms"] / limit[layer][1],
                     f"{one['fwd_bwd_ms']:.1f} ms",
