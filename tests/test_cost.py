@@ -79,11 +79,28 @@ def test_stages_hold_all_the_flops(p):
     assert router == 2 * p.T * p.H * p.E
 
 
-def test_traffic_by_hand():
-    stages = {stage.name: stage for stage in cost.forward_stages(HAND)}
-    x, w1, z, a = 6 * 16, 4 * 16 * 16, 12 * 16, 12 * 8
-    assert stages["up"].traffic == 2 * (x + w1 + z + a)
-    assert stages["aggregation"].traffic == 2 * (12 * 16 + x) + 12 * (4 + 4)
+def test_bytes_read_and_written_by_hand():
+    x, y, w1, w2, z, a = 192, 384, 2048, 1024, 384, 192  # two bytes an element
+    scores = index = logits = 48
+    router_w = 128
+    stages = cost.forward_stages(HAND) + cost.backward_stages(HAND)
+    assert {s.name: (s.read, s.written) for s in stages} == {
+        "router": (x + router_w, logits),
+        "top-k": (logits, scores + index),
+        "permutation": (index, 3 * index),
+        "up": (x + w1, z + a),
+        "down": (a + w2, y),
+        "aggregation": (y + scores + index, x),
+        "dZ": (x + w2 + z + scores, z + a + scores),
+        "dW2": (x + a, w2),
+        "dX rows": (z + w1, y),
+        "dW1": (z + x, w1),
+        "dX aggregation": (y + index, x),
+        "top-k backward": (2 * scores + index, logits),
+        "router dX": (logits + router_w + x, x),
+        "router dW": (logits + x, router_w),
+    }
+    assert all(s.traffic == s.read + s.written for s in stages)
 
 
 def stage(flops=0, read=0, written=0) -> cost.Stage:
@@ -113,7 +130,7 @@ def test_energy_of_the_h200_is_what_was_measured():
     power = cost.GPUS["h200-measured"].power
     errors = []
     for record in map(json.loads, ENERGY.read_text().splitlines()):
-        p = Problem(*map(int, record["shape"].split(",")))
+        p = Problem.parse(record["shape"])
         rows, w1, w2, z, a = (
             2 * n for n in (p.R * p.H, p.E * p.N * p.H, p.E * p.H * p.I, p.R * p.N, p.R * p.I)
         )
