@@ -20,20 +20,14 @@ def test_a_counter_that_hardly_moved_tells_nothing():
 def test_table_shows_each_product_beside_the_dense_one():
     ours = Energy("up", flops=2 * 10**12, ms=4.0, watts=700.0, mhz=1400.0)
     dense = Energy("up", flops=2 * 10**12, ms=3.0, watts=690.0, mhz=1500.0)
-    row = energy_table([(ours, dense)]).splitlines()[-1].split()
-    assert row == [
-        "up",
-        "4.000",
-        "700",
-        "1400",
-        "2800",
-        "1.400",
-        "3.000",
-        "690",
-        "1500",
-        "2070",
-        "1.035",
-    ]
+    row = energy_table([(ours, dense)]).splitlines()[-1]
+    assert " ".join(row.split()) == "up 4.000 700 1400 2800 1.400 3.000 690 1500 2070 1.035"
+
+
+@pytest.mark.parametrize("flag", [["--kernels"], ["--peers", "dense"], ["--sonicmoe-path", "x"]])
+def test_energy_is_measured_without_times(flag, capsys):
+    assert main(["bench", "--device", "cpu", "--energy", *flag]) == 2
+    assert f"no flag that is about times beside it, got {flag[0]}" in capsys.readouterr().err
 
 
 def test_without_a_gpu_energy_is_refused_before_anything_is_measured(tmp_path, capsys):

@@ -1,7 +1,11 @@
 """Contenders are timed in turns, and a backward pass is what both take less the forward pass."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from sonicmoe.bench import host, timing
 from sonicmoe.bench.measure import Timers, time_in_turns
 from sonicmoe.bench.timing import in_turns
 from sonicmoe.shapes import Problem
@@ -31,3 +35,24 @@ def test_times_and_rates_of_each_contender():
     assert found[0]["fwd_tflops"] == pytest.approx(work / 2e-3 / 1e12)
     assert found[0]["bwd_tflops"] == pytest.approx(2 * work / 3e-3 / 1e12)
     assert found[1]["fwd_bwd_tflops"] == pytest.approx(3 * work / 4e-3 / 1e12)
+
+
+def test_the_queue_of_the_device_stays_short(monkeypatch):
+    """Between two waits no more than ten layers are queued, alone or in a stack of eight."""
+    queued, most = [0], [0]
+
+    def layers(number):
+        queued[0] += number
+        most[0] = max(most[0], queued[0])
+
+    monkeypatch.setattr(timing, "synchronize", lambda device: queued.__setitem__(0, 0))
+    timing.host_ms(lambda: layers(1), "cpu", calls=35, queued=10)
+    assert most == [10]
+
+    def ours(inputs, *, router, layers=1, run=layers):
+        return SimpleNamespace(forward=lambda: run(layers), forward_backward=lambda: run(layers))
+
+    most[0] = 0
+    monkeypatch.setattr(host, "ours", ours)
+    host.measure_host("cpu", torch.float32)
+    assert most == [10]

@@ -137,6 +137,7 @@ def run_bench(args: argparse.Namespace) -> int:
             raise bad_argument("--peers", f"names of {', '.join(known)}", name, "Leave it out.")
     options = _options(args, check=not args.no_verify, kernels=args.kernels, peers=tuple(named))
     if args.energy:
+        _check_energy_alone(args)
         Board(args.device)  # says what is missing before anything takes time
     measure = energy_case if args.energy else bench_case
     command = shlex.join(["sonicmoe", *args.argv])
@@ -156,6 +157,16 @@ def run_bench(args: argparse.Namespace) -> int:
     if options.check and not failures:
         _keep([origin | record for record in extras], folder, args.label)
     return _finish(failures)
+
+
+def _check_energy_alone(args: argparse.Namespace) -> None:
+    """What is about times would be passed over."""
+    for name in ("kernels", "peers", "sonicmoe_path"):
+        if getattr(args, name):
+            raise bad_argument(
+                "--energy", "no flag that is about times beside it",
+                f"--{name.replace('_', '-')}", "Measure the two one after the other.",
+            )  # fmt: skip
 
 
 def _extra_figures(args: argparse.Namespace, options) -> list[dict]:

@@ -20,7 +20,7 @@ _SM_CLOCK = 1
 # Work that is queued while the burst before it runs: a look at a counter takes up to 5 ms, and with
 # bursts of 5 ms the GPU stood still meanwhile, at 208 W.
 _BURST_S = 0.1
-_MOST_CALLS = 400  # of a burst: more than some thousand launches the driver does not queue
+_MOST_CALLS = 400  # of a burst, however short: beyond its queue the driver makes the host wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def host_ms(
 ) -> float:
     """Median time until a call returns, call after call as in training.
 
-    The device is waited for after `queued` of them: then its queue, of 1024 launches, never fills.
+    The device is waited for before every `queued` of them: a full queue would make the host wait.
     """
     times, before = [], calls // 10
     for number in range(before + calls):
