@@ -13,8 +13,9 @@ from typing import NamedTuple
 from ..cost import GPUS, backward_stages, forward_stages
 from ..enums import ActivationType
 from ..errors import bad_argument
+from ..shapes import Problem
 from ..train import plots
-from .cases import CASES, HOST, Case
+from .cases import CASES, HOST
 from .host import CALLING_THREAD, STACK
 from .peers import DENSE
 from .published import NAME as PUBLISHED
@@ -68,8 +69,8 @@ def update_readme(readme: Path, records: Sequence[Record], pictures: Path) -> No
     before, rest = text.split(BEGIN, 1)
     after = rest.split(END, 1)[1]
     links = {
-        device: os.path.relpath(path, readme.parent)
-        for device, path in _draw(records, pictures).items()
+        title: os.path.relpath(path, readme.parent)
+        for title, path in _draw(records, pictures).items()
     }
     readme.write_text(f"{before}{BEGIN}\n{readme_section(records, links)}\n{END}{after}")
 
@@ -77,16 +78,17 @@ def update_readme(readme: Path, records: Sequence[Record], pictures: Path) -> No
 def readme_section(records: Iterable[Record], pictures: Mapping[str, str] | None = None) -> str:
     """For each device and dtype: every layer that was measured, won or lost; then what is beside.
 
-    `records` come oldest first; `pictures` are paths by device.
+    `records` come oldest first; `pictures` are paths by the title of a table.
     """
     parts = []
     for (device, dtype), found in _by_device(records).items():
         title = f"{device}, {dtype}"
-        layers = _layers(title, found, _measured_gpu(device, dtype))
-        picture = (pictures or {}).get(device)
-        if layers and picture and _measured_gpu(device, dtype):
-            layers = f"![The layer beside its limit, {title}]({picture})\n\n{layers}"
-        parts += [layers, _beside(title, found)]
+        picture = (pictures or {}).get(title)
+        parts += [
+            f"![The layer beside its limit, {title}]({picture})" if picture else None,
+            _layers(title, found, _measured_gpu(device, dtype)),
+            _beside(title, found),
+        ]
     return "\n\n".join(part for part in parts if part) or "No results are kept yet."
 
 
@@ -140,7 +142,7 @@ def _layers(title: str, records: Sequence[Record], gpu: str | None) -> str | Non
 
 
 def _draw(records: Sequence[Record], folder: Path) -> dict[str, Path]:
-    """Times over the least time, for each device whose power was measured."""
+    """Times over the least time, where the power of the device was measured; by title."""
     drawn = {}
     for (device, dtype), found in _by_device(records).items():
         layers = _newest_layers(found)
@@ -159,12 +161,13 @@ def _draw(records: Sequence[Record], folder: Path) -> dict[str, Path]:
             }
             for layer, by_subject in layers.items()
         }
-        drawn[device] = folder / slug(device) / "layer.png"
-        drawn[device].parent.mkdir(parents=True, exist_ok=True)
+        title = f"{device}, {dtype}"
+        drawn[title] = folder / slug(device) / "layer.png"
+        drawn[title].parent.mkdir(parents=True, exist_ok=True)
         plots.bars(
-            drawn[device], groups, "One layer, forward and backward",
-            f"{device}, {dtype}. 1 is the least that the GPU's products, memory and power allow a "
-            "whole layer;\ndense products alone are no layer: no router, no gather, no "
+            drawn[title], groups, "One layer, forward and backward",
+            f"{title}. 1 is the least that the GPU's products, memory and power allow a whole "
+            "layer, by a model;\ndense products alone are no layer: no router, no gather, no "
             "activation, no sum over a token's experts.",
             "time ÷ least time", mark=1,
         )  # fmt: skip
@@ -183,7 +186,7 @@ def _least(layers: Iterable[Layer], gpu: str | None) -> dict[Layer, tuple[float,
         return {}
     seconds, found = GPUS[gpu].seconds, {}
     for layer in layers:
-        p = Case.of_shape(layer.shape, ActivationType(layer.activation)).problem
+        p = Problem.parse(layer.shape, ActivationType(layer.activation).is_gated)
         forward = 1e3 * sum(seconds(stage) for stage in forward_stages(p))
         backward = 1e3 * sum(seconds(stage) for stage in backward_stages(p))
         found[layer] = forward, forward + backward
@@ -197,8 +200,8 @@ def _of_the_least(
         return ""
     shares = [limit[layer][1] / found[OURS]["fwd_bwd_ms"] for layer, found in layers.items()]
     return (
-        " Least: every stage at the limit of the GPU's products, memory or power, with the energy "
-        f"that dense products take (`sonicmoe cost --gpu {gpu}`); {min(shares):.0%} to "
+        " Least: every stage at the limit of the GPU's products, memory or power, by a model of "
+        f"the energy that dense products take (`sonicmoe cost --gpu {gpu}`); {min(shares):.0%} to "
         f"{max(shares):.0%} of that speed is reached."
     )
 
