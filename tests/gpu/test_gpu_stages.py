@@ -44,6 +44,7 @@ def test_configurations_of_other_devices(arch, dtype, monkeypatch):
         (513, 60, 6),
         (5, 3, 3),
         (200, 257, 10),
+        (33, 1000, 8),
         (64, 1, 1),
         (0, 8, 2),
     ],
