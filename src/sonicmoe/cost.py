@@ -209,8 +209,8 @@ class Gpu:
 # Dense rates without sparsity, of one GPU. From NVIDIA's data sheets: A100 80 GB SXM (312, 19.5,
 # 2.039), H100 SXM (989, 67, 3.35), H200 SXM (989, 67, 4.8); the Blackwell architecture brief for an
 # HGX B200 at 1000 W (2250, 80, up to 8; by its bus and clock a B200 reaches 7.67, pytorch/ao#4002).
-# What an H200 reached here: its fastest products, a copy of 1 GiB, and the energy of 24 dense
-# products of bf16, which these three figures give within 5.4%, 2% on average.
+# What an H200 reached here: its fastest products, a copy of 1 GiB, and the energy of 54 dense
+# products of bf16, which these three figures give within 5.5%, 1.5% on average.
 GPUS = {
     "a100": Gpu("A100 SXM 80 GB", 312e12, 19.5e12, 2.039e12, "data sheet"),
     "h100": Gpu("H100 SXM", 989e12, 67e12, 3.35e12, "data sheet"),
@@ -221,7 +221,7 @@ GPUS = {
         67e12,
         4.3e12,
         "measured: products, device copy, energy; 700 W",
-        Power(700, flop=0.953e-12, byte_read=43e-12, byte_written=135e-12),
+        Power(700, flop=0.955e-12, byte_read=42e-12, byte_written=135e-12),
     ),
     "b200": Gpu("B200", 2250e12, 80e12, 8.0e12, "architecture brief"),
 }

@@ -7,6 +7,7 @@ from statistics import mean
 import pytest
 import torch
 
+from sonicmoe.bench.results import read
 from sonicmoe.train import export, generate, plan
 from sonicmoe.train.cli import main
 from sonicmoe.train.config import ModelConfig
@@ -104,7 +105,7 @@ def test_plan_prints_its_assumptions_and_the_paper(capsys):
         assert word in out
 
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200/2026-11-15-layer.jsonl"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200"
 
 
 def _measured(subject: str) -> dict[str, float]:
@@ -113,8 +114,9 @@ def _measured(subject: str) -> dict[str, float]:
     The mean of the last two runs: they differ by up to 8%.
     """
     found: dict[str, list[float]] = {}
-    for r in map(json.loads, RESULTS.read_text().splitlines()):
-        if r["subject"] == subject and r["router"] == "in" and r["routing"] == "uniform":
+    for r in read(RESULTS):
+        told = (r.get("subject"), r.get("router"), r.get("routing"))
+        if told == (subject, "in", "uniform") and "fwd_bwd_ms" in r:
             found.setdefault(r["shape"], []).append(r["fwd_bwd_ms"] / 1e3)
     return {shape: mean(times[-2:]) for shape, times in found.items()}
 
