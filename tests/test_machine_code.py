@@ -104,13 +104,16 @@ def test_fp32(arch):
     check(compile_layer(arch, torch.float32, activation, True, False, False, NARROW), arch, False)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_routing(arch):
+@pytest.mark.parametrize(
+    ("arch", "experts"), [(80, 128), (90, 128), (100, 128), (120, 128), (90, 512), (90, 1000)]
+)
+def test_routing(arch, experts):
+    logits = torch.zeros(64, experts)
     with compiling(arch) as compiled:
-        scores, ids = launch_routing.topk(torch.zeros(64, 128), 8, True)
-        launch_routing.topk_backward(scores, scores, ids, torch.zeros(64, 128), False)
-        launch_routing.permute(ids, 128, None, 128)
-        launch_routing.tiles(torch.zeros(129, dtype=torch.int32), 512, 128)
+        scores, ids = launch_routing.topk(logits, 8, True)
+        launch_routing.topk_backward(scores, scores, ids, logits, False)
+        launch_routing.permute(ids, experts, None, 128)
+        launch_routing.tiles(torch.zeros(experts + 1, dtype=torch.int32), 512, 128)
     for kernel in compiled:
         found = report(kernel)
         assert found["LDL"] == found["STL"] == 0, f"{kernel.metadata.name} spills: {found}"
