@@ -56,3 +56,17 @@ def test_the_queue_of_the_device_stays_short(monkeypatch):
     monkeypatch.setattr(host, "ours", ours)
     host.measure_host("cpu", torch.float32)
     assert most == [10]
+
+
+def test_the_figures_of_the_host_take_turns(monkeypatch):
+    """A layer's share of a stack; the last two in the calling thread."""
+    threads = []
+
+    def host_ms(call, device, calls, queued):
+        threads.append(torch._C._is_multithreading_enabled())
+        return 16.0
+
+    monkeypatch.setattr(host, "host_ms", host_ms)
+    found = host.measure_host("cpu", torch.float32)
+    assert threads == ([True] * 6 + [False] * 2) * timing.ROUNDS
+    assert list(found.values()) == [16.0] * 4 + [2.0] * 2 + [16.0] * 2

@@ -16,6 +16,7 @@ from sonicmoe.reference import layer as reference
     ("tokens", "experts", "k"),
     [
         (33, 5, 3),  # more tokens than one program takes, E no power of two
+        (3, 300, 4),  # two tokens a program, the last has one
         (3, 4096, 64),  # the largest
         (4, 3, 3),  # K = E
         (2, 1, 1),
