@@ -21,9 +21,15 @@ TINY = ["--device", "cpu", "--shape", "64,32,16,4,2"]
 @pytest.fixture
 def quick(monkeypatch):
     """One call instead of many: these tests look at what is printed, not at the clock."""
-    from sonicmoe.bench import timing
+    from sonicmoe.bench import host, timing
 
     monkeypatch.setattr(timing, "_clocked", lambda call, device, budget_s, least: [1.0])
+
+    def once(call, device, calls, queued):
+        call()
+        return 1.0
+
+    monkeypatch.setattr(host, "host_ms", once)
 
 
 def test_bench_keeps_what_it_prints(quick, tmp_path, capsys):
@@ -52,6 +58,21 @@ def test_bench_keeps_what_it_prints(quick, tmp_path, capsys):
     operators = {o["stage"]: o for o in records[4]["operators"]}
     assert operators["up"]["flops"] == 2 * 128 * 32 * 32 and operators["aggregate"]["flops"] == 0
     assert operators["aggregate"]["traffic"] == 4 * (128 * 32 + 128 + 128 + 64 * 32)
+
+
+def test_the_host_alone(quick, tmp_path, capsys, monkeypatch):
+    kept = ["--device", "cpu", "--results", str(tmp_path)]
+    assert main(["bench", "--host", *kept]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("router_w") < printed.index("host_fwd_bwd_ms")  # checked, then timed
+    (path,) = tmp_path.glob("*/*-layer.jsonl")
+    (found,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (found["subject"], found["shape"]) == ("host", "64,128,64,8,2")
+
+    monkeypatch.setattr("sonicmoe.bench.run.passed", lambda checks: False)
+    assert main(["bench", "--host", *kept]) == 1
+    assert "host_fwd_ms" not in capsys.readouterr().out
+    assert len(path.read_text().splitlines()) == 1
 
 
 def test_report_from_kept_results(quick, tmp_path):

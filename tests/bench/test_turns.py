@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sonicmoe import MoE
 from sonicmoe.bench import host, timing
 from sonicmoe.bench.measure import Timers, time_in_turns
 from sonicmoe.bench.timing import in_turns
@@ -59,7 +60,7 @@ def test_the_queue_of_the_device_stays_short(monkeypatch):
 
 
 def test_the_figures_of_the_host_take_turns(monkeypatch):
-    """A layer's share of a stack; the last two in the calling thread."""
+    """A layer's share of a stack; two in the calling thread; on a GPU, two of a captured layer."""
     threads = []
 
     def host_ms(call, device, calls, queued):
@@ -70,3 +71,13 @@ def test_the_figures_of_the_host_take_turns(monkeypatch):
     found = host.measure_host("cpu", torch.float32)
     assert threads == ([True] * 6 + [False] * 2) * timing.ROUNDS
     assert list(found.values()) == [16.0] * 4 + [2.0] * 2 + [16.0] * 2
+
+    captured = []
+    monkeypatch.setattr(host, "is_cuda", lambda device: True)
+    monkeypatch.setattr(
+        torch.cuda, "make_graphed_callables", lambda layer, args: captured.append(layer) or layer
+    )
+    found = host.measure_host("cpu", torch.float32)
+    assert list(found)[-2:] == ["graph_host_fwd_ms", "graph_host_fwd_bwd_ms"]
+    assert threads[-10:] == [True] * 6 + [False] * 2 + [True] * 2
+    assert [type(layer) for layer in captured] == [MoE]

@@ -1,5 +1,6 @@
 """Repeatability, no synchronisation, CUDA graphs, compilation, NaN that stays where it is."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -135,6 +136,29 @@ def test_cuda_graph_of_forward_and_backward_follows_new_inputs():
         got = dict(enumerate(t.detach().clone() for t in held))
         want = dict(enumerate(t.detach() for t in step()))
         same_bits(got, want)
+
+
+def test_a_captured_module_follows_new_inputs_and_new_weights():
+    moe = _layer()
+    eager = copy.deepcopy(moe)
+    x = torch.randn(4, 250, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    captured = torch.cuda.make_graphed_callables(moe, (x,))
+
+    def gradients(layer, x, dout):
+        out, aux = layer(x)
+        wrt = [x, *layer.parameters()]
+        grads = torch.autograd.grad([out, aux], wrt, [dout, torch.ones_like(aux)])
+        return dict(enumerate([out.detach().clone(), aux.detach().clone(), *grads]))
+
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        x = torch.randn_like(x).requires_grad_()
+        dout = torch.randn_like(x)
+        with torch.no_grad():
+            for mine, theirs in zip(moe.parameters(), eager.parameters(), strict=True):
+                mine.add_(torch.randn_like(mine), alpha=0.1)
+                theirs.copy_(mine)
+        same_bits(gradients(captured, x, dout), gradients(eager, x, dout))
 
 
 def test_nan_in_the_rows_of_one_expert_reaches_no_other():

@@ -33,7 +33,7 @@ def register(subparsers) -> None:
     bench.add_argument(
         "--energy", action="store_true", help="power and energy of each product instead of times"
     )
-    bench.add_argument("--host", action="store_true", help="time of the host alone too")
+    bench.add_argument("--host", action="store_true", help="time of the host too, or alone")
     bench.add_argument("--cold", action="store_true", help="first call with empty caches too")
     bench.add_argument("--no-verify", action="store_true", help="times without checks; not kept")
     bench.add_argument(
@@ -114,10 +114,16 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
     return cases or list(SUITES["grid"])
 
 
+def _only_the_host(args: argparse.Namespace) -> bool:
+    """`bench --host`, and nothing beside it that would need a case."""
+    needy = ("suite", "case", "shape", "peers", "sonicmoe_path", "kernels", "energy", "cold")
+    return args.host and not any(getattr(args, name) for name in needy)
+
+
 def run_bench(args: argparse.Namespace) -> int:
     from . import peers, readme, report, results
     from .energy import Board
-    from .run import bench_case, energy_case
+    from .run import bench_case, energy_case, verify_case
 
     folder = args.results or results.RESULTS
     if args.list:
@@ -143,7 +149,10 @@ def run_bench(args: argparse.Namespace) -> int:
     command = shlex.join(["sonicmoe", *args.argv])
     origin = results.provenance(args.device, command, args.commit)
     records, failures = [], []
-    for case in selected_cases(args):
+    alone = _only_the_host(args)
+    if alone and options.check:
+        failures += verify_case(HOST, "uniform", options).failures
+    for case in [] if alone else selected_cases(args):
         for routing in args.routing:
             outcome = measure(case, routing, options)
             records += outcome.records
@@ -153,8 +162,8 @@ def run_bench(args: argparse.Namespace) -> int:
     skew = report.skew_table(records)
     if skew:
         print(f"\n{skew}")
-    extras = _extra_figures(args, options)
-    if options.check and not failures:
+    extras = [] if failures else _extra_figures(args, options)
+    if options.check:
         _keep([origin | record for record in extras], folder, args.label)
     return _finish(failures)
 

@@ -5,36 +5,49 @@ from functools import partial
 
 import torch
 
+from ..moe import MoE
 from .cases import HOST
-from .inputs import make_inputs
-from .subjects import ours
-from .timing import host_ms, in_turns
+from .inputs import Inputs, make_inputs
+from .subjects import Subject, ours
+from .timing import host_ms, in_turns, is_cuda
 
 STACK = 8
 CALLING_THREAD = "calling_thread_"
+GRAPH = "graph_"
 
 
 def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
     """Of a layer alone, with the router in and out, and of one in a stack as a model has it.
 
     Alone, the backward pass begins by waking up autograd's thread; a stack wakes it up once, and
-    in the calling thread nothing has to wake up. All take turns: a virtual machine was 1.8 times
-    slower in some minutes than in others.
+    in the calling thread nothing has to wake up. On a GPU also of a layer that was captured. All
+    take turns: a virtual machine was 1.8 times slower in some minutes than in others.
     """
     inputs = make_inputs(HOST, device=device, dtype=dtype)
+    subjects = [
+        ("", ours(inputs, router=True), 1),
+        ("no_router_", ours(inputs, router=False), 1),
+        ("stack_", ours(inputs, router=True, layers=STACK), STACK),
+        (CALLING_THREAD, ours(inputs, router=True), 1),
+    ]
+    if is_cuda(device):
+        subjects.append((GRAPH, _captured(inputs), 1))
     timers = {}
-    for prefix, router, layers in (
-        ("", True, 1),
-        ("no_router_", False, 1),
-        ("stack_", True, STACK),
-        (CALLING_THREAD, True, 1),
-    ):
-        subject = ours(inputs, router=router, layers=layers)
+    for prefix, subject, layers in subjects:
         for name, call in (("fwd", subject.forward), ("fwd_bwd", subject.forward_backward)):
             timers[f"{prefix}host_{name}_ms"] = partial(
                 _ms_of_a_layer, call, device, layers, prefix != CALLING_THREAD
             )
     return in_turns(timers)
+
+
+def _captured(inputs: Inputs) -> Subject:
+    """`MoE` as two CUDA graphs, one for each direction."""
+    p, x = inputs.case.problem, inputs.x
+    moe = MoE(p.E, p.K, p.H, p.I).to(x.device, x.dtype)
+    torch.cuda.make_graphed_callables(moe, (x,))  # replaces its forward
+    leaves = {"x": x, **dict(moe.named_parameters())}
+    return Subject("captured", True, lambda: moe(x)[0], leaves, inputs.dout)
 
 
 def _ms_of_a_layer(
