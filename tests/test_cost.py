@@ -22,7 +22,7 @@ def test_flops_by_hand():
 
 
 def test_kept_bytes_by_hand():
-    # ceil(12 / 8) + 4 = 6 tiles at most, a header, three int32 each
+    # ceil(12 / 8) + 4 = 6 tiles at most, a header, four int32 each
     assert cost.kept_bytes(HAND, itemsize=2, tile_height=8) == {
         "z": 12 * 16 * 2,
         "scores": 48,
@@ -31,7 +31,7 @@ def test_kept_bytes_by_hand():
         "row_slot": 48,
         "slot_row": 48,
         "expert_start": 20,
-        "tiles": 84,
+        "tiles": 112,
     }
     assert cost.caller_bytes(HAND) == 6 * 16 * 2
 

@@ -35,7 +35,7 @@ def compile_layer(
         new(tokens, 2, dtype=torch.float32) if gathered else None,
         index(rows) if gathered else None,
         index(3),
-        index(4, 3),
+        index(4, 4),
     )
     height = tile_height(dtype, "triton")
     with compiling(arch) as compiled:

@@ -90,10 +90,11 @@ def test_permutation_invariants(choice, dtype):
         assert torch.equal(mine, (flat == e).nonzero()[:, 0])
 
     count = int(p.tiles[0, 0])
-    assert p.tiles.shape == (1 + max_tiles(slots, experts, p.tile_height), 3)
+    assert p.tiles.shape == (1 + max_tiles(slots, experts, p.tile_height), 4)
     covered = torch.zeros(slots, dtype=torch.int64)
-    for e, first, end in p.tiles[1 : 1 + count].tolist():
-        assert end == start[e + 1]
+    for e, begin, end, number in p.tiles[1 : 1 + count].tolist():
+        assert (begin, end) == (start[e], start[e + 1])
+        first = begin + number * p.tile_height
         last = min(first + p.tile_height, end)
         assert start[e] <= first < last
         covered[first:last] += 1

@@ -51,7 +51,7 @@ def kept_bytes(
         "row_slot": p.R * INDEX,
         "slot_row": p.R * INDEX,
         "expert_start": (p.E + 1) * INDEX,
-        "tiles": 3 * (1 + max_tiles(p.R, p.E, tile_height)) * INDEX,
+        "tiles": 4 * (1 + max_tiles(p.R, p.E, tile_height)) * INDEX,
     }
     if router is None:
         del kept["ids"]

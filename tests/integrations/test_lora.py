@@ -86,7 +86,7 @@ def test_kernels_compile_without_spills(arch, case, rank):
         return torch.zeros(shape, dtype=case.dtype)
 
     u, maps = new(rows, rank), torch.zeros(rows, dtype=torch.int32)
-    start, tiles = maps[:3], torch.zeros(4, 3, dtype=torch.int32)
+    start, tiles = maps[:3], torch.zeros(4, 4, dtype=torch.int32)
     height = tile_height(case.dtype, "triton")
     down, up, across = (new(2, k, rank) for k in (x.shape[1], n, i))
     with compiling(arch) as compiled:

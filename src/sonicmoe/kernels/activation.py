@@ -184,20 +184,27 @@ def reglu_backward(g, u, da):
 
 
 @triton.jit
+def _clamped(gate, up):
+    """NaN stays NaN."""
+    g = tl.minimum(gate, _CLAMP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    u = tl.minimum(up, _CLAMP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return g, tl.maximum(u, -_CLAMP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def swiglu_clamped(g, u):
-    # Comparisons written so that NaN stays NaN.
-    g = tl.where(g > _CLAMP_LIMIT, _CLAMP_LIMIT, g)
-    u = tl.where(u > _CLAMP_LIMIT, _CLAMP_LIMIT, tl.where(u < -_CLAMP_LIMIT, -_CLAMP_LIMIT, u))
+    g, u = _clamped(g, u)
     return (u + 1.0) * g * _sigmoid(_CLAMP_ALPHA * g)
 
 
 @triton.jit
 def swiglu_clamped_backward(gate, up, da):
-    g = tl.where(gate > _CLAMP_LIMIT, _CLAMP_LIMIT, gate)
-    u = tl.where(up > _CLAMP_LIMIT, _CLAMP_LIMIT, tl.where(up < -_CLAMP_LIMIT, -_CLAMP_LIMIT, up))
+    g, u = _clamped(gate, up)
     s = _sigmoid(_CLAMP_ALPHA * g)
     value = g * s
     slope = s * (1.0 + _CLAMP_ALPHA * g * (1.0 - s))
-    dg = tl.where(gate > _CLAMP_LIMIT, 0.0, da * (u + 1.0) * slope)
-    du = tl.where(tl.abs(up) > _CLAMP_LIMIT, 0.0, da * value)
+    # Differences, since the compiler compares gate and up themselves in 16 bits, at twice the
+    # instructions.
+    dg = tl.where(gate - g > 0.0, 0.0, da * (u + 1.0) * slope)
+    du = tl.where(tl.abs(up - u) > 0.0, 0.0, da * value)
     return (u + 1.0) * value, dg, du

@@ -24,8 +24,8 @@ def adapted_up_kernel(
     dtype = a.dtype.element_ty
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        expert, row, end = tile_of(tiles, t // n_tiles)
-        column = (t % n_tiles) * BN
+        expert, row, end, n_tile = tile_of(tiles, t, n_tiles, BM, BN)
+        column = n_tile * BN
         rows = row + tl.arange(0, BM)
         ok = rows < end
         j = tl.arange(0, BN)

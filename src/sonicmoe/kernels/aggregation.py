@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tile import tile_of
+from .tile import load_tile
 
 
 @triton.jit
@@ -67,8 +67,8 @@ def bias_score_kernel(
     """partial[slot] = ⟨dO, b2⟩: a bias's part of the score gradient. Grid: one program a tile."""
     index = tl.program_id(0)
     if index < tl.load(tiles):
-        expert, row, end = tile_of(tiles, index)
-        rows = row + tl.arange(0, BM)
+        expert, start, end, number = load_tile(tiles, index)
+        rows = start + number * BM + tl.arange(0, BM)
         ok = rows < end
         if row_token is None:
             src = rows

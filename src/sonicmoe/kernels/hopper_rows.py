@@ -19,19 +19,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper_copies import copy_gathered, copy_in
 from .ragged import load_rows, store_rows, store_rows_of_half
+from .tile import load_tile, place_of
 
 ROWS = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instruction
 
 
 @gluon.jit
-def tile_of(tiles, index, total, n_tiles):
-    """Expert, first row and the expert's end row of work item `index`, or of the last one past it.
+def _entry_of(index, total, n_tiles: gl.constexpr):
+    """A tile of the same expert; past the last work item the header, whose end row is 0."""
+    return gl.where(index < total, index // n_tiles, -1)
 
-    Where there is no work at all that is the table's header, which reads as no rows.
+
+@gluon.jit
+def load_work(tiles, index, total, n_tiles: gl.constexpr):
+    """What the table says of work item `index`; the end is 0 past the last one."""
+    return load_tile(tiles, _entry_of(index, total, n_tiles))
+
+
+@gluon.jit
+def rows_of_work(index, total, start, end, number, n_tiles: gl.constexpr, BN: gl.constexpr):
+    """First row and column of tiles of work item `index`, from what `load_work` gave.
+
+    Called later than that: a load is waited for where its value is first used.
     """
-    m = gl.minimum(index // n_tiles, total // n_tiles - 1)
-    entry = tiles + 3 + 3 * m
-    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    m = _entry_of(index, total, n_tiles)
+    return place_of(index, m, start, end, number, n_tiles, 2 * ROWS, BN)
 
 
 @gluon.jit
@@ -77,7 +89,7 @@ def _tokens(row_token, row, end, r):
 
 @gluon.jit
 def producer(
-    a, row_token, w, tiles, total, n_tiles, a_smem, w_smem, full, empty,
+    a, row_token, w, tiles, total, n_tiles: gl.constexpr, a_smem, w_smem, full, empty,
     K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr, TWO_HALVES: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
@@ -93,16 +105,22 @@ def producer(
     r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    expert, row, end = tile_of(tiles, first, total, n_tiles)
-    next_expert, next_row, next_end = tile_of(tiles, first + stride, total, n_tiles)
+    expert, start, end, number = load_work(tiles, first, total, n_tiles)
+    next_expert, next_start, next_end, next_number = load_work(
+        tiles, first + stride, total, n_tiles
+    )
+    row, n = rows_of_work(first, total, start, end, number, n_tiles, BN)
+    next_row, next_n = rows_of_work(
+        first + stride, total, next_start, next_end, next_number, n_tiles, BN
+    )
     if GATHER:
         upper = _tokens(row_token, row, end, r)
         lower = _tokens(row_token, row + ROWS, end, r)
     step = 0
     for index in range(first, total, stride):
-        n = index % n_tiles
         column = n * (BN // 2) if TWO_HALVES else n * BN
-        later_expert, later_row, later_end = tile_of(tiles, index + 2 * stride, total, n_tiles)
+        later = index + 2 * stride
+        later_expert, start, later_end, number = load_work(tiles, later, total, n_tiles)
         if GATHER:
             upper_ptr = a + gl.expand_dims(upper.to(gl.int64) * K, 1) + gl.expand_dims(offs_k, 0)
             lower_ptr = a + gl.expand_dims(lower.to(gl.int64) * K, 1) + gl.expand_dims(offs_k, 0)
@@ -127,8 +145,9 @@ def producer(
                     box = a_smem.index(2 * slot + half).reshape([1, 1, ROWS, BK])
                     load_rows(a, end, row + half * ROWS, k, full.index(slot), box)
             step += 1
-        expert, row, end = next_expert, next_row, next_end
-        next_expert, next_row, next_end = later_expert, later_row, later_end
+        expert, row, end, n = next_expert, next_row, next_end, next_n
+        next_expert, next_end = later_expert, later_end
+        next_row, next_n = rows_of_work(later, total, start, next_end, number, n_tiles, BN)
     if GATHER:
         async_copy.wait_group(0)
 
@@ -139,7 +158,10 @@ def accumulate(
     K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
     GATHER: gl.constexpr,
 ):  # fmt: skip
-    """The (64, BN) accumulator of this warpgroup's next tile, and the ring position after it."""
+    """The (64, BN) accumulator of this warpgroup's next tile, and the ring position after it.
+
+    The last product is still under way, see `finish`, which leaves time to look up the tile.
+    """
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
@@ -157,9 +179,14 @@ def accumulate(
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
         step += 1
+    return acc, step
+
+
+@gluon.jit
+def finish(acc, step, empty, STAGES: gl.constexpr):
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-    return acc, step
+    return acc
 
 
 @gluon.jit
@@ -202,7 +229,7 @@ def stage_and_store_half(value, out, end, row, half, column, smem, COLUMNS: gl.c
 
 @gluon.jit
 def _product_consumer(
-    y, bias, row_scores, tiles, total, n_tiles, a_smem, w_smem, y_smem, full, empty,
+    y, bias, row_scores, tiles, total, n_tiles: gl.constexpr, a_smem, w_smem, y_smem, full, empty,
     WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
@@ -210,16 +237,14 @@ def _product_consumer(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
     step = 0
-    first = gl.program_id(0)
-    stride = gl.num_programs(0)
-    expert, row, end = tile_of(tiles, first, total, n_tiles)
-    for index in range(first, total, stride):
-        n = index % n_tiles
-        row += WHICH * ROWS
-        next_expert, next_row, next_end = tile_of(tiles, index + stride, total, n_tiles)
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, start, end, number = load_work(tiles, index, total, n_tiles)
         acc, step = accumulate(
             step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, False
         )
+        row, n = rows_of_work(index, total, start, end, number, n_tiles, BN)
+        row += WHICH * ROWS
+        acc = finish(acc, step, empty, STAGES)
         if bias is not None:
             c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
             acc += gl.expand_dims(
@@ -230,7 +255,6 @@ def _product_consumer(
             acc *= gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
         tma.store_wait(0)
         stage_and_store(acc.to(y.dtype), y, end, row, n * BN, y_smem.index(WHICH), BN)
-        expert, row, end = next_expert, next_row, next_end
     tma.store_wait(0)
 
 
@@ -290,7 +314,7 @@ def _biased(part, b1, expert, column, N: gl.constexpr, COLUMNS: gl.constexpr, L:
 
 @gluon.jit
 def _up_consumer(
-    z, a, b1, tiles, total, n_tiles, x_smem, w_smem, out_smem, full, empty,
+    z, a, b1, tiles, total, n_tiles: gl.constexpr, x_smem, w_smem, out_smem, full, empty,
     WHICH: gl.constexpr, H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr,
     KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
@@ -305,12 +329,13 @@ def _up_consumer(
     STORES: gl.constexpr = 3 if KEEP_Z else 1  # for a piece of A; those of a tile alternate
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        n = index % n_tiles
-        expert, row, end = tile_of(tiles, index, total, n_tiles)
-        row += WHICH * ROWS
+        expert, start, end, number = load_work(tiles, index, total, n_tiles)
         acc, step = accumulate(
             step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
         )
+        row, n = rows_of_work(index, total, start, end, number, n_tiles, BN)
+        row += WHICH * ROWS
+        acc = finish(acc, step, empty, STAGES)
         q0, q1, q2, q3 = quarters(acc)
         # Two pieces of Z that make one of A: gates and their ups, or neighbours of both.
         if TWO_HALVES:

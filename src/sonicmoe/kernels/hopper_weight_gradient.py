@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_copies import copy_gathered, copy_out
 from .hopper_rows import quarters
 from .ragged import load_rows
+from .tile import in_bands
 from .weight_gradient import any_is_split, rows_of
 
 
@@ -57,7 +58,8 @@ def _gather(
 
 @gluon.jit
 def _producer(
-    left, right, row_token, expert_start, num_experts, span, total, m_tiles, n_tiles,
+    left, right, row_token, expert_start, num_experts, span, total,
+    m_tiles: gl.constexpr, n_tiles: gl.constexpr,
     left_smem, right_smem, full, empty,
     SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
@@ -90,9 +92,9 @@ def _producer(
         token = gl.load(row_token + start + r, mask=start + r < end, other=0)
     step = 0
     for index in range(first, total, stride):
-        rest = index % per_group
-        m0 = rest // n_tiles * BM
-        n0 = rest % n_tiles * BN
+        m, n = in_bands(index % per_group, m_tiles, n_tiles, BM, BN)
+        m0 = m * BM
+        n0 = n * BN
         later = index + 2 * stride
         later_start, later_end = _load_rows_of(later, expert_start, num_experts, per_group)
         if GATHER:
@@ -175,7 +177,8 @@ def _store(
 
 @gluon.jit
 def _consumer(
-    out, main_grad, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
+    out, main_grad, partial, expert_start, num_experts, span, total,
+    m_tiles: gl.constexpr, n_tiles: gl.constexpr,
     left_smem, right_smem, out_smem, full, empty,
     WHICH: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
@@ -194,9 +197,9 @@ def _consumer(
     )
     step = 0
     for index in range(first, total, stride):
-        rest = index % per_group
-        m0 = rest // n_tiles * BM + WHICH * CM
-        n0 = rest % n_tiles * BN
+        m, n = in_bands(index % per_group, m_tiles, n_tiles, BM, BN)
+        m0 = m * BM + WHICH * CM
+        n0 = n * BN
         following = index + stride
         next_start, next_end = _load_rows_of(following, expert_start, num_experts, per_group)
         acc = gl.zeros((CM, BN), gl.float32, L)

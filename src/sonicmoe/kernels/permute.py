@@ -51,6 +51,7 @@ def _write_tiles(tiles, rows, mine, HEIGHT: tl.constexpr, BE: tl.constexpr):
         tl.store(tiles, tl.sum(count, 0))
         tl.store(tiles + 1, tl.max(rows, 0))
         tl.store(tiles + 2, 0)
+        tl.store(tiles + 3, 0)
     before = e[None, :] < mine[:, None]
     row = tl.sum(tl.where(before, rows[None, :], 0), 1)
     tile = tl.sum(tl.where(before, count[None, :], 0), 1)
@@ -58,10 +59,11 @@ def _write_tiles(tiles, rows, mine, HEIGHT: tl.constexpr, BE: tl.constexpr):
     n = (end - row + HEIGHT - 1) // HEIGHT
     for first in tl.range(0, tl.max(n, 0), 32):
         i = first + tl.arange(0, 32)[None, :]
-        entry = tiles + 3 * (1 + tile[:, None] + i)
+        entry = tiles + 4 * (1 + tile[:, None] + i)
         tl.store(entry, tl.broadcast_to(mine[:, None], entry.shape), mask=i < n[:, None])
-        tl.store(entry + 1, row[:, None] + i * HEIGHT, mask=i < n[:, None])
+        tl.store(entry + 1, tl.broadcast_to(row[:, None], entry.shape), mask=i < n[:, None])
         tl.store(entry + 2, tl.broadcast_to(end[:, None], entry.shape), mask=i < n[:, None])
+        tl.store(entry + 3, tl.broadcast_to(i, entry.shape), mask=i < n[:, None])
     return row, end
 
 

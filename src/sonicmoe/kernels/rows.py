@@ -1,7 +1,7 @@
 """Row products: one output row for each routed row. Up, down, and the product with the transpose.
 
-Every kernel is persistent: programs walk over (M-tile, N-tile) pairs, N fastest, so that neighbours
-in time share the rows of A and the weights of one expert. A program owns the tile it writes.
+Every kernel is persistent: programs walk over (M-tile, N-tile) pairs in the order of
+`tile.in_bands`. A program owns the tile it writes.
 """
 
 import triton
@@ -28,8 +28,8 @@ def up_kernel(
     dtype = a.dtype.element_ty
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end = tile_of(tiles, t // n_tiles)
-        column = (t % n_tiles) * BN
+        expert, row, end, n_tile = tile_of(tiles, t, n_tiles, BM, BN)
+        column = n_tile * BN
         rows = row + tl.arange(0, BM)
         ok = rows < end
         first_column = column // 2 if TWO_HALVES else column
@@ -93,8 +93,8 @@ def product_kernel(
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end = tile_of(tiles, t // n_tiles)
-        column = (t % n_tiles) * BN
+        expert, row, end, n_tile = tile_of(tiles, t, n_tiles, BM, BN)
+        column = n_tile * BN
         rows = row + tl.arange(0, BM)
         ok = rows < end
         n = column + tl.arange(0, BN)

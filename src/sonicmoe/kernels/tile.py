@@ -7,12 +7,59 @@ zeros past the end) or a pointer. Weights are (E, N, K) in memory, or (E, K, N) 
 import triton
 import triton.language as tl
 
+BAND: tl.constexpr = tl.constexpr(2048)  # rows of tiles in work at once: see `in_bands`
+
 
 @triton.jit
-def tile_of(tiles, index):
-    """Expert, first row and end row of the expert for M-tile `index`."""
-    entry = tiles + 3 + 3 * index
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+def in_bands(index, m_tiles, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Row and column of tile `index` of m_tiles × n_tiles.
+
+    The tiles in work at once should be about as high as wide, and share most of what they fetch: a
+    wide matrix is walked in bands, down each of their columns (at 16384,4096,14336,8,2 up reads
+    9.8 GB so, and 41.5 row by row), one that is narrow and higher than wide row by row.
+    """
+    HIGH: tl.constexpr = max(BAND // BM, 1)
+    bands = tl.maximum((m_tiles + HIGH // 2) // HIGH, 1)  # the last one has the remainder too
+    band = tl.minimum(index // (HIGH * n_tiles), bands - 1)
+    first = band * HIGH
+    high = tl.where(band == bands - 1, tl.maximum(m_tiles - first, 1), HIGH)
+    if n_tiles * BN <= BAND:
+        by_row = m_tiles * BM >= n_tiles * BN
+        first = tl.where(by_row, index // n_tiles, first)
+        high = tl.where(by_row, 1, high)
+    index -= first * n_tiles
+    n = index // high
+    m = first + index - n * high
+    return m, n
+
+
+@triton.jit
+def load_tile(tiles, index):
+    """Expert, the expert's first and end row, and the tile's number among those of the expert."""
+    entry = tiles + 4 + 4 * index
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+
+
+@triton.jit
+def place_of(
+    index, m, start, end, number, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """First row and column of tiles of work item `index`.
+
+    `m` is any tile of its expert, such as index // n_tiles, and what follows its entry.
+    """
+    m_tiles = (end - start + BM - 1) // BM
+    row, column = in_bands(index - (m - number) * n_tiles, m_tiles, n_tiles, BM, BN)
+    return start + row * BM, column
+
+
+@triton.jit
+def tile_of(tiles, index, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Expert, first row, the expert's end row, and column of tiles of work item `index`."""
+    m = index // n_tiles
+    expert, start, end, number = load_tile(tiles, m)
+    row, column = place_of(index, m, start, end, number, n_tiles, BM, BN)
+    return expert, row, end, column
 
 
 @triton.jit

@@ -10,6 +10,8 @@ reaches past the last row of its last place.
 import triton
 import triton.language as tl
 
+from .tile import in_bands
+
 
 @triton.jit
 def _row_block(
@@ -150,8 +152,9 @@ def weight_gradient_kernel(
     total = groups * m_tiles * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
         group = t // (m_tiles * n_tiles)
-        m0 = (t % (m_tiles * n_tiles)) // n_tiles * BM
-        n0 = t % n_tiles * BN
+        m_tile, n_tile = in_bands(t % (m_tiles * n_tiles), m_tiles, n_tiles, BM, BN)
+        m0 = m_tile * BM
+        n0 = n_tile * BN
         expert = tl.minimum(group, num_experts - 1)
         start = tl.load(expert_start + expert)
         end = tl.load(expert_start + expert + 1)

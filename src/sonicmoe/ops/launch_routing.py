@@ -91,7 +91,7 @@ def permute(ids, num_experts, slot_token, tile_height):
 
     row_token, row_slot, slot_row = new(slots), new(slots), new(slots)
     expert_start = new(num_experts + 1)
-    table = new(1 + max_tiles(slots, num_experts, tile_height), 3)
+    table = new(1 + max_tiles(slots, num_experts, tile_height), 4)
     totals = torch.zeros(num_experts, dtype=torch.int32, device=device)
     if slots == 0:
         return row_token, row_slot, slot_row, expert_start.zero_(), table.zero_(), totals
@@ -112,7 +112,7 @@ def permute(ids, num_experts, slot_token, tile_height):
 def tiles(expert_start, rows, tile_height):
     num_experts = expert_start.shape[0] - 1
     table = memory.empty(
-        (1 + max_tiles(rows, num_experts, tile_height), 3), torch.int32, expert_start.device
+        (1 + max_tiles(rows, num_experts, tile_height), 4), torch.int32, expert_start.device
     )
     block, columns = _experts_at_once(num_experts)
     launch(

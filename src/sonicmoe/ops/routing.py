@@ -52,7 +52,7 @@ def _permute_fake(ids, num_experts, slot_token, tile_height, backend):
         return ids.new_empty(shape, dtype=torch.int32)
 
     rows = ids.numel()
-    tiles = new(1 + max_tiles(rows, num_experts, tile_height), 3)
+    tiles = new(1 + max_tiles(rows, num_experts, tile_height), 4)
     return new(rows), new(rows), new(rows), new(num_experts + 1), tiles, new(num_experts)
 
 
@@ -71,7 +71,7 @@ def permute(ids, num_experts, slot_token, tile_height, backend):
 @operator(
     "tiles(Tensor expert_start, SymInt rows, int tile_height, str backend) -> Tensor",
     fake=lambda expert_start, rows, tile_height, backend: expert_start.new_empty(
-        1 + max_tiles(rows, expert_start.shape[0] - 1, tile_height), 3
+        1 + max_tiles(rows, expert_start.shape[0] - 1, tile_height), 4
     ),
 )
 def tiles(expert_start, rows, tile_height, backend):

@@ -57,18 +57,18 @@ def permute(
 
 
 def tiles(expert_start: torch.Tensor, rows: int, tile_height: int) -> torch.Tensor:
-    """(1+n, 3): the number of tiles and the rows of the longest expert, then of each tile its
-    expert, its first row and the expert's end row."""
+    """(1+n, 4): the number of tiles and the rows of the longest expert, then of each tile its
+    expert, the expert's first and end row, and its number among the expert's tiles."""
     start = expert_start.tolist()
     table = [
-        (e, row, start[e + 1])
+        (e, start[e], start[e + 1], number)
         for e in range(len(start) - 1)
-        for row in range(start[e], start[e + 1], tile_height)
+        for number in range(ceil_div(start[e + 1] - start[e], tile_height))
     ]
     bound = max_tiles(rows, len(start) - 1, tile_height)
     assert len(table) <= bound, f"{ceil_div(rows, tile_height)=} {len(table)=}"
-    out = torch.full((1 + bound, 3), -1, device=expert_start.device)
+    out = torch.full((1 + bound, 4), -1, device=expert_start.device)
     longest = max(end - begin for begin, end in itertools.pairwise(start))
-    out[0] = torch.tensor([len(table), longest, 0])
-    out[1 : 1 + len(table)] = torch.tensor(table, dtype=out.dtype).reshape(-1, 3)
+    out[0] = torch.tensor([len(table), longest, 0, 0])
+    out[1 : 1 + len(table)] = torch.tensor(table, dtype=out.dtype).reshape(-1, 4)
     return out

@@ -1,0 +1,77 @@
+"""The order in which programs walk over the tiles of a product."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from sonicmoe import ops
+from sonicmoe.kernels.tile import BAND, in_bands, tile_of
+
+
+@triton.jit
+def _bands_kernel(
+    out, m_tiles, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    for index in range(m_tiles * n_tiles):
+        m, n = in_bands(index, m_tiles, n_tiles, BM, BN)
+        tl.store(out + 2 * index, m)
+        tl.store(out + 2 * index + 1, n)
+
+
+def _walk(m_tiles, n_tiles, bm, bn):
+    out = torch.full((m_tiles * n_tiles, 2), -1, dtype=torch.int32)
+    _bands_kernel[(1,)](out, m_tiles, n_tiles, bm, bn)
+    return [tuple(tile) for tile in out.tolist()]
+
+
+@pytest.mark.parametrize("bm", [32, 128, 256, 4096])
+@pytest.mark.parametrize(("m_tiles", "n_tiles"), [(1, 1), (7, 3), (9, 40), (23, 17), (40, 9)])
+def test_every_tile_once(m_tiles, n_tiles, bm):
+    tiles = _walk(m_tiles, n_tiles, bm, 256)
+    assert sorted(tiles) == list(itertools.product(range(m_tiles), range(n_tiles)))
+
+
+def test_wide_matrices_in_bands_down_the_columns():
+    high, wide = BAND.value // 512, BAND.value // 256 + 1
+    tiles = _walk(2 * high + 1, wide, 512, 256)  # the second band has what is left
+    first = [(m, n) for n in range(wide) for m in range(high)]
+    second = [(m, n) for n in range(wide) for m in range(high, 2 * high + 1)]
+    assert tiles == first + second
+    assert _walk(high + 1, wide, 512, 256) == [(m, n) for n in range(wide) for m in range(high + 1)]
+
+
+def test_narrow_matrices_along_the_shorter_side():
+    assert _walk(3, 2, 128, 128) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert _walk(2, 3, 128, 128) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+
+
+@triton.jit
+def _tiles_kernel(
+    tiles, out, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    for index in range(tl.load(tiles) * n_tiles):
+        expert, row, end, n = tile_of(tiles, index, n_tiles, BM, BN)
+        tl.store(out + 4 * index, expert)
+        tl.store(out + 4 * index + 1, row)
+        tl.store(out + 4 * index + 2, end)
+        tl.store(out + 4 * index + 3, n)
+
+
+@pytest.mark.parametrize("n_tiles", [1, 2, 20])
+def test_experts_one_after_the_other(n_tiles):
+    start = torch.tensor([0, 1, 1, 5000, 5128, 8000], dtype=torch.int32)
+    tiles = ops.tiles(start, 8000, 128, "triton")
+    out = torch.full((int(tiles[0, 0]) * n_tiles, 4), -1, dtype=torch.int32)
+    _tiles_kernel[(1,)](tiles, out, n_tiles, 128, 256)
+    found = [tuple(work) for work in out.tolist()]
+    want = [
+        (e, row, int(start[e + 1]), n)
+        for e in range(5)
+        for row in range(int(start[e]), int(start[e + 1]), 128)
+        for n in range(n_tiles)
+    ]
+    assert sorted(found) == want
+    assert [work[0] for work in found] == sorted(work[0] for work in found)
