@@ -74,6 +74,7 @@ def report(compiled) -> dict[str, int]:
 
         code, usage = read("-sass"), read("-res-usage")
     counts = {name: len(re.findall(rf"\b{name}", code)) for name in _INSTRUCTIONS}
+    counts["bytes"] = 16 * len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
     counts |= {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     return counts | {"shared": compiled.metadata.shared}
 

@@ -65,6 +65,11 @@ MUTATIONS = [
         f"{_LAYER} -k long", interpreted=True,
     ),
     Mutation(
+        "the rows past the last whole band are left out", "kernels/tile.py",
+        "tl.where(band == bands - 1, tl.maximum(m_tiles - first, 1), HIGH)", "HIGH",
+        "tests/interpreted/test_interpreted_tiles.py", interpreted=True,
+    ),
+    Mutation(
         "ties go to the higher index", "kernels/topk.py",
         "| (0xFFFF - column)", "| column", _ROUTING, interpreted=True,
     ),

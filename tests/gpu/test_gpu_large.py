@@ -111,9 +111,16 @@ def test_logits_of_more_elements_than_32_bits_count():
         torch.testing.assert_close(dlogits[some], dwant, rtol=1e-2, atol=1e-6)
 
 
-def test_accuracy_at_a_size_that_is_trained_with():
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "24576,1536,256,128,8",
+        "9000,2048,4104,3,2",  # weights that no cache keeps, and rows for three bands of tiles
+    ],
+)
+def test_accuracy_at_a_size_that_is_trained_with(shape):
     """The output and every gradient in full, at most 1.1 times the error of plain bf16 PyTorch."""
-    case = Case("24576,1536,256,128,8", routing="uniform")
+    case = Case(shape, routing="uniform")
     given = make_inputs(case, "cuda")
     got = run(ours(case, "triton"), given)
     compare(got, run(plain(case), given), run(plain(case), given.double()), case.dtype)

@@ -25,25 +25,25 @@ ROWS = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instr
 
 
 @gluon.jit
-def _entry_of(index, total, n_tiles: gl.constexpr):
-    """A tile of the same expert; past the last work item the header, whose end row is 0."""
+def _entry_of(index, total, N: gl.constexpr, BN: gl.constexpr):
+    """The table's entry for work item `index`; past the last one its header, with end row 0."""
+    n_tiles: gl.constexpr = (N + BN - 1) // BN
     return gl.where(index < total, index // n_tiles, -1)
 
 
 @gluon.jit
-def load_work(tiles, index, total, n_tiles: gl.constexpr):
-    """What the table says of work item `index`; the end is 0 past the last one."""
-    return load_tile(tiles, _entry_of(index, total, n_tiles))
+def load_work(tiles, index, total, N: gl.constexpr, BN: gl.constexpr):
+    """What `rows_of_work` needs: a load is waited for where its value is first used."""
+    return load_tile(tiles, _entry_of(index, total, N, BN))
 
 
 @gluon.jit
-def rows_of_work(index, total, start, end, number, n_tiles: gl.constexpr, BN: gl.constexpr):
-    """First row and column of tiles of work item `index`, from what `load_work` gave.
-
-    Called later than that: a load is waited for where its value is first used.
-    """
-    m = _entry_of(index, total, n_tiles)
-    return place_of(index, m, start, end, number, n_tiles, 2 * ROWS, BN)
+def rows_of_work(
+    index, total, start, end, number, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr
+):  # fmt: skip
+    """First row and column of tiles of work item `index`; rows at or past `end` past the last."""
+    m = _entry_of(index, total, N, BN)
+    return place_of(index, m, start, end, number, K, N, 2 * ROWS, BN)
 
 
 @gluon.jit
@@ -89,8 +89,8 @@ def _tokens(row_token, row, end, r):
 
 @gluon.jit
 def producer(
-    a, row_token, w, tiles, total, n_tiles: gl.constexpr, a_smem, w_smem, full, empty,
-    K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    a, row_token, w, tiles, total, a_smem, w_smem, full, empty,
+    K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr, TWO_HALVES: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """Rows past an expert's end are zeros, since zeros draw less power, and power is the limit:
@@ -105,13 +105,11 @@ def producer(
     r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    expert, start, end, number = load_work(tiles, first, total, n_tiles)
-    next_expert, next_start, next_end, next_number = load_work(
-        tiles, first + stride, total, n_tiles
-    )
-    row, n = rows_of_work(first, total, start, end, number, n_tiles, BN)
+    expert, start, end, number = load_work(tiles, first, total, N, BN)
+    next_expert, next_start, next_end, next_number = load_work(tiles, first + stride, total, N, BN)
+    row, n = rows_of_work(first, total, start, end, number, K, N, BN)
     next_row, next_n = rows_of_work(
-        first + stride, total, next_start, next_end, next_number, n_tiles, BN
+        first + stride, total, next_start, next_end, next_number, K, N, BN
     )
     if GATHER:
         upper = _tokens(row_token, row, end, r)
@@ -120,7 +118,7 @@ def producer(
     for index in range(first, total, stride):
         column = n * (BN // 2) if TWO_HALVES else n * BN
         later = index + 2 * stride
-        later_expert, start, later_end, number = load_work(tiles, later, total, n_tiles)
+        later_expert, start, later_end, number = load_work(tiles, later, total, N, BN)
         if GATHER:
             upper_ptr = a + gl.expand_dims(upper.to(gl.int64) * K, 1) + gl.expand_dims(offs_k, 0)
             lower_ptr = a + gl.expand_dims(lower.to(gl.int64) * K, 1) + gl.expand_dims(offs_k, 0)
@@ -147,7 +145,7 @@ def producer(
             step += 1
         expert, row, end, n = next_expert, next_row, next_end, next_n
         next_expert, next_end = later_expert, later_end
-        next_row, next_n = rows_of_work(later, total, start, next_end, number, n_tiles, BN)
+        next_row, next_n = rows_of_work(later, total, start, next_end, number, K, N, BN)
     if GATHER:
         async_copy.wait_group(0)
 
@@ -229,7 +227,7 @@ def stage_and_store_half(value, out, end, row, half, column, smem, COLUMNS: gl.c
 
 @gluon.jit
 def _product_consumer(
-    y, bias, row_scores, tiles, total, n_tiles: gl.constexpr, a_smem, w_smem, y_smem, full, empty,
+    y, bias, row_scores, tiles, total, a_smem, w_smem, y_smem, full, empty,
     WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
@@ -238,11 +236,11 @@ def _product_consumer(
     )
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, start, end, number = load_work(tiles, index, total, n_tiles)
+        expert, start, end, number = load_work(tiles, index, total, N, BN)
         acc, step = accumulate(
             step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, False
         )
-        row, n = rows_of_work(index, total, start, end, number, n_tiles, BN)
+        row, n = rows_of_work(index, total, start, end, number, K, N, BN)
         row += WHICH * ROWS
         acc = finish(acc, step, empty, STAGES)
         if bias is not None:
@@ -265,7 +263,6 @@ def hopper_product_kernel(
     KN: gl.constexpr,
 ):  # fmt: skip
     """Y = (A Wᵀ + bias)·score, rows sorted by expert. Grid: one program a multiprocessor."""
-    n_tiles: gl.constexpr = (N + BN - 1) // BN
     a_smem = gl.allocate_shared_memory(
         y.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], y.dtype)
     )
@@ -278,23 +275,23 @@ def hopper_product_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    total = gl.load(tiles) * n_tiles
+    total = gl.load(tiles) * ((N + BN - 1) // BN)
     gl.warp_specialize(
         [
             (_product_consumer, (
-                y, bias, row_scores, tiles, total, n_tiles,
+                y, bias, row_scores, tiles, total,
                 a_smem, w_smem, y_smem, full, empty,
                 0, K, N, BN, BK, STAGES, KN,
             )),
             (_product_consumer, (
-                y, bias, row_scores, tiles, total, n_tiles,
+                y, bias, row_scores, tiles, total,
                 a_smem, w_smem, y_smem, full, empty,
                 1, K, N, BN, BK, STAGES, KN,
             )),
             (producer, (
-                a, None, w, tiles, total, n_tiles,
+                a, None, w, tiles, total,
                 a_smem, w_smem, full, empty,
-                K, BN, BK, STAGES, KN, False, False,
+                K, N, BN, BK, STAGES, KN, False, False,
             )),
         ],
         [4, 1],
@@ -314,7 +311,7 @@ def _biased(part, b1, expert, column, N: gl.constexpr, COLUMNS: gl.constexpr, L:
 
 @gluon.jit
 def _up_consumer(
-    z, a, b1, tiles, total, n_tiles: gl.constexpr, x_smem, w_smem, out_smem, full, empty,
+    z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
     WHICH: gl.constexpr, H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr,
     KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
@@ -329,11 +326,11 @@ def _up_consumer(
     STORES: gl.constexpr = 3 if KEEP_Z else 1  # for a piece of A; those of a tile alternate
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, start, end, number = load_work(tiles, index, total, n_tiles)
+        expert, start, end, number = load_work(tiles, index, total, N, BN)
         acc, step = accumulate(
             step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
         )
-        row, n = rows_of_work(index, total, start, end, number, n_tiles, BN)
+        row, n = rows_of_work(index, total, start, end, number, H, N, BN)
         row += WHICH * ROWS
         acc = finish(acc, step, empty, STAGES)
         q0, q1, q2, q3 = quarters(acc)
@@ -390,7 +387,6 @@ def hopper_up_kernel(
     GATHER: gl.constexpr,
 ):  # fmt: skip
     """Z = X W1ᵀ + b1 and A = act(Z) for gated activations. Grid: one program a multiprocessor."""
-    n_tiles: gl.constexpr = (N + BN - 1) // BN
     x_smem = gl.allocate_shared_memory(
         a.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], a.dtype)
     )
@@ -405,20 +401,20 @@ def hopper_up_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=2)
-    total = gl.load(tiles) * n_tiles
+    total = gl.load(tiles) * ((N + BN - 1) // BN)
     gl.warp_specialize(
         [
             (_up_consumer, (
-                z, a, b1, tiles, total, n_tiles, x_smem, w_smem, out_smem, full, empty,
+                z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
                 0, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
             )),
             (_up_consumer, (
-                z, a, b1, tiles, total, n_tiles, x_smem, w_smem, out_smem, full, empty,
+                z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
                 1, H, N, BN, BK, STAGES, KN, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
             )),
             (producer, (
-                x, row_token, w1, tiles, total, n_tiles, x_smem, w_smem, full, empty,
-                H, BN, BK, STAGES, KN, TWO_HALVES, GATHER,
+                x, row_token, w1, tiles, total, x_smem, w_smem, full, empty,
+                H, N, BN, BK, STAGES, KN, TWO_HALVES, GATHER,
             )),
         ],
         [4, 4 if GATHER else 1],

@@ -107,7 +107,7 @@ def _slots(row_slot, row, end, r):
 
 @gluon.jit
 def _consumer(
-    z, dz, a, scores, row_slot, partial, plane, tiles, total, n_tiles: gl.constexpr,
+    z, dz, a, scores, row_slot, partial, plane, tiles, total,
     do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
     WHICH: gl.constexpr, H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
@@ -125,12 +125,12 @@ def _consumer(
     filled = 0  # how often all buffers were
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    _expert, start, end, number = load_work(tiles, first, total, n_tiles)
-    row, n = rows_of_work(first, total, start, end, number, n_tiles, BN)
+    _expert, start, end, number = load_work(tiles, first, total, I, BN)
+    row, n = rows_of_work(first, total, start, end, number, H, I, BN)
     row += WHICH * ROWS
     slot = _slots(row_slot, row, end, r)
     for index in range(first, total, stride):
-        _expert, start, next_end, number = load_work(tiles, index + stride, total, n_tiles)
+        _expert, start, next_end, number = load_work(tiles, index + stride, total, I, BN)
         tma.store_wait(0)
         for s in gl.static_range(BUFFERS):
             _load_z(
@@ -145,7 +145,7 @@ def _consumer(
         acc, step = accumulate(
             step, do_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
         )
-        next_row, next_n = rows_of_work(index + stride, total, start, next_end, number, n_tiles, BN)
+        next_row, next_n = rows_of_work(index + stride, total, start, next_end, number, H, I, BN)
         next_row += WHICH * ROWS
         next_slot = _slots(row_slot, next_row, next_end, r)
         acc = finish(acc, step, empty, STAGES)
@@ -189,7 +189,6 @@ def hopper_score_gradient_kernel(
     STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """dZ (R, 2I), A' (R, I), partial (I/BN, plane ≥ S). Grid: one program a multiprocessor."""
-    n_tiles: gl.constexpr = (I + BN - 1) // BN
     dtype: gl.constexpr = z.dtype
     ZC: gl.constexpr = SLICE if CONCATENATED else 2 * SLICE
     PARTS: gl.constexpr = 2 if CONCATENATED else 1
@@ -214,25 +213,25 @@ def hopper_score_gradient_kernel(
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2 * BUFFERS):
         mbarrier.init(z_full.index(i), count=1)
-    total = gl.load(tiles) * n_tiles
+    total = gl.load(tiles) * ((I + BN - 1) // BN)
     gl.warp_specialize(
         [
             (_consumer, (
-                z, dz, a, scores, row_slot, partial, plane, tiles, total, n_tiles,
+                z, dz, a, scores, row_slot, partial, plane, tiles, total,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
                 0, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
                 GATHER,
             )),
             (_consumer, (
-                z, dz, a, scores, row_slot, partial, plane, tiles, total, n_tiles,
+                z, dz, a, scores, row_slot, partial, plane, tiles, total,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
                 1, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
                 GATHER,
             )),
             (producer, (
-                dout, row_token, w2, tiles, total, n_tiles,
+                dout, row_token, w2, tiles, total,
                 do_smem, w_smem, full, empty,
-                H, BN, BK, STAGES, KN, False, GATHER,
+                H, I, BN, BK, STAGES, KN, False, GATHER,
             )),
         ],
         [4, 4 if GATHER else 1],

@@ -1,7 +1,7 @@
 """Row products: one output row for each routed row. Up, down, and the product with the transpose.
 
 Every kernel is persistent: programs walk over (M-tile, N-tile) pairs in the order of
-`tile.in_bands`. A program owns the tile it writes.
+`tile.place_of`. A program owns the tile it writes.
 """
 
 import triton
@@ -28,7 +28,7 @@ def up_kernel(
     dtype = a.dtype.element_ty
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end, n_tile = tile_of(tiles, t, n_tiles, BM, BN)
+        expert, row, end, n_tile = tile_of(tiles, t, H, N, BM, BN)
         column = n_tile * BN
         rows = row + tl.arange(0, BM)
         ok = rows < end
@@ -93,7 +93,7 @@ def product_kernel(
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end, n_tile = tile_of(tiles, t, n_tiles, BM, BN)
+        expert, row, end, n_tile = tile_of(tiles, t, K, N, BM, BN)
         column = n_tile * BN
         rows = row + tl.arange(0, BM)
         ok = rows < end

@@ -71,7 +71,7 @@ def score_gradient_kernel(
     n_tiles: tl.constexpr = (I + BN - 1) // BN
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        expert, row, end, n_tile = tile_of(tiles, t, n_tiles, BM, BN)
+        expert, row, end, n_tile = tile_of(tiles, t, H, I, BM, BN)
         column = n_tile * BN
         rows = row + tl.arange(0, BM)
         ok = rows < end

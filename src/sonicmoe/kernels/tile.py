@@ -7,7 +7,8 @@ zeros past the end) or a pointer. Weights are (E, N, K) in memory, or (E, K, N) 
 import triton
 import triton.language as tl
 
-BAND: tl.constexpr = tl.constexpr(2048)  # rows of tiles in work at once: see `in_bands`
+BAND: tl.constexpr = tl.constexpr(2048)  # rows, which the tiles in work at once should cover
+_STAYS: tl.constexpr = tl.constexpr(1 << 23)  # weights of an expert that L2 keeps: 16 MB of 60
 
 
 @triton.jit
@@ -15,8 +16,8 @@ def in_bands(index, m_tiles, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.con
     """Row and column of tile `index` of m_tiles × n_tiles.
 
     The tiles in work at once should be about as high as wide, and share most of what they fetch: a
-    wide matrix is walked in bands, down each of their columns (at 16384,4096,14336,8,2 up reads
-    9.8 GB so, and 41.5 row by row), one that is narrow and higher than wide row by row.
+    wide matrix is walked in bands, down each of their columns, one that is narrow and higher than
+    wide row by row.
     """
     HIGH: tl.constexpr = max(BAND // BM, 1)
     bands = tl.maximum((m_tiles + HIGH // 2) // HIGH, 1)  # the last one has the remainder too
@@ -29,8 +30,7 @@ def in_bands(index, m_tiles, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.con
         high = tl.where(by_row, 1, high)
     index -= first * n_tiles
     n = index // high
-    m = first + index - n * high
-    return m, n
+    return first + index - n * high, n
 
 
 @triton.jit
@@ -42,23 +42,32 @@ def load_tile(tiles, index):
 
 @triton.jit
 def place_of(
-    index, m, start, end, number, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
-    """First row and column of tiles of work item `index`.
+    index, m, start, end, number,
+    K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """First row and column of tiles of work item `index` of rows (R, K) times weights (E, N, K).
 
-    `m` is any tile of its expert, such as index // n_tiles, and what follows its entry.
+    `m` is index // n_tiles; start, end and number are its entry. Where L2 keeps an expert's weights,
+    rows of tiles follow each other, and a row of the result is written at once. Large ones would be
+    read again for every row: at 16384,4096,14336,8,2 up reads 41.5 GB so, and 7.7 in bands.
     """
-    m_tiles = (end - start + BM - 1) // BM
-    row, column = in_bands(index - (m - number) * n_tiles, m_tiles, n_tiles, BM, BN)
-    return start + row * BM, column
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    if N * K > _STAYS:
+        m_tiles = (end - start + BM - 1) // BM
+        row, column = in_bands(index - (m - number) * n_tiles, m_tiles, n_tiles, BM, BN)
+        return start + row * BM, column
+    else:
+        return start + number * BM, index % n_tiles
 
 
 @triton.jit
-def tile_of(tiles, index, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def tile_of(
+    tiles, index, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """Expert, first row, the expert's end row, and column of tiles of work item `index`."""
-    m = index // n_tiles
+    m = index // ((N + BN - 1) // BN)
     expert, start, end, number = load_tile(tiles, m)
-    row, column = place_of(index, m, start, end, number, n_tiles, BM, BN)
+    row, column = place_of(index, m, start, end, number, K, N, BM, BN)
     return expert, row, end, column
 
 
