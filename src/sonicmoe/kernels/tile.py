@@ -47,9 +47,9 @@ def place_of(
 ):  # fmt: skip
     """First row and column of tiles of work item `index` of rows (R, K) times weights (E, N, K).
 
-    `m` is index // n_tiles; start, end and number are its entry. Where L2 keeps an expert's weights,
-    rows of tiles follow each other, and a row of the result is written at once. Large ones would be
-    read again for every row: at 16384,4096,14336,8,2 up reads 41.5 GB so, and 7.7 in bands.
+    `m` is index // n_tiles; start, end and number are its entry. Where L2 keeps the weights of an
+    expert, rows of tiles follow each other, and a row of the result is written at once. Large ones
+    would be read again for every row: at 16384,4096,14336,8,2 up reads 41.5 GB so, 7.7 in bands.
     """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     if N * K > _STAYS:
