@@ -117,7 +117,8 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
 def _only_the_host(args: argparse.Namespace) -> bool:
     """`bench --host`, and nothing beside it that would need a case."""
     needy = ("suite", "case", "shape", "peers", "sonicmoe_path", "kernels", "energy", "cold")
-    return args.host and not any(getattr(args, name) for name in needy)
+    plain = args.routing == ["uniform"] and not any(getattr(args, name) for name in needy)
+    return args.host and plain
 
 
 def run_bench(args: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ from .ragged import load_rows, load_rows_of_half, store_rows, store_rows_of_half
 
 SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of interleaved Z a row
 BUFFERS = gl.constexpr(4)  # slices of Z on their way at once, for each computing warpgroup
+# Of (64, 8) partial sums: of (64, 32) they would take twelve registers more.
 SUMS = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
 )
@@ -164,7 +165,8 @@ def _consumer(
                     parts[i], score, dz, a, z_smem, a_smem, end, row, column,
                     CONCATENATED, BACKWARD, STORE_A, (MINE + i) * PARTS, WHICH * 2 + i % 2,
                 )  # fmt: skip
-                # All but this slice's stores have been read: the buffer before it is free.
+                # All but this slice's stores have been read: the buffer before it is free, and
+                # takes a slice of the next turn; the last one, in that turn, its last slice.
                 tma.store_wait(STORES)
                 if turn == 1 if i == 0 else turn + 1 < ROUNDS:
                     _load_z(
