@@ -1,5 +1,6 @@
 """What `warmup` compiles is what a training step runs."""
 
+import ast
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +100,33 @@ def test_kernels_are_compiled_side_by_side(monkeypatch):
     assert set(again) == {k.result() if hasattr(k, "result") else k for k in kernels}
 
 
+def test_sources_are_parsed_one_at_a_time(monkeypatch, tmp_path):
+    """Python 3.11's parser mixes up threads that use it at once."""
+    parse, inside, most = ast.parse, [], []
+
+    def slowly(*args, **kwargs):
+        inside.append(None)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return parse(*args, **kwargs)
+
+    monkeypatch.setattr(ahead, "_load", lambda kernel: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(ahead, "_threads", lambda: 4)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # nothing is there to be found
+    kernel, meta = triton.JITFunction(_small_kernel), torch.empty(1, device="meta")
+
+    def run():
+        for value in range(4):
+            launch(kernel, (1,), meta, VALUE=value)
+
+    with compiling(90):
+        monkeypatch.setattr(ast, "parse", slowly)
+        compile_together(run, 0)
+    assert len(most) >= 4 and max(most) == 1
+
+
 def test_the_callers_modes_see_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(ahead, "_load", lambda kernel: None)
@@ -134,6 +162,10 @@ def test_a_step_does_not_depend_on_what_was_compiled_ahead(monkeypatch):
     with pytest.warns(UserWarning, match="one by one.*RuntimeError: no compiler"):
         ahead.compile_ahead(0, Layer(H, I, E, K))
     ahead.compile_ahead.cache_clear()
+
+
+def _small_kernel(x, VALUE: tl.constexpr):
+    tl.store(x, VALUE)
 
 
 def _broken_kernel(x):

@@ -5,6 +5,7 @@ One after the other the kernels of a training step take 18 s (H200, 16 cores).
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -61,6 +62,7 @@ def compile_together(run: Callable[[], object], index: int, report: Report | Non
 def _compile_together(run: Callable[[], object], index: int, report: Report | None) -> None:
     import triton
 
+    _parse_one_at_a_time()
     begin = time.perf_counter()
     with (
         torch.cuda.device(index),
@@ -72,6 +74,21 @@ def _compile_together(run: Callable[[], object], index: int, report: Report | No
             _load(done.result())
             if report:
                 report(number, len(mode.raw_futures), time.perf_counter() - begin)
+
+
+@cache
+def _parse_one_at_a_time() -> None:
+    """Python 3.11 counts how deep its parser is for all threads together: where two parse at once
+    it may end in a SystemError, seen twice in some hundred runs."""
+    from triton.runtime.jit import JITCallable
+
+    parse, parsing = JITCallable.parse, threading.Lock()
+
+    def alone(self):
+        with parsing:
+            return parse(self)
+
+    setattr(JITCallable, "parse", alone)  # noqa: B010
 
 
 def _load(kernel) -> None:

@@ -115,14 +115,14 @@ def test_verify_prints_every_tensor(capsys):
 def test_cost_prints_the_model(capsys):
     assert main(["cost", "--case", "7b-fine", "--gpu", "h200"]) == 0
     printed = capsys.readouterr().out
-    assert "0.46 TFLOP forward" in printed and "205279248" in printed and "H200" in printed
+    assert "0.46 TFLOP forward" in printed and "205285908" in printed and "H200" in printed
 
 
 def test_cost_knows_the_tiles_of_each_dtype(capsys):
     for dtype, tiles in (("bfloat16", 1 + 4), ("float32", 4 + 4)):  # 128 rows, 4 experts
         assert main(["cost", "--shape", "64,32,16,4,2", "--dtype", dtype]) == 0
         (line,) = [s for s in capsys.readouterr().out.splitlines() if s.startswith("tiles ")]
-        assert line.split()[1] == str(12 * (1 + tiles))
+        assert line.split()[1] == str(16 * (1 + tiles))
 
 
 def test_list_names_every_case(capsys):
