@@ -11,7 +11,7 @@ from sonicmoe.tuning import Target, is_valid, row_config, tile_height, weight_co
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 WIDE, NARROW = (2048, 1024), (264, 72)  # H, I: every branch of the selection, and odd sizes
 LARGE = (4096, 14336)  # tiles in bands
-CACHE = 128 * 1024  # of instructions; dZ with 172 KB spent half its time waiting for them
+CACHE = 128 * 1024  # of instructions, by guess: dZ with 172 KB spent half its time waiting for them
 
 
 def compile_layer(

@@ -79,7 +79,7 @@ def _compile_together(run: Callable[[], object], index: int, report: Report | No
 @cache
 def _parse_one_at_a_time() -> None:
     """Python 3.11 counts how deep its parser is for all threads together: where two parse at once
-    it may end in a SystemError, seen twice in some hundred runs."""
+    it may end in a SystemError, as it did once in the tests."""
     from triton.runtime.jit import JITCallable
 
     parse, parsing = JITCallable.parse, threading.Lock()

@@ -203,8 +203,6 @@ def swiglu_clamped_backward(gate, up, da):
     s = _sigmoid(_CLAMP_ALPHA * g)
     value = g * s
     slope = s * (1.0 + _CLAMP_ALPHA * g * (1.0 - s))
-    # Differences, since the compiler compares gate and up themselves in 16 bits, at twice the
-    # instructions.
-    dg = tl.where(gate - g > 0.0, 0.0, da * (u + 1.0) * slope)
-    du = tl.where(tl.abs(up - u) > 0.0, 0.0, da * value)
+    dg = tl.where(gate > _CLAMP_LIMIT, 0.0, da * (u + 1.0) * slope)
+    du = tl.where(tl.abs(up) > _CLAMP_LIMIT, 0.0, da * value)
     return (u + 1.0) * value, dg, du

@@ -2,8 +2,8 @@
 
 A tile is 128 rows by BN columns. The fetching warpgroup fills a ring of `STAGES` blocks of BK:
 weights by the copy engine, rows by the copy engine where they lie in order, else gathered row by
-row. Each computing warpgroup owns 64 rows of the tile; results leave through shared memory. What
-the next tile needs to know is loaded during this one: a load from memory takes as long as a step.
+row. Each computing warpgroup owns 64 rows of the tile; results leave through shared memory. Where a
+tile lies is asked for long before it is needed: a load from memory takes as long as a step.
 """
 
 from triton.experimental import gluon
@@ -25,25 +25,19 @@ ROWS = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instr
 
 
 @gluon.jit
-def _entry_of(index, total, N: gl.constexpr, BN: gl.constexpr):
-    """The table's entry for work item `index`; past the last one its header, with end row 0."""
-    n_tiles: gl.constexpr = (N + BN - 1) // BN
-    return gl.where(index < total, index // n_tiles, -1)
-
-
-@gluon.jit
 def load_work(tiles, index, total, N: gl.constexpr, BN: gl.constexpr):
-    """What `rows_of_work` needs: a load is waited for where its value is first used."""
-    return load_tile(tiles, _entry_of(index, total, N, BN))
+    """The table's entry for work item `index`; past the last one its header, with end row 0.
+
+    Asked for well before `rows_of_work`: a load is waited for where its value is first used.
+    """
+    n_tiles: gl.constexpr = (N + BN - 1) // BN
+    return load_tile(tiles, gl.where(index < total, index // n_tiles, -1))
 
 
 @gluon.jit
-def rows_of_work(
-    index, total, start, end, number, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr
-):  # fmt: skip
-    """First row and column of tiles of work item `index`; rows at or past `end` past the last."""
-    m = _entry_of(index, total, N, BN)
-    return place_of(index, m, start, end, number, K, N, 2 * ROWS, BN)
+def rows_of_work(index, start, end, number, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr):
+    """First row and column of tiles of work item `index`; not before `end` past the last one."""
+    return place_of(index, start, end, number, K, N, 2 * ROWS, BN)
 
 
 @gluon.jit
@@ -107,10 +101,8 @@ def producer(
     stride = gl.num_programs(0)
     expert, start, end, number = load_work(tiles, first, total, N, BN)
     next_expert, next_start, next_end, next_number = load_work(tiles, first + stride, total, N, BN)
-    row, n = rows_of_work(first, total, start, end, number, K, N, BN)
-    next_row, next_n = rows_of_work(
-        first + stride, total, next_start, next_end, next_number, K, N, BN
-    )
+    row, n = rows_of_work(first, start, end, number, K, N, BN)
+    next_row, next_n = rows_of_work(first + stride, next_start, next_end, next_number, K, N, BN)
     if GATHER:
         upper = _tokens(row_token, row, end, r)
         lower = _tokens(row_token, row + ROWS, end, r)
@@ -145,7 +137,7 @@ def producer(
             step += 1
         expert, row, end, n = next_expert, next_row, next_end, next_n
         next_expert, next_end = later_expert, later_end
-        next_row, next_n = rows_of_work(later, total, start, next_end, number, K, N, BN)
+        next_row, next_n = rows_of_work(later, start, next_end, number, K, N, BN)
     if GATHER:
         async_copy.wait_group(0)
 
@@ -240,7 +232,7 @@ def _product_consumer(
         acc, step = accumulate(
             step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, False
         )
-        row, n = rows_of_work(index, total, start, end, number, K, N, BN)
+        row, n = rows_of_work(index, start, end, number, K, N, BN)
         row += WHICH * ROWS
         acc = finish(acc, step, empty, STAGES)
         if bias is not None:
@@ -330,7 +322,7 @@ def _up_consumer(
         acc, step = accumulate(
             step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
         )
-        row, n = rows_of_work(index, total, start, end, number, H, N, BN)
+        row, n = rows_of_work(index, start, end, number, H, N, BN)
         row += WHICH * ROWS
         acc = finish(acc, step, empty, STAGES)
         q0, q1, q2, q3 = quarters(acc)

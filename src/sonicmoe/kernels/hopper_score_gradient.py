@@ -127,7 +127,7 @@ def _consumer(
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     _expert, start, end, number = load_work(tiles, first, total, I, BN)
-    row, n = rows_of_work(first, total, start, end, number, H, I, BN)
+    row, n = rows_of_work(first, start, end, number, H, I, BN)
     row += WHICH * ROWS
     slot = _slots(row_slot, row, end, r)
     for index in range(first, total, stride):
@@ -146,7 +146,7 @@ def _consumer(
         acc, step = accumulate(
             step, do_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
         )
-        next_row, next_n = rows_of_work(index + stride, total, start, next_end, number, H, I, BN)
+        next_row, next_n = rows_of_work(index + stride, start, next_end, number, H, I, BN)
         next_row += WHICH * ROWS
         next_slot = _slots(row_slot, next_row, next_end, r)
         acc = finish(acc, step, empty, STAGES)

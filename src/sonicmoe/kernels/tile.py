@@ -42,19 +42,20 @@ def load_tile(tiles, index):
 
 @triton.jit
 def place_of(
-    index, m, start, end, number,
+    index, start, end, number,
     K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """First row and column of tiles of work item `index` of rows (R, K) times weights (E, N, K).
 
-    `m` is index // n_tiles; start, end and number are its entry. Where L2 keeps the weights of an
+    start, end and number are the entry of tile index // n_tiles. Where L2 keeps the weights of an
     expert, rows of tiles follow each other, and a row of the result is written at once. Large ones
     would be read again for every row: at 16384,4096,14336,8,2 up reads 41.5 GB so, 7.7 in bands.
     """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     if N * K > _STAYS:
         m_tiles = (end - start + BM - 1) // BM
-        row, column = in_bands(index - (m - number) * n_tiles, m_tiles, n_tiles, BM, BN)
+        among_the_experts = number * n_tiles + index % n_tiles
+        row, column = in_bands(among_the_experts, m_tiles, n_tiles, BM, BN)
         return start + row * BM, column
     else:
         return start + number * BM, index % n_tiles
@@ -65,9 +66,9 @@ def tile_of(
     tiles, index, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """Expert, first row, the expert's end row, and column of tiles of work item `index`."""
-    m = index // ((N + BN - 1) // BN)
-    expert, start, end, number = load_tile(tiles, m)
-    row, column = place_of(index, m, start, end, number, K, N, BM, BN)
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    expert, start, end, number = load_tile(tiles, index // n_tiles)
+    row, column = place_of(index, start, end, number, K, N, BM, BN)
     return expert, row, end, column
 
 
