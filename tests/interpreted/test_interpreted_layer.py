@@ -160,6 +160,17 @@ def test_nan_of_one_expert_reaches_no_other(where):
     assert got["out"][hit].isnan().all()
 
 
+def test_a_clamp_keeps_nan():
+    activation = sonicmoe.ActivationType.SWIGLU_CLAMPED
+    case = Case("40,16,8,3,1", activation=activation, bias=True, routing="uniform")
+    given = make_inputs(case)
+    hit = given.ids[:, 0] == 1
+    given.x[hit] = float("nan")
+    got = run(ours(case, "triton"), given)
+    assert torch.equal(got["out"].isnan().all(-1), hit)
+    assert torch.equal(got["db1"].isnan().all(-1), torch.arange(3) == 1)  # a sum of dZ
+
+
 def test_more_columns_than_a_tile():
     """H and I past the widest tile, so that every loop over columns turns more than once."""
     check_experts(Case("5,264,264,2,1", torch.float16, bias=True), "cpu", "triton")
