@@ -38,6 +38,22 @@ def _tanh(x):
     return 1.0 - 2.0 * _reciprocal(tl.exp2(2.0 * _LOG2E * x) + 1.0)
 
 
+@triton.jit
+def _normal(x):
+    """Distribution and density of the normal distribution.
+
+    Below zero the first is the second times a polynomial in 1/(1 + 0.36·|x|), fitted to a relative
+    error of 6e-7: as exact as 1 + erf(x/√2) in fp32, and exact far below zero, where that is not.
+    The library's erf made `up` with GELU 165 KB of instructions, which do not fit their cache.
+    """
+    bell = tl.exp2(-0.5 * _LOG2E * x * x)
+    t = _reciprocal(1.0 + 0.36 * tl.abs(x))
+    p = 0.18508624 + t * (-0.18279858 + t * 0.047943167)
+    p = t * (0.14372686 + t * (0.14157994 + t * (0.14076594 + t * (0.023696763 + t * p))))
+    tail = p * bell
+    return tl.where(x > 0, 1.0 - tail, tail), 0.3989422804014327 * bell
+
+
 def value_of(activation: ActivationType):
     return globals()[activation.value]
 
@@ -56,8 +72,8 @@ def _silu(x):
 
 @triton.jit
 def _gelu(x):
-    cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    return x * cdf, cdf + x * 0.3989422804014327 * tl.exp2(-0.5 * _LOG2E * x * x)
+    below, density = _normal(x)
+    return x * below, below + x * density
 
 
 @triton.jit

@@ -37,10 +37,14 @@ SUMS = gl.constexpr(
 
 
 @gluon.jit
-def _load_z(z, end, row, column, barrier, smem, first, CONCATENATED: gl.constexpr):
-    """One slice of Z: gates and ups side by side, or the two halves."""
-    mbarrier.expect(barrier, 2 * ROWS * 2 * SLICE)
-    if CONCATENATED:
+def _load_z(
+    z, end, row, column, barrier, smem, first, GATED: gl.constexpr, CONCATENATED: gl.constexpr
+):
+    """One slice of Z: gates and ups side by side, or the two halves, or as it is."""
+    mbarrier.expect(barrier, 2 * ROWS * SLICE * (2 if GATED else 1))
+    if not GATED:
+        load_rows(z, end, row, column, barrier, smem.index(first).reshape([1, 1, ROWS, SLICE]))
+    elif CONCATENATED:
         for half in gl.static_range(2):
             box = smem.index(first + half).reshape([1, 1, ROWS, 1, SLICE])
             load_rows_of_half(z, end, row, half, column, barrier, box)
@@ -52,7 +56,8 @@ def _load_z(z, end, row, column, barrier, smem, first, CONCATENATED: gl.constexp
 @gluon.jit
 def _slice(
     acc, score, dz, a, z_smem, a_smem, end, row, column,
-    CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr, STORE_A: gl.constexpr, z_first, a_first,
+    GATED: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr, STORE_A: gl.constexpr,
+    z_first, a_first,
 ):  # fmt: skip
     """Epilogue of (64, 32): stores dZ and A', returns dA'·A, four columns added up in one."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
@@ -64,33 +69,34 @@ def _slice(
         [[16, 0], [32, 0]], [], [64, 64],
     )  # fmt: skip
     acc = gl.convert_layout(acc, L, assert_trivial=True)
-    if CONCATENATED:
-        gate = z_smem.index(z_first).load(L)
-        up = z_smem.index(z_first + 1).load(L)
+    weight = gl.expand_dims(score, 1)
+    first = z_smem.index(z_first)
+    if not GATED:
+        value, dplain = BACKWARD(first.load(L).to(gl.float32), acc * weight)
+        first.store(dplain.to(dz.dtype))
+    elif CONCATENATED:
+        second = z_smem.index(z_first + 1)
+        gate, up = first.load(L), second.load(L)
+        value, dgate, dup = BACKWARD(gate.to(gl.float32), up.to(gl.float32), acc * weight)
+        first.store(dgate.to(dz.dtype))
+        second.store(dup.to(dz.dtype))
     else:
-        gate, up = pairs(z_smem.index(z_first).load(LZ), 2 * SLICE)
+        gate, up = pairs(first.load(LZ), 2 * SLICE)
         gate = gl.convert_layout(gate, L, assert_trivial=True)
         up = gl.convert_layout(up, L, assert_trivial=True)
-    weight = gl.expand_dims(score, 1)
-    value, dgate, dup = BACKWARD(gate.to(gl.float32), up.to(gl.float32), acc * weight)
-    if CONCATENATED:
-        z_smem.index(z_first).store(dgate.to(dz.dtype))
-        z_smem.index(z_first + 1).store(dup.to(dz.dtype))
-    else:
+        value, dgate, dup = BACKWARD(gate.to(gl.float32), up.to(gl.float32), acc * weight)
         both = gl.reshape(gl.join(dgate.to(dz.dtype), dup.to(dz.dtype)), (ROWS, 2 * SLICE))
-        z_smem.index(z_first).store(gl.convert_layout(both, LZ, assert_trivial=True))
+        first.store(gl.convert_layout(both, LZ, assert_trivial=True))
     if STORE_A:
         a_smem.index(a_first).store((value * weight).to(a.dtype))
     fence_async_shared()
-    if CONCATENATED:
-        store_rows_of_half(
-            dz, end, row, 0, column, z_smem.index(z_first).reshape([1, 1, ROWS, 1, SLICE])
-        )
-        store_rows_of_half(
-            dz, end, row, 1, column, z_smem.index(z_first + 1).reshape([1, 1, ROWS, 1, SLICE])
-        )
+    if not GATED:
+        store_rows(dz, end, row, column, first.reshape([1, 1, ROWS, SLICE]))
+    elif CONCATENATED:
+        store_rows_of_half(dz, end, row, 0, column, first.reshape([1, 1, ROWS, 1, SLICE]))
+        store_rows_of_half(dz, end, row, 1, column, second.reshape([1, 1, ROWS, 1, SLICE]))
     else:
-        store_rows(dz, end, row, 2 * column, z_smem.index(z_first).reshape([1, 1, ROWS, 2 * SLICE]))
+        store_rows(dz, end, row, 2 * column, first.reshape([1, 1, ROWS, 2 * SLICE]))
     if STORE_A:
         store_rows(a, end, row, column, a_smem.index(a_first).reshape([1, 1, ROWS, SLICE]))
     left, right = halves(acc * value)
@@ -111,8 +117,9 @@ def _consumer(
     z, dz, a, scores, row_slot, partial, plane, tiles, total,
     do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
     WHICH: gl.constexpr, H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
-    STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
+    STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr, CONCATENATED: gl.constexpr,
+    BACKWARD: gl.constexpr, STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr,
+    GATHER: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16]
@@ -136,7 +143,7 @@ def _consumer(
         for s in gl.static_range(BUFFERS):
             _load_z(
                 z, end, row, n * BN + s * SLICE, z_full.index(MINE + s), z_smem, (MINE + s) * PARTS,
-                CONCATENATED,
+                GATED, CONCATENATED,
             )  # fmt: skip
         ok = row + r < end
         if scores is None:
@@ -163,7 +170,7 @@ def _consumer(
                 mbarrier.wait(z_full.index(MINE + i), filled + turn & 1)
                 ds += _slice(
                     parts[i], score, dz, a, z_smem, a_smem, end, row, column,
-                    CONCATENATED, BACKWARD, STORE_A, (MINE + i) * PARTS, WHICH * 2 + i % 2,
+                    GATED, CONCATENATED, BACKWARD, STORE_A, (MINE + i) * PARTS, WHICH * 2 + i % 2,
                 )  # fmt: skip
                 # All but this slice's stores have been read: the buffer before it is free, and
                 # takes a slice of the next turn; the last one, in that turn, its last slice.
@@ -172,7 +179,7 @@ def _consumer(
                     _load_z(
                         z, end, row, column + (BUFFERS - 1) * SLICE,
                         z_full.index(MINE + (i - 1) % BUFFERS), z_smem,
-                        (MINE + (i - 1) % BUFFERS) * PARTS, CONCATENATED,
+                        (MINE + (i - 1) % BUFFERS) * PARTS, GATED, CONCATENATED,
                     )  # fmt: skip
             now = then
         filled += ROUNDS
@@ -187,12 +194,12 @@ def _consumer(
 def hopper_score_gradient_kernel(
     dout, row_token, w2, scores, row_slot, z, dz, a, partial, plane, tiles,
     H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    KN: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
+    KN: gl.constexpr, GATED: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
     STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """dZ (R, 2I), A' (R, I), partial (I/BN, plane ≥ S). Grid: one program a multiprocessor."""
+    """dZ (R, N), A' (R, I), partial (I/BN, plane ≥ S). Grid: one program a multiprocessor."""
     dtype: gl.constexpr = z.dtype
-    ZC: gl.constexpr = SLICE if CONCATENATED else 2 * SLICE
+    ZC: gl.constexpr = 2 * SLICE if GATED and not CONCATENATED else SLICE
     PARTS: gl.constexpr = 2 if CONCATENATED else 1
     do_smem = gl.allocate_shared_memory(
         dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], dtype)
@@ -221,13 +228,13 @@ def hopper_score_gradient_kernel(
             (_consumer, (
                 z, dz, a, scores, row_slot, partial, plane, tiles, total,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-                0, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
+                0, H, I, BN, BK, STAGES, KN, GATED, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
                 GATHER,
             )),
             (_consumer, (
                 z, dz, a, scores, row_slot, partial, plane, tiles, total,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-                1, H, I, BN, BK, STAGES, KN, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
+                1, H, I, BN, BK, STAGES, KN, GATED, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
                 GATHER,
             )),
             (producer, (

@@ -52,6 +52,14 @@ def _weight_boxes(dtype, shape, strides, n, k, two_halves=False) -> Boxes:
     )  # fmt: skip
 
 
+def _z_boxes(dtype, columns, width, two_halves) -> Boxes:
+    """Of Z and dZ, `width` columns at a time, or as many of one of the halves."""
+    if two_halves:
+        half = columns // 2
+        return _row_boxes(dtype, (2, half), (columns, half, 1), (_ROWS, 1, width))
+    return _row_boxes(dtype, (columns,), (columns, 1), (_ROWS, width))
+
+
 def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
     """Boxes of rows that end with their expert: see `kernels.ragged`."""
     return t, _row_boxes(t.dtype, t.shape[1:], t.stride(), block)
@@ -62,20 +70,18 @@ def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
 def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, gather):
     """The kernel; boxes of W1, Z and A."""
     _, columns, hidden = shape
-    piece, half = n // 4, columns // 2
+    gated = activation.is_gated
+    two_halves = gated and concatenated
+    inner = columns // 2 if gated else columns
     kernel = Bound(
         hopper_up_kernel,
         H=hidden, N=columns, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1,
-        TWO_HALVES=concatenated, ACTIVATION=value_of(activation),
+        GATED=gated, TWO_HALVES=two_halves, ACTIVATION=value_of(activation),
         KEEP_Z=keep_z, GATHER=gather, num_warps=4,
     )  # fmt: skip
-    weights = _weight_boxes(dtype, shape, strides, n, k, concatenated)
-    z = (
-        _row_boxes(dtype, (2, half), (columns, half, 1), (_ROWS, 1, piece))
-        if concatenated
-        else _row_boxes(dtype, (columns,), (columns, 1), (_ROWS, piece))
-    )
-    return kernel, weights, z, _row_boxes(dtype, (half,), (half, 1), (_ROWS, piece))
+    weights = _weight_boxes(dtype, shape, strides, n, k, two_halves)
+    z = _z_boxes(dtype, columns, n // 4, two_halves)
+    return kernel, weights, z, _row_boxes(dtype, (inner,), (inner, 1), (_ROWS, n // 4))
 
 
 @lru_cache(maxsize=1024)
@@ -96,20 +102,20 @@ def _score_gradient(
 ):
     """The kernel; boxes of W2, which is multiplied from the other side, of Z and dZ, and of A'."""
     experts, hidden, inner = shape
+    gated = activation.is_gated
+    two_halves = gated and concatenated
     kernel = Bound(
         hopper_score_gradient_kernel,
         H=hidden, I=inner, BN=n, BK=k, STAGES=stages, KN=strides[1] != 1,
-        CONCATENATED=concatenated, BACKWARD=derivative_of(activation),
+        GATED=gated, CONCATENATED=two_halves, BACKWARD=derivative_of(activation),
         STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=gather, num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(
         dtype, (experts, inner, hidden), (strides[0], strides[2], strides[1]), n, k
     )
-    z = (
-        _row_boxes(dtype, (2, inner), (2 * inner, inner, 1), (_ROWS, 1, _WIDTH))
-        if concatenated
-        else _row_boxes(dtype, (2 * inner,), (2 * inner, 1), (_ROWS, 2 * _WIDTH))
-    )
+    columns = 2 * inner if gated else inner
+    width = 2 * _WIDTH if gated and not concatenated else _WIDTH
+    z = _z_boxes(dtype, columns, width, two_halves)
     return kernel, weights, z, _row_boxes(dtype, (inner,), (inner, 1), (_ROWS, _WIDTH))
 
 

@@ -314,7 +314,7 @@ def _weight_gradient(
     )
     per_expert = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
     rows = (left if left_token is None else left_token).shape[0]
-    spans = _spans(rows, m, n, per_expert, config.programs * target.processors, left.device)
+    spans = _spans(rows, out.shape, per_expert, config.programs * target.processors, left.device)
     grid = _grid(config, (experts + spans.places) * per_expert, target)
     if config.hopper and left.shape[0] and right.shape[0]:
         _hopper().weight_gradient(
@@ -353,12 +353,17 @@ class Spans(NamedTuple):
     places: int = 0
 
 
-def _spans(rows: int, m: int, n: int, tiles: int, programs: int, device) -> Spans:
+def _spans(rows: int, shape, tiles: int, programs: int, device) -> Spans:
     """A quarter of what each program would get of an even routing, or none where an expert's tiles
     are enough for all programs. At most four tiles a program in fp32: 69 MB on an H200."""
     if tiles >= programs:
         return Spans()
+    experts, m, n = shape
     span = max(SHORTEST_SPAN, 64 * ceil_div(rows * tiles, 4 * 64 * programs))
+    work = experts * tiles
+    if work >= 0.9 * programs * ceil_div(work, programs):
+        # Whole experts of even length keep all programs busy: only much longer ones are split.
+        span = max(span, 64 * ceil_div(5 * rows, 8 * 64 * experts))
     places = rows // span
     return Spans(memory.empty((max(places, 1), m * n), torch.float32, device), span, places)
 

@@ -39,7 +39,7 @@ def default_row_config(
     """What was measured here, for shapes that nobody tuned for."""
     if itemsize > 2:
         return RowConfig(32, 64, 32, warps=8, stages=2, tma=False, programs=2, slices=2)
-    if target.arch == 90 and target.gluon and (gated or kernel in ("down", "dx")):
+    if target.arch == 90 and target.gluon:
         return _hopper_rows(kernel, K, N)
     if target.arch == 90:
         if kernel == "score_gradient":

@@ -72,8 +72,6 @@ def allowed(key: Key, config: Config, target: Target) -> bool:
         return isinstance(config, WeightConfig) and is_valid(config, key.itemsize, target)
     if not isinstance(config, RowConfig):
         return False
-    if config.hopper and not (key.gated or key.kernel in ("down", "dx")):
-        return False  # plain activations have no Hopper kernel
     return is_valid(config, key.itemsize, target, key.kernel)
 
 
