@@ -13,6 +13,8 @@ import pytest
 import torch
 from helpers import ROUTINGS, Case, check_experts, matrix
 
+from sonicmoe import ActivationType
+
 pytestmark = pytest.mark.gpu
 
 # H and I multiples of 8 but of no tile; more than one tile a product in every direction, and more
@@ -46,7 +48,18 @@ LONG = [
     for dtype in (torch.bfloat16, torch.float32)
     for transposed in (False, True)
 ]
-CASES = [*LAYOUTS, *ROUTED, *EDGES, *LONG]
+# Several tiles in every direction, the last of them half empty, for each epilogue.
+WIDE = [
+    Case("1500,520,392,7,2", torch.bfloat16, activation, bias, gate_up, transposed)
+    for activation, gate_up in (
+        (ActivationType.SWIGLU, "interleaved"),
+        (ActivationType.SWIGLU, "concatenated"),
+        (ActivationType.RELU_SQ, "interleaved"),
+    )
+    for bias in (False, True)
+    for transposed in (False, True)
+]
+CASES = [*LAYOUTS, *ROUTED, *EDGES, *LONG, *WIDE]
 
 
 @pytest.fixture(scope="module")

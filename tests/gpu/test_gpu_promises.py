@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import Case, check_zeros, make_inputs, ours, run, same_bits
+from helpers import Case, check_zeros, make_inputs, ours, poisoned, run, same_bits
 
 import sonicmoe
-from sonicmoe import KernelBackendMoE, MoE, ops
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, experts, ops
 from sonicmoe.tuning import tile_height
 
 pytestmark = pytest.mark.gpu
@@ -159,6 +159,27 @@ def test_a_captured_module_follows_new_inputs_and_new_weights():
                 mine.add_(torch.randn_like(mine), alpha=0.1)
                 theirs.copy_(mine)
         same_bits(gradients(captured, x, dout), gradients(eager, x, dout))
+
+
+@pytest.mark.parametrize(
+    ("activation", "gate_up"),
+    [
+        (ActivationType.SWIGLU, "interleaved"),
+        (ActivationType.SWIGLU, "concatenated"),
+        (ActivationType.GELU, "interleaved"),
+    ],
+)
+def test_without_gradients_the_same_bits_come_out(activation, gate_up):
+    """Z is not stored then, which is another kernel."""
+    case = Case("1500,520,392,7,2", activation=activation, bias=True, gate_up=gate_up)
+    given = make_inputs(case, "cuda").arguments()
+    given["w1"].requires_grad_()
+    with poisoned():
+        kept = experts(**given, **case.options)
+    with torch.no_grad(), poisoned():
+        passed = experts(**given, **case.options)
+    assert kept.requires_grad and not passed.requires_grad
+    assert torch.equal(kept, passed)
 
 
 def test_nan_in_the_rows_of_one_expert_reaches_no_other():

@@ -89,7 +89,6 @@ def broken(**changes):
         broken(config=asdict(ROWS) | {"cluster": 2}),  # of another version
         broken(config=asdict(ROWS) | {"block_n": "128"}),
         broken(config=asdict(WEIGHTS)),
-        broken(gated=False),  # plain activations have no Hopper kernel
         {name: value for name, value in broken().items() if name != "K"},
         table.encode(UP._replace(kernel="score_gradient"), replace(ROWS, stages=6)),
         table.encode(DW1, replace(WEIGHTS, block_m=64)),
@@ -162,4 +161,4 @@ def test_candidates_on_hopper():
     assert any(not c.hopper for c in candidates(UP, H200))
     assert {(128, 256), (256, 128)} <= {(c.block_m, c.block_n) for c in candidates(DW1, H200)}
     assert not any(c.hopper for c in candidates(UP, Target(90, 132, gluon=False)))
-    assert not any(c.hopper for c in candidates(UP._replace(gated=False), H200))
+    assert any(c.hopper for c in candidates(UP._replace(gated=False), H200))

@@ -36,8 +36,12 @@ class Case:
         return replace(self, problem=replace(self.problem, T=tokens))
 
 
-def _case(name: str, shape: str, note: str = "", **options) -> Case:
-    return Case(name, Problem.parse(shape), note=note, **options)
+def _case(
+    name: str, shape: str, note: str = "", activation: ActivationType = ActivationType.SWIGLU,
+    **options,
+) -> Case:  # fmt: skip
+    problem = Problem.parse(shape, gated=activation.is_gated)
+    return Case(name, problem, activation, note=note, **options)
 
 
 GRID = (
@@ -54,8 +58,8 @@ GRID = (
 
 # H, I, E, K, router and activation as in each model's config.json: allenai/OLMoE-1B-7B-0924,
 # Qwen/Qwen3-30B-A3B, Qwen/Qwen3-Next-80B-A3B-Instruct, openai/gpt-oss-20b,
-# mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3, moonshotai/Kimi-Linear-48B-A3B-Instruct.
-# T is ours.
+# mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3, moonshotai/Kimi-Linear-48B-A3B-Instruct,
+# nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16. T is ours.
 _SIGMOID = "its sigmoid router is timed as softmax over the choice; shared expert left out"
 MODELS = (
     _case("olmoe-1b-7b", "32768,2048,1024,64,8", router="topk_over_softmax"),
@@ -76,6 +80,12 @@ MODELS = (
     _case("mixtral-8x7b", "16384,4096,14336,8,2", router="topk_over_softmax_normalized"),
     _case("deepseek-v3", "16384,7168,2048,256,8", _SIGMOID),
     _case("kimi-linear-48b-a3b", "32768,2304,1024,256,8", _SIGMOID),
+    _case(
+        "nemotron-3-nano",
+        "32768,2688,1856,128,6",
+        _SIGMOID,
+        activation=ActivationType.RELU_SQ,
+    ),
 )
 
 HOST = _case("host", "64,128,64,8,2", "so small that only the host's time is left")
