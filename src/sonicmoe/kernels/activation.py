@@ -42,16 +42,16 @@ def _tanh(x):
 def _normal(x):
     """Distribution and density of the normal distribution.
 
-    Below zero the first is the second times a polynomial in 1/(1 + 0.36·|x|), fitted to a relative
-    error of 6e-7: as exact as 1 + erf(x/√2) in fp32, and exact far below zero, where that is not.
+    Below zero the first is exp(−x²/2) times a polynomial in 1/(1 + 0.3·|x|), fitted to a relative
+    error of 8e-8: as exact as 1 + erf(x/√2) in fp32, and exact far below zero, where that is not.
     The library's erf made `up` with GELU 165 KB of instructions, which do not fit their cache.
     """
     bell = tl.exp2(-0.5 * _LOG2E * x * x)
-    t = _reciprocal(1.0 + 0.36 * tl.abs(x))
-    p = 0.18508624 + t * (-0.18279858 + t * 0.047943167)
-    p = t * (0.14372686 + t * (0.14157994 + t * (0.14076594 + t * (0.023696763 + t * p))))
+    t = _reciprocal(1.0 + 0.3 * tl.abs(x))
+    p = -0.060927987 + t * (0.21414153 + t * (-0.16168426 + t * 0.036742743))
+    p = t * (0.11961626 + t * (0.12094928 + t * (0.098717906 + t * (0.13244447 + t * p))))
     tail = p * bell
-    return tl.where(x > 0, 1.0 - tail, tail), 0.3989422804014327 * bell
+    return tl.abs(tl.where(x > 0, 1.0, 0.0) - tail), 0.3989422804014327 * bell
 
 
 def value_of(activation: ActivationType):

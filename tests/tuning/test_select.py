@@ -1,0 +1,58 @@
+"""What is selected where nobody tuned."""
+
+import pytest
+import torch
+
+from sonicmoe.ops import launch_products
+from sonicmoe.tuning import Target, row_config, weight_config
+
+H200 = Target(90, 132)
+
+
+def _weight_tile(M, N, gather_left, gather_right):
+    config = weight_config(2, M, N, gather_left, gather_right, H200)
+    return config.block_m, config.block_n
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "tile"),
+    [
+        (2048, 1024, (128, 256)),
+        (2048, 1408, (256, 128)),  # 11 columns of 128, or six of 256 of which the last is half
+        (2880, 2880, (128, 256)),  # what is won in one direction is lost in the other
+        (512, 128, (128, 128)),
+        (100, 300, (128, 256)),
+    ],
+)
+def test_tiles_of_dw2(M, N, tile):
+    assert _weight_tile(M, N, True, False) == tile
+
+
+def test_the_gathered_side_of_dw1_is_the_narrow_one():
+    assert _weight_tile(512, 1536, False, True) == (256, 128)
+    assert _weight_tile(2 * 1408, 2048, False, True) == (256, 128)
+
+
+@pytest.mark.parametrize("kernel", ["up", "down", "dx", "score_gradient"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_rows_on_hopper(kernel, gated):
+    assert row_config(kernel, 2, 2048, 1024, gated, H200).hopper
+    assert not row_config(kernel, 4, 2048, 1024, gated, H200).hopper
+
+
+@pytest.mark.parametrize(
+    ("experts", "tiles", "split"),
+    [
+        (64, 4, False),  # 256 tiles for 132 programs: two turns, nearly full
+        (33, 4, False),  # 132: one turn
+        (34, 4, True),  # 136: a second turn for four
+        (8, 4, True),  # too few for one turn
+        (128, 24, False),
+    ],
+)
+def test_even_experts_are_split_where_they_leave_programs_idle(experts, tiles, split):
+    rows = 524288
+    spans = launch_products._spans(rows, (experts, 64, 64), tiles, 132, torch.device("cpu"))
+    assert (rows // experts >= 2 * spans.rows) == split
+    assert spans.rows <= rows * tiles / 132 or spans.rows == launch_products.SHORTEST_SPAN
+    assert rows >= 2 * spans.rows  # an expert that has them all is split
