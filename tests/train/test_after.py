@@ -7,6 +7,7 @@ from statistics import mean
 import pytest
 import torch
 
+from sonicmoe.bench.cases import CASES
 from sonicmoe.bench.results import read
 from sonicmoe.train import export, generate, plan
 from sonicmoe.train.cli import main
@@ -108,21 +109,28 @@ def test_plan_prints_its_assumptions_and_the_paper(capsys):
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200"
 
 
+FITTED = ("7b-fine", "olmoe", "30b-fine", "120b", "qwen3-next")
+
+
 def _measured(subject: str) -> dict[str, float]:
     """Seconds forward and backward by shape, of the whole layer with its router on one H200.
 
-    The mean of the last two runs: they differ by up to 8%.
+    The mean of the last two runs: they differ by up to 8%. Of layers as the trainer has them.
     """
     found: dict[str, list[float]] = {}
     for r in read(RESULTS):
         told = (r.get("subject"), r.get("router"), r.get("routing"))
-        if told == (subject, "in", "uniform") and "fwd_bwd_ms" in r:
+        trained = r.get("activation") == "swiglu" and not r.get("bias")
+        if told == (subject, "in", "uniform") and trained and "fwd_bwd_ms" in r:
             found.setdefault(r["shape"], []).append(r["fwd_bwd_ms"] / 1e3)
     return {shape: mean(times[-2:]) for shape, times in found.items()}
 
 
 def test_the_layer_formula_is_near_what_was_measured():
-    for shape, seconds in _measured("sonicmoe").items():
+    fitted = {str(CASES[name].problem) for name in FITTED}
+    measured = _measured("sonicmoe")
+    assert fitted < set(measured)  # and some that the formula was not fitted to
+    for shape, seconds in measured.items():
         tokens, hidden, intermediate, experts, k = map(int, shape.split(","))
         model = ModelConfig(
             hidden_size=hidden,
@@ -131,7 +139,8 @@ def test_the_layer_formula_is_near_what_was_measured():
             experts_per_token=k,
         )
         predicted = plan.moe_seconds(model, tokens, gpu("H200"), plan.Efficiency())
-        assert predicted == pytest.approx(seconds, rel=0.02), shape
+        error = 0.02 if shape in fitted else 0.05
+        assert predicted == pytest.approx(seconds, rel=error), shape
 
 
 def test_plain_products_reach_what_was_measured():

@@ -6,8 +6,9 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ..kernels.activation import derivative_of, value_of
-from ..kernels.hopper_rows import hopper_product_kernel, hopper_up_kernel
+from ..kernels.hopper_rows import hopper_product_kernel
 from ..kernels.hopper_score_gradient import SLICE, hopper_score_gradient_kernel
+from ..kernels.hopper_up import hopper_up_kernel
 from ..kernels.hopper_weight_gradient import hopper_weight_gradient_kernel
 from ..tuning import RowConfig, WeightConfig
 from .launch import Bound, Boxes, launch

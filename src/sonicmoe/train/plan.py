@@ -31,7 +31,7 @@ class Efficiency:
     """
 
     grouped: float = 0.64  # grouped products of the layer, forward and backward
-    dense: float = 0.62  # plain products: the mean of five shapes
+    dense: float = 0.62  # plain products: the mean of nine shapes
     attention_64: float = 0.20  # heads of less than 128
     attention_128: float = 0.27
     copy: float = 0.90  # 4.3 of 4.8 TB/s on an H200

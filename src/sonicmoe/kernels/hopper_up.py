@@ -1,0 +1,192 @@
+"""Z and A on Hopper: the product X W1ᵀ with the activation in its epilogue.
+
+The ring and the warpgroups are those of `hopper_rows`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from .hopper_rows import (
+    ROWS,
+    accumulate,
+    finish,
+    load_work,
+    pairs,
+    producer,
+    quarters,
+    rows_of_work,
+    stage_and_store,
+    weight_ring,
+)
+from .ragged import store_rows_of_half
+
+
+@gluon.jit
+def _stage_and_store_half(value, out, end, row, half, column, smem, COLUMNS: gl.constexpr):
+    """`stage_and_store` for a matrix of two halves, gates and ups."""
+    smem.store(value)
+    fence_async_shared()
+    store_rows_of_half(out, end, row, half, column, smem.reshape([1, 1, ROWS, 1, COLUMNS]))
+
+
+@gluon.jit
+def _biased(part, b1, expert, column, N: gl.constexpr, COLUMNS: gl.constexpr, L: gl.constexpr):
+    if b1 is None:
+        return part
+    else:
+        c = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
+        bias = gl.load(b1 + expert * N + c, mask=c < N, other=0.0)
+        return part + gl.expand_dims(bias.to(gl.float32), 0)
+
+
+@gluon.jit
+def _gated_out(
+    acc, z, a, b1, expert, end, row, n, smem,
+    WHICH: gl.constexpr, N: gl.constexpr, BN: gl.constexpr,
+    TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Z (64, BN) and A (64, BN/2) from the accumulator."""
+    HALF: gl.constexpr = BN // 2
+    PIECE: gl.constexpr = BN // 4
+    I: gl.constexpr = N // 2
+    STORES: gl.constexpr = 3 if KEEP_Z else 1  # for a piece of A; those of a tile alternate
+    q0, q1, q2, q3 = quarters(acc)
+    # Two pieces of Z that make one of A: gates and their ups, or neighbours of both.
+    if TWO_HALVES:
+        pieces = (q0, q2, q1, q3)
+    else:
+        pieces = (q0, q1, q2, q3)
+    for i in gl.static_range(2):
+        g = gl.convert_layout(pieces[2 * i], L, assert_trivial=True)
+        u = gl.convert_layout(pieces[2 * i + 1], L, assert_trivial=True)
+        if TWO_HALVES:
+            g_column = n * HALF + i * PIECE
+            u_column = I + g_column
+        else:
+            g_column = n * BN + 2 * i * PIECE
+            u_column = g_column + PIECE
+        g = _biased(g, b1, expert, g_column, N, PIECE, L)
+        u = _biased(u, b1, expert, u_column, N, PIECE, L)
+        if TWO_HALVES:
+            value = ACTIVATION(g, u).to(a.dtype)
+        else:
+            g0, u0 = pairs(g, PIECE)
+            g1, u1 = pairs(u, PIECE)
+            v0 = ACTIVATION(g0, u0).to(a.dtype)
+            v1 = ACTIVATION(g1, u1).to(a.dtype)
+            value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (ROWS, PIECE))
+            value = gl.convert_layout(value, L)
+        first_smem = smem.index(2 * WHICH + i * STORES % 2)
+        second_smem = smem.index(2 * WHICH + (i * STORES + 1) % 2)
+        if KEEP_Z:
+            tma.store_wait(1)
+            if TWO_HALVES:
+                _stage_and_store_half(g.to(z.dtype), z, end, row, 0, g_column, first_smem, PIECE)
+            else:
+                stage_and_store(g.to(z.dtype), z, end, row, g_column, first_smem, PIECE)
+            tma.store_wait(1)
+            if TWO_HALVES:
+                _stage_and_store_half(u.to(z.dtype), z, end, row, 1, g_column, second_smem, PIECE)
+            else:
+                stage_and_store(u.to(z.dtype), z, end, row, u_column, second_smem, PIECE)
+        tma.store_wait(1)
+        stage_and_store(value, a, end, row, n * HALF + i * PIECE, first_smem, PIECE)
+
+
+@gluon.jit
+def _plain_out(
+    acc, z, a, b1, expert, end, row, n, smem,
+    WHICH: gl.constexpr, N: gl.constexpr, BN: gl.constexpr,
+    ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Z and A, both (64, BN), from the accumulator."""
+    PIECE: gl.constexpr = BN // 4
+    pieces = quarters(acc)
+    for i in gl.static_range(4):
+        column = n * BN + i * PIECE
+        part = gl.convert_layout(pieces[i], L, assert_trivial=True)
+        part = _biased(part, b1, expert, column, N, PIECE, L)
+        if KEEP_Z:
+            tma.store_wait(1)
+            stage_and_store(part.to(z.dtype), z, end, row, column, smem.index(2 * WHICH), PIECE)
+        value = ACTIVATION(part).to(a.dtype)
+        tma.store_wait(1)
+        a_smem = smem.index(2 * WHICH + (1 if KEEP_Z else i % 2))
+        stage_and_store(value, a, end, row, column, a_smem, PIECE)
+
+
+@gluon.jit
+def _up_consumer(
+    z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
+    WHICH: gl.constexpr, H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr, TWO_HALVES: gl.constexpr,
+    ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """The tile leaves in pieces of BN/4 columns through two buffers: the ring needs the memory."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN // 4, 16]
+    )
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, start, end, number = load_work(tiles, index, total, N, BN)
+        acc, step = accumulate(
+            step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
+        )
+        row, n = rows_of_work(index, start, end, number, H, N, BN)
+        row += WHICH * ROWS
+        acc = finish(acc, step, empty, STAGES)
+        if GATED:
+            _gated_out(
+                acc, z, a, b1, expert, end, row, n, out_smem,
+                WHICH, N, BN, TWO_HALVES, ACTIVATION, KEEP_Z, L,
+            )  # fmt: skip
+        else:
+            _plain_out(
+                acc, z, a, b1, expert, end, row, n, out_smem,
+                WHICH, N, BN, ACTIVATION, KEEP_Z, L,
+            )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hopper_up_kernel(
+    x, row_token, w1, b1, z, a, tiles,
+    H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    KN: gl.constexpr, GATED: gl.constexpr, TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr,
+    KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """Z = X W1ᵀ + b1 and A = act(Z). Grid: one program a multiprocessor."""
+    x_smem = gl.allocate_shared_memory(
+        a.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], a.dtype)
+    )
+    w_smem = weight_ring(w1, BN, BK, STAGES, KN and TWO_HALVES)
+    PIECE: gl.constexpr = BN // 4
+    out_smem = gl.allocate_shared_memory(
+        a.dtype, [4, ROWS, PIECE], gl.NVMMASharedLayout.get_default_for([ROWS, PIECE], a.dtype)
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ARRIVALS: gl.constexpr = 129 if GATHER else 1
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=ARRIVALS)
+        mbarrier.init(empty.index(i), count=2)
+    total = gl.load(tiles) * ((N + BN - 1) // BN)
+    gl.warp_specialize(
+        [
+            (_up_consumer, (
+                z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
+                0, H, N, BN, BK, STAGES, KN, GATED, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
+            )),
+            (_up_consumer, (
+                z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
+                1, H, N, BN, BK, STAGES, KN, GATED, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
+            )),
+            (producer, (
+                x, row_token, w1, tiles, total, x_smem, w_smem, full, empty,
+                H, N, BN, BK, STAGES, KN, TWO_HALVES, GATHER,
+            )),
+        ],
+        [4, 4 if GATHER else 1],
+        [224, 56],
+    )  # fmt: skip
