@@ -148,22 +148,26 @@ def bars(
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / len(names)
     for i, name in enumerate(names):
-        found = {place: g[name] for place, g in enumerate(groups.values()) if name in g}
-        at = [place + (i + 0.5) * width - 0.4 for place in found]
+        found = {place: g for place, g in enumerate(groups.values()) if name in g}
+        at = [
+            place + (list(g).index(name) - (len(g) - 1) / 2) * width for place, g in found.items()
+        ]
         drawn = axes.barh(
-            at, [length for length, _ in found.values()], 0.86 * width,
+            at, [g[name][0] for g in found.values()], 0.86 * width,
             color=_COLOURS[i % len(_COLOURS)], label=name,
         )  # fmt: skip
         axes.bar_label(
-            drawn, [text for _, text in found.values()], padding=3, color=_MUTED, fontsize=8
-        )
+            drawn, [g[name][1] for g in found.values()], padding=3, color=_MUTED, fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
     axes.axvline(mark, color=_INK, linewidth=1.2)
     axes.set_yticks(range(len(groups)), list(groups))
     axes.invert_yaxis()
     axes.margins(x=0.08)
     _label(axes, label, "")
     axes.grid(visible=False, axis="y")
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(names))
+    below = -0.8 / len(groups)  # of the axes' height, which grows with the groups
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, below), ncols=len(names))
     _finish(figure, path, title, subtitle)
 
 
