@@ -28,6 +28,10 @@ MODELS: dict[str, dict] = {
         intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "NemotronH": dict(  # no gates: up, squared ReLU, down
+        layers_block_type=["attention", "moe"], moe_intermediate_size=16, n_routed_experts=8,
+        moe_shared_expert_intermediate_size=16, num_experts_per_tok=3, intermediate_size=16,
+    ),
 }  # fmt: skip
 
 

@@ -59,7 +59,11 @@ WIDE = [
     for bias in (False, True)
     for transposed in (False, True)
 ]
-CASES = [*LAYOUTS, *ROUTED, *EDGES, *LONG, *WIDE]
+NARROW = [
+    Case("300,64,64,5,2", activation=activation, bias=True)
+    for activation in (ActivationType.GELU, ActivationType.RELU_SQ)
+]
+CASES = [*LAYOUTS, *ROUTED, *EDGES, *LONG, *WIDE, *NARROW]
 
 
 @pytest.fixture(scope="module")

@@ -33,15 +33,15 @@ def calls(monkeypatch):
 
 @pytest.mark.tries(
     "Hugging Face transformers",
-    "every gradient of Mixtral, Qwen3-MoE, OLMoE, Granite-MoE, DeepSeek-V3 and GPT-OSS",
+    "every gradient of Mixtral, Qwen3-MoE, OLMoE, Granite-MoE, DeepSeek-V3, GPT-OSS and Nemotron-H",
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_gradients(name, calls):
     model = small(name)
     got = step(with_backend(model, NAME))
-    layers = 1 if name == "DeepseekV3" else 2
-    activation = "SWIGLU_CLAMPED" if name == "GptOss" else "SWIGLU"
-    assert calls == [ActivationType[activation]] * layers
+    layers = 1 if name in ("DeepseekV3", "NemotronH") else 2
+    special = {"GptOss": ActivationType.SWIGLU_CLAMPED, "NemotronH": ActivationType.RELU_SQ}
+    assert calls == [special.get(name, ActivationType.SWIGLU)] * layers
     close(got, step(with_backend(model, "eager")))
     experts = [n for n in got if "experts" in n and "shared" not in n]
     assert len(experts) >= 2 * layers and all(got[n].any() for n in experts)
