@@ -23,15 +23,20 @@ def short_blocks(config):
     return config.hopper and config.block_k == 32 and config.stages > 3
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["enk", "ekn and concatenated"])
-def test_candidates_compile(other):
-    for candidate in candidate_tables(
-        Problem(64, H, I, 2, 2), 2, HOPPER, other, only=lambda: short_blocks
-    ):  # fmt: skip
+@pytest.mark.parametrize(
+    ("activation", "other"),
+    [
+        (ActivationType.SWIGLU, False),
+        (ActivationType.SWIGLU, True),
+        (ActivationType.GELU, False),
+    ],
+    ids=["enk", "ekn and concatenated", "plain"],
+)
+def test_candidates_compile(activation, other):
+    problem = Problem(64, H, I, 2, 2, activation.is_gated)
+    for candidate in candidate_tables(problem, 2, HOPPER, other, only=lambda: short_blocks):
         with table.using(candidate):
-            kernels = compile_layer(
-                90, torch.bfloat16, ActivationType.SWIGLU, other, other, False, (H, I)
-            )
+            kernels = compile_layer(90, torch.bfloat16, activation, other, other, False, (H, I))
         products = [k for k in kernels if k.metadata.name.endswith(PRODUCTS)]
         assert len(products) == 6
         for kernel in products:
