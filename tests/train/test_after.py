@@ -7,7 +7,6 @@ from statistics import mean
 import pytest
 import torch
 
-from sonicmoe.bench.cases import CASES
 from sonicmoe.bench.results import read
 from sonicmoe.train import export, generate, plan
 from sonicmoe.train.cli import main
@@ -109,9 +108,6 @@ def test_plan_prints_its_assumptions_and_the_paper(capsys):
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200"
 
 
-FITTED = ("7b-fine", "olmoe", "30b-fine", "120b", "qwen3-next")
-
-
 def _measured(subject: str) -> dict[str, float]:
     """Seconds forward and backward by shape, of the whole layer with its router on one H200.
 
@@ -127,9 +123,8 @@ def _measured(subject: str) -> dict[str, float]:
 
 
 def test_the_layer_formula_is_near_what_was_measured():
-    fitted = {str(CASES[name].problem) for name in FITTED}
     measured = _measured("sonicmoe")
-    assert fitted < set(measured)  # and some that the formula was not fitted to
+    assert len(measured) == 9
     for shape, seconds in measured.items():
         tokens, hidden, intermediate, experts, k = map(int, shape.split(","))
         model = ModelConfig(
@@ -139,8 +134,7 @@ def test_the_layer_formula_is_near_what_was_measured():
             experts_per_token=k,
         )
         predicted = plan.moe_seconds(model, tokens, gpu("H200"), plan.Efficiency())
-        error = 0.02 if shape in fitted else 0.05
-        assert predicted == pytest.approx(seconds, rel=error), shape
+        assert predicted == pytest.approx(seconds, rel=0.02), shape
 
 
 def test_plain_products_reach_what_was_measured():

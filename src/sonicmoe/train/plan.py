@@ -30,13 +30,14 @@ class Efficiency:
     backward pass computes 5 products for every 2 forward, on kernels made for an earlier GPU.
     """
 
-    grouped: float = 0.64  # grouped products of the layer, forward and backward
+    grouped: float = 0.664  # grouped products of the layer, forward and backward
+    empty: float = 0.75  # of a row's time, what an empty one in an expert's last tile takes
     dense: float = 0.62  # plain products: the mean of nine shapes
     attention_64: float = 0.20  # heads of less than 128
     attention_128: float = 0.27
     copy: float = 0.90  # 4.3 of 4.8 TB/s on an H200
-    uncovered: float = 0.33  # of the layer's traffic, what the products do not hide
-    layer_fixed: float = 0.3e-3  # seconds a layer: router, top-K, permutation, launches
+    uncovered: float = 0.44  # of the layer's traffic, what the products do not hide
+    layer_fixed: float = 0.2e-3  # seconds a layer: router, top-K, permutation, launches
     node: float = 0.80
     network: float = 0.85
     overlap: float = 0.80  # share of the computation that may hide FSDP's transfers
@@ -88,7 +89,7 @@ def moe_seconds(
     """One layer, forward and backward: the products with their padding, and what they leave visible
     of the traffic: ten passes over the rows of H, six over Z, three over the weights."""
     rows = tokens * m.experts_per_token
-    padding = 1 + 64 * m.num_experts / rows  # half a tile of 128 rows an expert
+    padding = 1 + eff.empty * 64 * m.num_experts / rows  # half a tile of 128 rows an expert
     products = (
         18 * rows * m.hidden_size * m.intermediate_size * padding / (eff.grouped * device.flops)
     )
@@ -298,7 +299,7 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
         f"grouped products reach {eff.grouped:.0%} of peak, plain ones {eff.dense:.0%}, copies "
         f"{eff.copy:.0%} of bandwidth; {eff.uncovered:.0%} of the MoE layer's traffic is not "
         f"hidden by its products; {eff.layer_fixed * 1e3:.1f} ms a layer for the router and "
-        "launches (fitted to five shapes measured on one H200, within 2%; an H100 is taken to "
+        "launches (fitted to nine shapes measured on one H200, within 2%; an H100 is taken to "
         "reach the same shares of its own data sheet)",
         f"attention reaches {eff.attention(m.head_dim):.0%} of peak (flash with a repeatable "
         "backward pass; from published rates of its forward pass on an H100, not measured)",
@@ -307,7 +308,8 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
         f"links reach {eff.node:.0%} (node) and {eff.network:.0%} (network) of their speed; FSDP's "
         f"transfers hide behind at most {eff.overlap:.0%} of the computation, the all-to-all "
         "behind none of it",
-        "routing is even; padding is half a tile of 128 rows an expert; a block keeps "
+        "routing is even; half a tile of 128 rows an expert is empty, and an empty row takes "
+        f"{eff.empty:.0%} of a row's time; a block keeps "
         f"{accounting.BLOCK_ELEMENTS} elements a token and unit of H outside the MoE layer",
         "the number of layers is chosen to reach the parameter count: the paper gives one layer",
     ]
