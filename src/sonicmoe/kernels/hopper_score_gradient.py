@@ -41,16 +41,15 @@ def _load_z(
     z, end, row, column, barrier, smem, first, GATED: gl.constexpr, CONCATENATED: gl.constexpr
 ):
     """One slice of Z: gates and ups side by side, or the two halves, or as it is."""
-    mbarrier.expect(barrier, 2 * ROWS * SLICE * (2 if GATED else 1))
-    if not GATED:
-        load_rows(z, end, row, column, barrier, smem.index(first).reshape([1, 1, ROWS, SLICE]))
-    elif CONCATENATED:
+    PER_COLUMN: gl.constexpr = 2 if GATED else 1
+    mbarrier.expect(barrier, 2 * ROWS * PER_COLUMN * SLICE)
+    if CONCATENATED:
         for half in gl.static_range(2):
             box = smem.index(first + half).reshape([1, 1, ROWS, 1, SLICE])
             load_rows_of_half(z, end, row, half, column, barrier, box)
     else:
-        box = smem.index(first).reshape([1, 1, ROWS, 2 * SLICE])
-        load_rows(z, end, row, 2 * column, barrier, box)
+        box = smem.index(first).reshape([1, 1, ROWS, PER_COLUMN * SLICE])
+        load_rows(z, end, row, PER_COLUMN * column, barrier, box)
 
 
 @gluon.jit
@@ -90,13 +89,13 @@ def _slice(
     if STORE_A:
         a_smem.index(a_first).store((value * weight).to(a.dtype))
     fence_async_shared()
-    if not GATED:
-        store_rows(dz, end, row, column, first.reshape([1, 1, ROWS, SLICE]))
-    elif CONCATENATED:
+    if CONCATENATED:
         store_rows_of_half(dz, end, row, 0, column, first.reshape([1, 1, ROWS, 1, SLICE]))
         store_rows_of_half(dz, end, row, 1, column, second.reshape([1, 1, ROWS, 1, SLICE]))
     else:
-        store_rows(dz, end, row, 2 * column, first.reshape([1, 1, ROWS, 2 * SLICE]))
+        PER_COLUMN: gl.constexpr = 2 if GATED else 1
+        box = first.reshape([1, 1, ROWS, PER_COLUMN * SLICE])
+        store_rows(dz, end, row, PER_COLUMN * column, box)
     if STORE_A:
         store_rows(a, end, row, column, a_smem.index(a_first).reshape([1, 1, ROWS, SLICE]))
     left, right = halves(acc * value)
