@@ -36,6 +36,17 @@ def test_kept_bytes_by_hand():
     assert cost.caller_bytes(HAND) == 6 * 16 * 2
 
 
+@pytest.mark.parametrize("shape", ["24576,1536,256,128,8", "1000,64,24,7,3"])
+def test_the_readme_adds_up_to_it(shape):
+    p = Problem.parse(shape)
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    lines = readme.split("columns:\n\n")[1].split("\n\n")[0].splitlines()
+    terms = [line.split("  ")[2].replace("·", "*").replace("⌈R/M⌉", "-(-R//M)") for line in lines]
+    sizes = {"R": p.R, "N": p.N, "E": p.E, "M": 128}
+    assert len(terms) == 3
+    assert sum(eval(term, sizes) for term in terms) == sum(cost.kept_bytes(p).values())
+
+
 def test_kept_bytes_of_each_router():
     total = {
         router: sum(cost.kept_bytes(HAND, router=router).values())
