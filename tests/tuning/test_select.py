@@ -20,7 +20,8 @@ def _weight_tile(M, N, gather_left, gather_right):
         (2048, 1024, (128, 256)),
         (2048, 1408, (256, 128)),  # 11 columns of 128, or six of 256 of which the last is half
         (2880, 2880, (128, 256)),  # what is won in one direction is lost in the other
-        (512, 128, (128, 128)),
+        (512, 128, (256, 128)),
+        (100, 128, (128, 128)),
         (100, 300, (128, 256)),
     ],
 )
