@@ -35,6 +35,13 @@ def _launcher(record, args, scratch=0, meta=META):
     return found
 
 
+def _bound(args, constants=()):
+    """Of a kernel that takes `args`, and `constants` after them."""
+    names = [f"arg{i}" for i in range(len(args) + len(constants))]
+    kernel = SimpleNamespace(arg_names=names)
+    return launch.Bound(kernel, **dict(zip(names[len(args) :], constants, strict=True)))
+
+
 def _addresses(call):
     return [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in call]
 
@@ -67,9 +74,8 @@ def test_same_arguments_as_triton(maps, grid, order):
         *(*grid, 1, 1)[:3], 5, 99, (4, 1, 0), None, None, None,
         *[a[1].of(a[0]) if type(a) is tuple else a for a in args], *constants,
     )  # fmt: skip
-    ready = launch._make_ready(compiled, args, constants)
-    values = [v for a in args for v in (a[1].values if type(a) is tuple else (a,))]
-    launch._start(ready, grid, 5, args, _addresses(values))
+    start = launch._start(_bound(args, constants), compiled, 0, args)
+    assert start(0, 5, grid, *args)
     assert len(calls) == 2
     assert _addresses(calls[0]) == _addresses(calls[1])
 
@@ -82,11 +88,10 @@ def test_a_map_is_filled_once_for_an_address_and_its_boxes(monkeypatch):
     args = (launch.descriptor(memory[0], [64, 64]),)
     launcher = _launcher(lambda *call: calls.append(call), args, meta=META[:1])
     compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
-    ready = launch._make_ready(compiled, args, ())
+    run = launch._start(_bound(args), compiled, 0, args)
 
     def start(t):
-        args = (launch.descriptor(t, [64, 64]),)
-        launch._start(ready, (1,), 5, args, list(args[0][1].values))
+        assert run(0, 5, (1,), launch.descriptor(t, [64, 64]))
         used = filled[calls[-1][13] - 1]
         assert used[0] == t.data_ptr() and used[5:7] == (list(t.shape), list(t.stride()))
         return len(filled)
@@ -164,6 +169,19 @@ def test_what_triton_compiles_anew_for_is_another_kernel(maps, monkeypatch):
     assert kernel.started == list(range(1, kernel.compiled + 1))
 
 
+def test_an_error_of_the_launch_is_not_taken_for_other_arguments(maps):
+    def fails(*call):
+        raise TypeError("the driver's")
+
+    args = (torch.zeros(48, 64, dtype=torch.bfloat16),)
+    launcher = _launcher(fails, args, meta=[])
+    compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
+    start = launch._start(_bound(args), compiled, 0, args)
+    with pytest.raises(TypeError, match="the driver's"):
+        start(0, 5, (1,), *args)
+    assert not start(1, 5, (1,), *args)  # another GPU has a kernel of its own
+
+
 def test_what_triton_must_do_itself(maps):
     """Scratch memory is allocated at every launch; without a copy engine descriptors fall apart."""
     t = torch.zeros(48, 64, dtype=torch.bfloat16)
@@ -173,7 +191,7 @@ def test_what_triton_must_do_itself(maps):
         _launcher(print, args, meta=None),
     ):
         compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
-        assert launch._make_ready(compiled, args, ()) is None
+        assert launch._start(_bound(args), compiled, 0, args) is None
 
 
 def test_sizes_that_compile_nothing_anew():

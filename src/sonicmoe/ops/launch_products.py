@@ -70,11 +70,11 @@ def up(
     x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z,
     config=None,
 ):  # fmt: skip
-    """Z (empty unless `keep_z`) and A."""
+    """Z (None unless `keep_z`) and A."""
     x, w1 = aligned(x), aligned(w1)
     _, n, hidden = w1.shape
     count = (x if row_token is None else row_token).shape[0]
-    z = memory.empty((count, n), x.dtype, x.device) if keep_z else memory.absent(x)
+    z = memory.empty((count, n), x.dtype, x.device) if keep_z else None
     a = memory.empty((count, n // 2 if activation.is_gated else n), x.dtype, x.device)
     if count == 0:
         return z, a
@@ -90,8 +90,9 @@ def up(
     source, a_tma = _row_source(x, config, row_token)
     launch(
         rows.up_kernel, grid,
-        source, row_token, _weight_source(w1, config, two_halves), b1, z, a, tiles,
-        *w1.stride(),
+        source, row_token, _weight_source(w1, config, two_halves), b1,
+        z if keep_z else a,  # where nothing is stored, any address will do
+        a, tiles, *w1.stride(),
         H=hidden, N=n, GATED=activation.is_gated, CONCATENATED=concatenated,
         ACTIVATION=value_of(activation), KEEP_Z=keep_z,
         A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w1), PRECISION=dot_precision(x),
@@ -192,12 +193,7 @@ def down_backward(
         )
     if need_db2:
         db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start)
-    return _present(z, dz, dw2, db2, dscores)
-
-
-def _present(like, *results):
-    """An operator returns a tensor for every result, empty for those that nobody asked for."""
-    return tuple([memory.absent(like) if t is None else t for t in results])
+    return dz, dw2, db2, dscores
 
 
 @cache
@@ -280,7 +276,7 @@ def up_backward(
     if need_db1:
         like = memory.empty(w1.shape[:2], w1.dtype, w1.device)
         db1 = _bias_gradient(dz, None, None, None, like, expert_start)
-    return _present(dz, dx, dw1, db1)
+    return dx, dw1, db1
 
 
 def _zero_tail(y: torch.Tensor, expert_start: torch.Tensor) -> torch.Tensor:
@@ -332,7 +328,7 @@ def _weight_gradient(
             M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
             FLATTEN=config.flatten, ADD=main_grad is not None, **_options(config),
         )  # fmt: skip
-    if spans.partial is not None:
+    if spans.places or (out.is_meta and spans.rows):  # there it is compiled for longer experts
         launch(
             _bound_sum_spans(m * n, main_grad is not None), (target.processors,),
             spans.partial, out, expert_start, tiles, experts, spans.rows, spans.places,

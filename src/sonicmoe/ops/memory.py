@@ -1,34 +1,33 @@
 """The one place that allocates buffers, so that tests can poison every one of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-_empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_empty_on_current_gpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """For kernels to fill: on a GPU, or where they are interpreted or only compiled.
-
-    A GPU's memory comes without the dispatcher, as in the code that Inductor writes: a step
-    allocates some twenty buffers.
-    """
+    """For kernels to fill: on a GPU, or where they are interpreted or only compiled."""
     shape = tuple(shape)
-    if (
-        _empty_on_current_gpu
-        and len(shape) <= 2
-        and device.index is not None  # a GPU's alone has one
-        and device.index == torch._C._cuda_getDevice()
-    ):
+    if len(shape) <= 2 and _is_current_gpu(device):
         return _empty_on_current_gpu(shape, (*shape[1:], 1), dtype)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def empty_like(t: torch.Tensor) -> torch.Tensor:
-    """Uninitialised, with the strides of `t` where `t` is dense."""
+    """With the strides of `t`, which is dense."""
+    if _is_current_gpu(t.device):
+        return _empty_on_current_gpu(t.shape, t.stride(), t.dtype)
     return torch.empty_like(t)
 
 
-def absent(like: torch.Tensor) -> torch.Tensor:
-    """What an operator returns in place of a result nobody asked for; fake if `like` is."""
-    return like.new_empty(0)
+def _is_current_gpu(device: torch.device) -> bool:
+    """Whose memory comes without the dispatcher, as in the code that Inductor writes: a step
+    allocates some twenty buffers."""
+    return (
+        _empty_on_current_gpu is not None
+        and device.index is not None  # a GPU's alone has one
+        and device.index == torch._C._cuda_getDevice()
+    )

@@ -1,7 +1,8 @@
 """Operators of the grouped products and the aggregation, forward and backward.
 
 Shapes as in `Permutation`; `row_token` None means that rows arrive sorted by expert. A result that
-a caller does not need is asked for with a flag and comes back empty.
+a caller does not need is asked for with a flag and comes back as None, from PyTorch's dispatcher
+empty.
 """
 
 from functools import cache
@@ -10,7 +11,6 @@ import torch
 
 from ..enums import ActivationType
 from ..reference import products as reference
-from .memory import absent
 from .register import operator
 
 
@@ -41,7 +41,7 @@ def _up_fake(
 ):
     rows = (x if row_token is None else row_token).shape[0]
     n = w1.shape[1]
-    z = x.new_empty(rows, n) if keep_z else absent(x)
+    z = x.new_empty(rows, n) if keep_z else None
     return z, x.new_empty(rows, _intermediate_size(n, activation))
 
 
@@ -70,13 +70,13 @@ def up(
     keep_z,
     backend,
 ):
-    """Z = X W1ᵀ + b1 (empty unless `keep_z`) and A = act(Z), rows gathered on the fly."""
+    """Z = X W1ᵀ + b1 (None unless `keep_z`) and A = act(Z), rows gathered on the fly."""
     if backend == "torch":
         rows = (x if row_token is None else row_token).shape[0]
         z, a = reference.up(
             x, w1, b1, row_token, expert_start, rows, ActivationType(activation), concatenated
         )
-        return (z if keep_z else absent(x)), a
+        return (z if keep_z else None), a
     return _triton().up(
         x, w1, b1, row_token, expert_start, tiles, tile_height,
         ActivationType(activation), concatenated, keep_z,
@@ -119,12 +119,8 @@ def _down_backward_fake(
     dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
     activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, backend,
 ):  # fmt: skip
-    return (
-        torch.empty_like(z) if need_dz else absent(z),
-        torch.empty_like(w2) if need_dw2 else absent(z),
-        torch.empty_like(b2) if need_db2 else absent(z),
-        torch.empty_like(scores) if need_dscores else absent(z),
-    )
+    likes = ((z, need_dz), (w2, need_dw2), (b2, need_db2), (scores, need_dscores))
+    return tuple(torch.empty_like(t) if need else None for t, need in likes)
 
 
 def _down_backward_flops(
@@ -153,7 +149,7 @@ def down_backward(
             ActivationType(activation), concatenated,
         )  # fmt: skip
         needed = (need_dz, need_dw2, need_db2, need_dscores)
-        return tuple(g if need else absent(z) for g, need in zip(found, needed, strict=True))
+        return tuple(g if need else None for g, need in zip(found, needed, strict=True))
     return _triton().down_backward(
         dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
         ActivationType(activation), concatenated, need_dz, need_dw2, need_db2, need_dscores,
@@ -199,11 +195,10 @@ def _up_backward_fake(
     dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
     need_dx, need_dw1, need_db1, backend,
 ):  # fmt: skip
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else absent(dz),
-        torch.empty_like(w1) if need_dw1 else absent(dz),
-        w1.new_empty(w1.shape[0], w1.shape[1]) if need_db1 else absent(dz),
-    )
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else None
+    dw1 = torch.empty_like(w1) if need_dw1 else None
+    db1 = w1.new_empty(w1.shape[:2]) if need_db1 else None
+    return dx, dw1, db1
 
 
 def _up_backward_flops(
@@ -228,7 +223,7 @@ def up_backward(
     if backend == "torch":
         found = reference.up_backward(dz, x, w1, row_token, slot_row, token_start, expert_start)
         needed = (need_dx, need_dw1, need_db1)
-        return tuple(g if need else absent(dz) for g, need in zip(found, needed, strict=True))
+        return tuple(g if need else None for g, need in zip(found, needed, strict=True))
     return _triton().up_backward(
         dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
         need_dx, need_dw1, need_db1,

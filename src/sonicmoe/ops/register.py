@@ -15,6 +15,19 @@ _library = torch.library.Library("sonicmoe", "DEF")
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, bool, str, type(None)))
 
 
+def _with_every_result(function: Callable) -> Callable:
+    """A result that nobody asked for is None; the dispatcher wants an empty tensor."""
+
+    @wraps(function)
+    def call(*args):
+        found = function(*args)
+        if type(found) is not tuple:
+            return found
+        return tuple([args[0].new_empty(0) if t is None else t for t in found])
+
+    return call
+
+
 def operator(
     schema: str, fake: Callable, flops: Callable[..., int] | None = None
 ) -> Callable[[Callable], Callable]:
@@ -23,8 +36,8 @@ def operator(
     def register(function: Callable) -> Callable:
         name = schema.split("(")[0]
         _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"sonicmoe::{name}", fake, lib=_library)
+        _library.impl(name, _with_every_result(function), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"sonicmoe::{name}", _with_every_result(fake), lib=_library)
         packet = getattr(torch.ops.sonicmoe, name)
         if flops is not None:
             register_flop_formula(packet)(flops)
