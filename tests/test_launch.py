@@ -208,6 +208,7 @@ def test_buffers_on_a_gpu_are_what_torch_would_give(shape, current, monkeypatch)
     short, long = [], []
 
     def on_current_gpu(shape, strides, dtype):
+        assert type(shape) is tuple and type(strides) is tuple  # PyTorch takes no torch.Size here
         short.append(torch.empty_strided(shape, strides, dtype=dtype))
         return short[0]
 
@@ -219,3 +220,17 @@ def test_buffers_on_a_gpu_are_what_torch_would_give(shape, current, monkeypatch)
     assert got.shape == shape and got.stride() == empty(shape).stride()
     assert len(short) == (current == 0 and len(shape) <= 2)
     assert [how["device"].index for how in long] == [0] * (1 - len(short))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_on_a_gpu_lie_as_their_weights(transposed, monkeypatch):
+    def on_current_gpu(shape, strides, dtype):
+        assert type(shape) is tuple and type(strides) is tuple
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    monkeypatch.setattr(memory, "_is_current_gpu", lambda device: True)
+    monkeypatch.setattr(memory, "_empty_on_current_gpu", on_current_gpu)
+    weight = torch.zeros(2, 5, 3, dtype=torch.bfloat16)
+    weight = weight.mT if transposed else weight
+    got = memory.empty_like(weight)
+    assert (got.shape, got.stride(), got.dtype) == (weight.shape, weight.stride(), weight.dtype)

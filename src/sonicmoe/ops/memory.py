@@ -19,7 +19,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 def empty_like(t: torch.Tensor) -> torch.Tensor:
     """With the strides of `t`, which is dense."""
     if _is_current_gpu(t.device):
-        return _empty_on_current_gpu(t.shape, t.stride(), t.dtype)
+        return _empty_on_current_gpu(tuple(t.shape), t.stride(), t.dtype)
     return torch.empty_like(t)
 
 
