@@ -328,7 +328,7 @@ def _weight_gradient(
             M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
             FLATTEN=config.flatten, ADD=main_grad is not None, **_options(config),
         )  # fmt: skip
-    if spans.places or (out.is_meta and spans.rows):  # there it is compiled for longer experts
+    if spans.partial is not None:
         launch(
             _bound_sum_spans(m * n, main_grad is not None), (target.processors,),
             spans.partial, out, expert_start, tiles, experts, spans.rows, spans.places,
