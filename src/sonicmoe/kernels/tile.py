@@ -9,6 +9,7 @@ import triton.language as tl
 
 BAND: tl.constexpr = tl.constexpr(2048)  # rows, which the tiles in work at once should cover
 _STAYS: tl.constexpr = tl.constexpr(1 << 23)  # weights of an expert that L2 keeps: 16 MB of 60
+_LIGHT: tl.constexpr = tl.constexpr(1 << 19)  # such that tiles far apart find them in L2: 1 MB
 _SHORT: tl.constexpr = tl.constexpr(1024)  # rows of an expert
 
 
@@ -60,7 +61,7 @@ def place_of(
     if N * K > _STAYS:
         row, column = in_bands(among_the_experts, m_tiles, n_tiles, BM, BN)
     else:
-        by_row = m_tiles * BM > _SHORT
+        by_row = (m_tiles * BM > _SHORT) | (N * K < _LIGHT)
         first = tl.where(by_row, number, 0)
         high = tl.where(by_row, 1, tl.maximum(m_tiles, 1))
         among_the_experts -= first * n_tiles
