@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sonicmoe.ops import launch_products
-from sonicmoe.tuning import Target, row_config, weight_config
+from sonicmoe.tuning import Target, is_valid, row_config, weight_config
 
 H200 = Target(90, 132)
 
@@ -39,6 +39,21 @@ def test_the_gathered_side_of_dw1_is_the_narrow_one():
 def test_rows_on_hopper(kernel, gated):
     assert row_config(kernel, 2, 2048, 1024, gated, H200).hopper
     assert not row_config(kernel, 4, 2048, 1024, gated, H200).hopper
+
+
+@pytest.mark.parametrize(
+    ("target", "tma"),
+    [
+        (Target(80, 108), False), (Target(100, 148), True), (Target(103, 148), True),
+        (Target(120, 170), False), (Target(90, 132, gluon=False), True),
+    ],
+)  # fmt: skip
+def test_other_devices_copy_in_boxes_where_they_can(target, tma):
+    for kernel in ("up", "down", "dx", "score_gradient"):
+        config = row_config(kernel, 2, 2048, 1024, True, target)
+        assert (config.tma, config.hopper) == (tma, False) and is_valid(config, 2, target, kernel)
+    config = weight_config(2, 2048, 1024, True, False, target)
+    assert (config.tma, config.hopper) == (tma, False) and is_valid(config, 2, target)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def default_row_config(
         return RowConfig(32, 64, 32, warps=8, stages=2, tma=False, programs=2, slices=2)
     if target.arch == 90 and target.gluon:
         return _hopper_rows(kernel, K, N)
-    if target.arch == 90:
+    if _copies_wide_tiles(target):
         if kernel == "score_gradient":
             return RowConfig(128, 128, 64, warps=8, stages=4, tma=True, slices=2)
         # Of 256 columns the epilogue of a plain activation spilled 33 registers.
@@ -50,6 +50,11 @@ def default_row_config(
     if target.shared_memory < 128 * 1024:
         return RowConfig(128, 64, 32, warps=8, stages=3, tma=False, slices=2)
     return RowConfig(128, 128, 64, warps=8, stages=3, tma=False, slices=2)
+
+
+def _copies_wide_tiles(target: Target) -> bool:
+    """Blackwell's data-centre GPUs, and Hopper in plain Triton, where these configurations ran."""
+    return target.has_tma and target.shared_memory > 128 * 1024
 
 
 def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
@@ -84,7 +89,7 @@ def default_weight_config(
         m, n = (128 if M <= 128 else m), (128 if N <= 128 else n)
         stages = 4 if m + n > 256 else 5
         return WeightConfig(m, n, 64, warps=8, stages=stages, tma=True, hopper=True)
-    if target.arch == 90:
+    if _copies_wide_tiles(target):
         return WeightConfig(128, 128, 64, warps=8, stages=3, tma=True, programs=2)
     return WeightConfig(128, 64, 32, warps=4, stages=3, tma=False, programs=2)
 
