@@ -80,7 +80,11 @@ MUTATIONS = [
     ),
     Mutation(
         "launchers loaded side by side", "ops/launch.py",
-        "        with loading:\n", "        if True:\n", "tests/test_warmup.py",
+        "    with loading:\n", "    if True:\n", "tests/test_warmup.py",
+    ),
+    Mutation(
+        "a kernel is launched with another dtype than it was compiled for", "ops/launch.py",
+        '            alike.append(f"{name}.dtype is dtype{i}")\n', "", "tests/test_launch.py",
     ),
     Mutation(
         "the host waits", "ops/launch_products.py", *_SYNC,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS
 
 import sonicmoe
 from sonicmoe import doctor
@@ -198,6 +199,11 @@ def test_test_tools_are_pinned():
 def test_source_file_is_short(path):
     lines = len(path.read_text().splitlines())
     assert lines <= LONGEST, f"{lines} lines: split it by concept"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.broken)
+def test_mutation_finds_its_place(mutation):
+    assert mutation.old in (ROOT / "src" / "sonicmoe" / mutation.file).read_text()
 
 
 # --- the doctor -----------------------------------------------------------------------------------
