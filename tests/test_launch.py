@@ -149,10 +149,27 @@ ANOTHER_KERNEL = (
 SAME_KERNEL = ({"x": _zeros(3)}, {"tokens": 1}, {"tokens": 64}, {"n": 32}, {"n": 0})
 
 
-def test_what_triton_compiles_anew_for_is_another_kernel(maps, monkeypatch):
+@pytest.fixture
+def gpu(maps, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     monkeypatch.setattr(launch._thread, "knows_the_gpu", True, raising=False)
+
+
+def test_a_profiler_hears_of_every_launch_from_triton(gpu):
+    kernel, hook = _Kernel(), triton.knobs.runtime.launch_enter_hook
+    bound = launch.Bound(kernel, BLOCK=64, FUNCTION=len)
+    args = [USUAL[name] for name in ("x", "y", "tokens", "n")]
+    for listening, by_triton, kept in ((True, 3, 0), (False, 4, 1), (True, 7, 1)):
+        if listening:
+            hook.add(print)
+        for _ in range(3):
+            launch.launch(bound, (7,), *args)
+        hook.remove(print)
+        assert (kernel.compiled, len(bound.starts)) == (by_triton, kept)
+
+
+def test_what_triton_compiles_anew_for_is_another_kernel(gpu):
     kernel = _Kernel()
 
     def run(change):
