@@ -111,7 +111,7 @@ def test_hopper_with_bias(activation):
 
 
 @pytest.mark.parametrize("arch", [80, 100, 120])
-@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU])
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU_CLAMPED, ActivationType.GELU])
 def test_other_architectures(arch, activation):
     compiled = compile_layer(arch, torch.bfloat16, activation, False, False, False, WIDE)
     check(compiled, arch, True)

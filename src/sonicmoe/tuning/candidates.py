@@ -36,7 +36,9 @@ def _stages(key: Key, config: Config, target: Target) -> list[Config]:
 def _row_tiles(key: RowKey, target: Target) -> Iterator[RowConfig]:
     default = default_row_config(*key, target)
     for hopper, tma, depths in _ways(key, target):
-        slices = 2 if key.kernel == "score_gradient" and not hopper else default.slices
+        slices = default.slices
+        if key.kernel == "score_gradient" and not hopper:
+            slices = max(slices, 2)
         for n in (64, 128) if _small(key, target) else (128, 256):
             if n == 256 and key.N <= 128:
                 continue

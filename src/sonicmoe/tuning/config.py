@@ -85,7 +85,7 @@ def is_valid(
         return True
     if config.block_m != tile_rows(itemsize):
         return False
-    return config.slices in (1, 2) and config.block_n // config.slices >= 16
+    return config.slices in (1, 2, 4) and config.block_n // config.slices >= 16
 
 
 def shared_bytes(config: RowConfig | WeightConfig, itemsize: int, kernel: str) -> int:
