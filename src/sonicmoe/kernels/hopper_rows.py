@@ -180,6 +180,21 @@ def finish(acc, step, empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def next_tile(
+    step, index, tiles, total, a_smem, w_smem, full, empty, WHICH: gl.constexpr,
+    K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    KN: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """This warpgroup's accumulator of work item `index`, the ring position after it, and where the
+    tile lies: expert, the expert's end row, the warpgroup's first row, column of tiles."""
+    expert, start, end, number = load_work(tiles, index, total, N, BN)
+    acc, step = accumulate(step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, GATHER)
+    row, n = rows_of_work(index, start, end, number, K, N, BN)
+    acc = finish(acc, step, empty, STAGES)
+    return acc, step, expert, end, row + WHICH * ROWS, n
+
+
+@gluon.jit
 def halves(x):
     """Left and right half of the columns."""
     R: gl.constexpr = x.shape[0]
@@ -220,13 +235,10 @@ def _product_consumer(
     )
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, start, end, number = load_work(tiles, index, total, N, BN)
-        acc, step = accumulate(
-            step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, False
-        )
-        row, n = rows_of_work(index, start, end, number, K, N, BN)
-        row += WHICH * ROWS
-        acc = finish(acc, step, empty, STAGES)
+        acc, step, expert, end, row, n = next_tile(
+            step, index, tiles, total, a_smem, w_smem, full, empty,
+            WHICH, K, N, BN, BK, STAGES, KN, False,
+        )  # fmt: skip
         if bias is not None:
             c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
             acc += gl.expand_dims(

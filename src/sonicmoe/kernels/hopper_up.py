@@ -9,13 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .hopper_rows import (
     ROWS,
-    accumulate,
-    finish,
-    load_work,
+    next_tile,
     pairs,
     producer,
     quarters,
-    rows_of_work,
     stage_and_store,
     weight_ring,
 )
@@ -129,13 +126,10 @@ def _up_consumer(
     )
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, start, end, number = load_work(tiles, index, total, N, BN)
-        acc, step = accumulate(
-            step, x_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
-        )
-        row, n = rows_of_work(index, start, end, number, H, N, BN)
-        row += WHICH * ROWS
-        acc = finish(acc, step, empty, STAGES)
+        acc, step, expert, end, row, n = next_tile(
+            step, index, tiles, total, x_smem, w_smem, full, empty,
+            WHICH, H, N, BN, BK, STAGES, KN, GATHER,
+        )  # fmt: skip
         if GATED:
             _gated_out(
                 acc, z, a, b1, expert, end, row, n, out_smem,
