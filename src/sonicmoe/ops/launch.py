@@ -177,10 +177,10 @@ def _fill_map():
 
 
 def _start(bound: Bound, compiled, index: int, args: tuple) -> Callable[..., bool] | None:
-    """A function that launches `compiled` if its arguments are such that Triton would, as `args`.
+    """A function that launches `compiled` for arguments for which Triton would, those like `args`.
 
-    It does what Triton 3.6's `CudaLauncher` does at every launch; None where that must do it, whose
-    `launch` is the generated C function, or a closure around it that fills descriptors.
+    None where Triton 3.6's `CudaLauncher` has more to do at every launch. Its own `launch` is the
+    generated C function, or a closure around it that fills descriptors.
     """
     launcher = compiled.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
