@@ -207,8 +207,8 @@ def _written_out(
 ) -> Callable[..., bool]:  # fmt: skip
     """`start(index, stream, grid, *args)`: whether arguments are like `args`; if so, run.
 
-    Written out for its arguments, since a loop over them takes twice as long: 80 µs for the 14
-    launches of a step, on an Arm core, where these take 42. Alike are dtypes, blocks, None,
+    Written out for its arguments, since a loop over them and a lookup take longer: 82 µs for the 14
+    launches of a step, on an Arm core, where these take 65. Alike are dtypes, blocks, None,
     alignment to 16 bytes; of an integer whether it is 1, divides by 16, and has 32 bits.
     """
     known: dict[str, Any] = {"run": run}
