@@ -1,6 +1,7 @@
 """Every configuration that can be selected compiles for its GPU: tensor cores, no spills."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -113,9 +114,12 @@ def test_hopper_with_bias(activation):
             assert not re.search(r"\b(min|max)\.(ftz\.)?b?f(16|32)", ptx)
 
 
-@pytest.mark.parametrize("arch", [80, 100, 120])
 @pytest.mark.parametrize(
-    "activation", [ActivationType.SWIGLU, ActivationType.SWIGLU_CLAMPED, ActivationType.GELU]
+    ("arch", "activation"),
+    [
+        *product([80, 100, 120], [ActivationType.SWIGLU, ActivationType.GELU]),
+        (80, ActivationType.SWIGLU_CLAMPED),  # stored registers away in two slices
+    ],
 )
 def test_other_architectures(arch, activation):
     compiled = compile_layer(arch, torch.bfloat16, activation, False, False, False, WIDE)
