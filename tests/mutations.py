@@ -79,8 +79,8 @@ MUTATIONS = [
         _ROUTING, interpreted=True,
     ),
     Mutation(
-        "launchers loaded side by side", "ops/launch.py",
-        "    with loading:\n", "    if True:\n", "tests/test_warmup.py",
+        "launchers loaded side by side", "ops/threads.py",
+        "        with loading:\n", "        if True:\n", "tests/test_warmup.py",
     ),
     Mutation(
         "a kernel is launched with another dtype than it was compiled for", "ops/launch.py",

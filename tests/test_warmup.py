@@ -2,8 +2,11 @@
 
 import ast
 import contextlib
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,10 +15,12 @@ import triton.language as tl
 from machine_code import compiling
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
+from triton.runtime import build
 
 import sonicmoe
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, ahead, functional, validation
-from sonicmoe.ahead import Layer, compile_together, run_experts
+from sonicmoe.ahead import Layer, compile_together, run_step
+from sonicmoe.ops import threads
 from sonicmoe.ops.launch import launch
 from sonicmoe.routing import TokenRounding
 from sonicmoe.warmup import run_layer
@@ -74,7 +79,7 @@ def test_a_step_after_warmup_compiles_nothing(name):
 def test_a_first_step_compiles_ahead_what_its_experts_need(router):
     layer = Layer(H, I, E, K if router == "softmax_over_topk" else 0)
     with compiling(90) as ahead:
-        run_experts(layer)
+        run_step(layer)
     needed = step(layer, router)
     routing = ("topk", "keys", "select", "emit", "logits_gradient")
     missing = {
@@ -88,15 +93,15 @@ def test_kernels_are_compiled_side_by_side(monkeypatch):
     """All of them, loaded and found by the step that follows."""
     layer = Layer(H, I, E, K, torch.float16)
     loaded, said = [], []
-    monkeypatch.setattr(ahead, "_load", loaded.append)
+    monkeypatch.setattr(ahead, "_load", lambda kernel, index: loaded.append(kernel))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     with compiling(90) as kernels:
-        compile_together(lambda: run_experts(layer), 0, lambda *of: said.append(of))
+        compile_together(lambda: run_step(layer), 0, lambda *of: said.append(of))
     new = {k.result() for k in kernels if hasattr(k, "result")}  # others were there before
     assert new == set(loaded) and len(new) == len(loaded) >= 8
     assert [number for number, *_ in said] == list(range(1, len(loaded) + 1))
     with compiling(90) as again:
-        run_experts(layer)
+        run_step(layer)
     assert set(again) == {k.result() if hasattr(k, "result") else k for k in kernels}
 
 
@@ -111,7 +116,7 @@ def test_sources_are_parsed_one_at_a_time(monkeypatch, tmp_path):
         inside.pop()
         return parse(*args, **kwargs)
 
-    monkeypatch.setattr(ahead, "_load", lambda kernel: None)
+    monkeypatch.setattr(ahead, "_load", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(ahead, "_threads", lambda: 4)
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # nothing is there to be found
@@ -129,7 +134,7 @@ def test_sources_are_parsed_one_at_a_time(monkeypatch, tmp_path):
 
 def test_the_callers_modes_see_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(ahead, "_load", lambda kernel: None)
+    monkeypatch.setattr(ahead, "_load", lambda *_: None)
     saved = []
     with (
         compiling(90),
@@ -137,20 +142,20 @@ def test_the_callers_modes_see_nothing(monkeypatch):
         torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t),
         torch.no_grad(),
     ):
-        compile_together(lambda: run_experts(Layer(H, I, E, K)), 0)
+        compile_together(lambda: run_step(Layer(H, I, E, K)), 0)
     assert flops.get_total_flops() == 0 and not saved
 
 
 def test_a_kernel_that_does_not_compile(monkeypatch):
     """Its error is raised, and the next compilation is none the worse for it."""
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(ahead, "_load", lambda kernel: None)
+    monkeypatch.setattr(ahead, "_load", lambda *_: None)
     broken = triton.JITFunction(_broken_kernel)
     meta = torch.empty(1, device="meta")
     with compiling(90):
         with pytest.raises(triton.CompilationError):
             compile_together(lambda: launch(broken, (1,), meta), 0)
-        compile_together(lambda: run_experts(Layer(H, I, 8, 1)), 0)
+        compile_together(lambda: run_step(Layer(H, I, 8, 1)), 0)
 
 
 def test_a_step_does_not_depend_on_what_was_compiled_ahead(monkeypatch):
@@ -178,30 +183,37 @@ def test_warmup_needs_a_gpu():
 
 
 def test_launchers_are_loaded_one_at_a_time():
-    """By first launches in two threads, and ahead of them."""
-    inside, met = [], []
+    """All of them are one module, whose function is that of the last one loaded."""
+    module = ModuleType("launcher")
 
-    class Kernel:
-        def __getitem__(self, grid):
-            return self.load
+    def load(name, launch):
+        module.launch = launch
+        time.sleep(0.01)
+        return module
 
-        def load(self, *_):
-            inside.append(1)
-            time.sleep(0.02)
-            met.append(len(inside))
-            inside.pop()
-
-        @property
-        def run(self):
-            return self.load()
-
-    t = torch.zeros(4)
+    load = threads.loaded_alone(load)
     with ThreadPoolExecutor(4) as pool:
-        first = [pool.submit(launch, Kernel(), (1,), t) for _ in range(3)]
-        early = [pool.submit(ahead._load, Kernel()) for _ in range(3)]
-        for done in (*first, *early):
-            done.result()
-    assert met == [1] * 6
+        loaded = list(pool.map(load, ["launcher"] * 8, range(8)))
+    assert [m.launch for m in loaded] == list(range(8))
+    assert build._load_module_from_path.__code__ is load.__code__
+
+
+def test_a_step_ahead_imports_nothing():
+    """`backward()` and `empty_like` on the meta device would: sympy, which takes seconds."""
+    code = """
+import sys
+import torch
+from sonicmoe import ahead, ops
+from sonicmoe.ops import launch, launch_products, launch_routing
+
+for module in (launch, launch_products, launch_routing):
+    module.launch = lambda *_, **__: None
+launch_products.target_of = lambda t: launch.Target(80, 108)
+assert "sympy" not in sys.modules
+ahead.run_step(ahead.Layer(64, 32, 4, 2))
+assert "sympy" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_only_a_real_training_step_compiles_ahead(monkeypatch):

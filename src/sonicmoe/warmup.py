@@ -57,7 +57,9 @@ def run_layer(layer: Layer, router: str | Router) -> None:
     for training in (True, False):
         with torch.set_grad_enabled(training):
             r = routing.train(training)(logits_of(layer), backend="triton")
-            run_experts(layer, Slots(r.ids, r.scores, r.slot_token, r.token_start))
+            out = run_experts(layer, Slots(r.ids, r.scores, r.slot_token, r.token_start))
+            if training:
+                out.backward(torch.empty_like(out))
 
 
 def _say(number: int, of: int, seconds: float) -> None:

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..notices import say_once
 from ..tuning import Target
+from . import threads  # noqa: F401 (Triton is used by several)
 
 _AS_TRIED = triton.__version__.startswith("3.6.") and torch.version.hip is None
 
@@ -91,9 +92,6 @@ class Bound:
 
 _bound: dict[tuple, Bound] = {}
 _thread = threading.local()
-# Held where Triton may load a kernel's launcher. Python makes one module of all launchers, since
-# they share a name, so that threads that load them side by side get each other's.
-loading = threading.RLock()
 
 
 def _bind(kernel, options: dict[str, Any]) -> Bound:
@@ -136,8 +134,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     if first.is_meta:
         bound.kernel.warmup(*own, grid=grid, **bound.options)
         return None
-    with loading:
-        compiled = bound.kernel[grid](*own, **bound.options)
+    compiled = bound.kernel[grid](*own, **bound.options)
     if _AS_TRIED and index >= 0 and not _profiled():
         again = _start(bound, compiled, index, args)
         if again is not None:

@@ -20,7 +20,7 @@ def empty_like(t: torch.Tensor) -> torch.Tensor:
     """With the strides of `t`, which is dense."""
     if _is_current_gpu(t.device):
         return _empty_on_current_gpu(tuple(t.shape), t.stride(), t.dtype)
-    return torch.empty_like(t)
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def _is_current_gpu(device: torch.device) -> bool:
