@@ -158,6 +158,23 @@ def test_a_kernel_that_does_not_compile(monkeypatch):
         compile_together(lambda: run_step(Layer(H, I, 8, 1)), 0)
 
 
+def test_python_is_left_as_it_was(monkeypatch):
+    """By two threads that compile at once, one of them in vain."""
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    before, seen = sys.getswitchinterval(), []
+
+    def run():
+        seen.append(sys.getswitchinterval())
+        time.sleep(0.05)
+        if len(seen) == 1:
+            raise RuntimeError
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(compile_together, run, 0) for _ in range(2)]
+    assert sorted(r.exception() is None for r in runs) == [False, True]
+    assert sys.getswitchinterval() == before < min(seen)
+
+
 def test_a_step_does_not_depend_on_what_was_compiled_ahead(monkeypatch):
     def fail(run, index):
         raise RuntimeError("no compiler")
