@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_copies import copy_gathered, copy_in
+from .hopper_copies import copy_gathered, copy_in, reinterpreted
 from .ragged import load_rows, store_rows
 from .tile import load_tile, place_of
 
@@ -62,17 +62,15 @@ def _load_weights(
     """The box of weights for columns column.. and k..; `column` counts gates when in two halves."""
     if KN and TWO_HALVES:
         # Columns lie in panels of 64, so gates and ups side by side are one (BK, BN) operand.
-        half = smem._reinterpret(smem.dtype, [2 * STAGES, 1, BK, 1, BN // 2], w.layout)
+        half = reinterpreted(smem, [2 * STAGES, 1, BK, 1, BN // 2], w)
         copy_in(w, [expert, k, 0, column], barrier, half.index(2 * slot))
         copy_in(w, [expert, k, 1, column], barrier, half.index(2 * slot + 1))
-        return
-    smem = smem.index(slot)
-    if KN:
-        copy_in(w, [expert, k, column], barrier, smem)
+    elif KN:
+        copy_in(w, [expert, k, column], barrier, smem.index(slot))
     elif TWO_HALVES:
-        copy_in(w, [expert, 0, column, k], barrier, smem)
+        copy_in(w, [expert, 0, column, k], barrier, smem.index(slot))
     else:
-        copy_in(w, [expert, column, k], barrier, smem)
+        copy_in(w, [expert, column, k], barrier, smem.index(slot))
 
 
 @gluon.jit

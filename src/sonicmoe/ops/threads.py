@@ -38,5 +38,9 @@ def loaded_alone(load: Callable[..., ModuleType]) -> Callable[..., SimpleNamespa
     return alone
 
 
-setattr(JITCallable, "parse", parsed_alone(JITCallable.parse))  # noqa: B010
-setattr(build, "_load_module_from_path", loaded_alone(build._load_module_from_path))  # noqa: B010
+for owner, name, alone in (
+    (JITCallable, "parse", parsed_alone),
+    (build, "_load_module_from_path", loaded_alone),
+):
+    if hasattr(owner, name):  # in Triton 3.6 to 3.9
+        setattr(owner, name, alone(getattr(owner, name)))
