@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ def anchors(document: Path) -> list[str]:
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
+@cache
 def sonicmoe_help() -> str:
     program = "import sys; sys.argv[1:] = ['--help']; from sonicmoe.cli import main; main()"
     return subprocess.run(
