@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_copies import copy_gathered, copy_in, reinterpreted
+from .gluon_names import copy_gathered, copy_in, reinterpreted
 from .ragged import load_rows, store_rows
 from .tile import load_tile, place_of
 

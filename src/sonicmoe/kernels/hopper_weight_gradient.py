@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_copies import copy_gathered, copy_out
+from .gluon_names import copy_gathered, copy_out
 from .hopper_rows import quarters
 from .ragged import load_rows
 from .tile import in_bands
