@@ -138,6 +138,8 @@ def test_list_names_every_case(capsys):
         (["--case", "olmoe", "--bias"], "--bias: expected --shape beside it"),
         (["--shape", "64,32,16,4,2", "--routing", "cold"], "routing: expected one of"),
         (["--shape", "64,32,16,4,2", "--peers", "someone"], "--peers: expected names of"),
+        (["--no-times"], "--no-times: expected --host or --cold beside it"),
+        (["--no-times", "--cold", "--peers", "dense"], "--no-times: expected no flag that"),
     ],
 )
 def test_bad_arguments_are_explained(arguments, complaint, capsys):
@@ -184,6 +186,12 @@ def test_python_dash_m():
     )
     for command in ("bench", "verify", "tune", "cost", "doctor", "train", "plan"):
         assert f"\n    {command} " in done.stdout
+
+
+def test_a_cold_start_alone(tmp_path, capsys):
+    assert main(["bench", *TINY, "--cold", "--no-times", "--results", str(tmp_path)]) == 0
+    assert "cold start, 64,32,16,4,2" in capsys.readouterr().out
+    assert [record["subject"] for record in results.read(tmp_path)] == ["cold"]
 
 
 def test_cold_start_in_a_process_of_its_own():

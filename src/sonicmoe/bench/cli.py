@@ -35,6 +35,9 @@ def register(subparsers) -> None:
     )
     bench.add_argument("--host", action="store_true", help="time of the host too, or alone")
     bench.add_argument("--cold", action="store_true", help="first call with empty caches too")
+    bench.add_argument(
+        "--no-times", action="store_true", help="nothing but what --host and --cold ask for"
+    )
     bench.add_argument("--no-verify", action="store_true", help="times without checks; not kept")
     bench.add_argument(
         "--results", type=Path, metavar="FOLDER", help="benchmarks/results if not named"
@@ -114,9 +117,21 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
     return cases or list(SUITES["grid"])
 
 
-def _only_the_host(args: argparse.Namespace) -> bool:
-    """`bench --host`, and nothing beside it that would need a case."""
-    needy = ("suite", "case", "shape", "peers", "sonicmoe_path", "kernels", "energy", "cold")
+def _cases_of_extras(args: argparse.Namespace) -> list[Case]:
+    """What `_extra_figures` measures."""
+    return ([HOST] if args.host else []) + (selected_cases(args) if args.cold else [])
+
+
+def _only_extras(args: argparse.Namespace) -> bool:
+    """Whether times are not wanted, or `--host` has nothing beside it that would need a case."""
+    if args.no_times:
+        _check_apart_from_times(args, "--no-times", "energy")
+        if not _cases_of_extras(args):
+            raise bad_argument(
+                "--no-times", "--host or --cold beside it", "neither", "Leave it out for times."
+            )
+        return True
+    needy = ("suite", "case", "shape", "cold", "energy", *_ABOUT_TIMES)
     plain = args.routing == ["uniform"] and not any(getattr(args, name) for name in needy)
     return args.host and plain
 
@@ -144,15 +159,16 @@ def run_bench(args: argparse.Namespace) -> int:
             raise bad_argument("--peers", f"names of {', '.join(known)}", name, "Leave it out.")
     options = _options(args, check=not args.no_verify, kernels=args.kernels, peers=tuple(named))
     if args.energy:
-        _check_energy_alone(args)
+        _check_apart_from_times(args, "--energy")
         Board(args.device)  # says what is missing before anything takes time
     measure = energy_case if args.energy else bench_case
     command = shlex.join(["sonicmoe", *args.argv])
     origin = results.provenance(args.device, command, args.commit)
     records, failures = [], []
-    alone = _only_the_host(args)
+    alone = _only_extras(args)
     if alone and options.check:
-        failures += verify_case(HOST, "uniform", options).failures
+        for case in _cases_of_extras(args):
+            failures += verify_case(case, "uniform", options).failures
     for case in [] if alone else selected_cases(args):
         for routing in args.routing:
             outcome = measure(case, routing, options)
@@ -169,12 +185,15 @@ def run_bench(args: argparse.Namespace) -> int:
     return _finish(failures)
 
 
-def _check_energy_alone(args: argparse.Namespace) -> None:
+_ABOUT_TIMES = ("kernels", "peers", "sonicmoe_path")
+
+
+def _check_apart_from_times(args: argparse.Namespace, flag: str, *more: str) -> None:
     """What is about times would be passed over."""
-    for name in ("kernels", "peers", "sonicmoe_path"):
+    for name in (*_ABOUT_TIMES, *more):
         if getattr(args, name):
             raise bad_argument(
-                "--energy", "no flag that is about times beside it",
+                flag, "no flag that is about times beside it",
                 f"--{name.replace('_', '-')}", "Measure the two one after the other.",
             )  # fmt: skip
 
