@@ -63,6 +63,25 @@ def budget(
     assert error <= allowed, f"{name}: relative error {error:.3e}, allowed {allowed:.3e}"
 
 
+def written_out_loss(
+    logits: torch.Tensor,
+    counts: torch.Tensor | None,
+    balance: float,
+    z: float,
+    upstream: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The auxiliary loss as docs/routing.md has it, and its gradient by autograd."""
+    logits = logits.detach().requires_grad_()
+    tokens, experts = logits.shape
+    loss = z * logits.logsumexp(-1).square().sum() / max(tokens, 1)
+    if counts is not None:
+        share = logits.softmax(-1).sum(0) / max(tokens, 1)
+        rows = counts.to(logits.dtype) / counts.sum().clamp_min(1)
+        loss = loss + balance * experts * (share * rows).sum()
+    (gradient,) = torch.autograd.grad(loss, logits, upstream)
+    return loss.detach(), gradient
+
+
 # --- routings -------------------------------------------------------------------------------------
 def _distinct(weight: torch.Tensor, tokens: int, k: int, seed: torch.Generator) -> torch.Tensor:
     return weight.expand(tokens, -1).multinomial(k, generator=seed) if tokens else _no_ids(k)

@@ -74,6 +74,10 @@ MUTATIONS = [
         "| (0xFFFF - column)", "| column", _ROUTING, interpreted=True,
     ),
     Mutation(
+        "a softmax without its other experts", "kernels/balance.py",
+        "s[None, :] - inner[:, None] +", "s[None, :] +", _ROUTING, interpreted=True,
+    ),
+    Mutation(
         "a slot whose expert is not here gets a row", "kernels/permute.py",
         "    here = (expert >= 0) & (expert < num_experts)\n", "    here = expert < num_experts\n",
         _ROUTING, interpreted=True,

@@ -64,7 +64,7 @@ def test_same_arguments_as_triton(maps, grid, order):
     args = {
         "boxes first": (first, second, u, None, 12),
         "boxes between": (t, first, 12, second, None),
-        "no boxes": (t, None, 12),
+        "no boxes": (t, None, 12, 0.5),
     }[order]
     calls = []
     launcher = _launcher(lambda *call: calls.append(call), args)
@@ -143,6 +143,7 @@ ANOTHER_KERNEL = (
     {"n": 1},
     {"n": 47},
     {"n": 2**31},
+    {"n": 0.5},
     {"BLOCK": 128},
     {"FUNCTION": max},
 )
@@ -184,6 +185,13 @@ def test_what_triton_compiles_anew_for_is_another_kernel(gpu):
     for change in ({}, *ANOTHER_KERNEL):
         run(change)
     assert kernel.started == list(range(1, kernel.compiled + 1))
+
+
+def test_the_value_of_a_float_is_no_other_kernel(gpu):
+    kernel = _Kernel()
+    for n in (0.5, 0.25, 1.0):
+        launch.launch(kernel, (7,), X, None, 100, n, BLOCK=64, FUNCTION=len)
+    assert kernel.compiled == 1
 
 
 def test_an_error_of_the_launch_is_not_taken_for_other_arguments(maps):

@@ -140,12 +140,14 @@ def test_routing(arch, experts):
     with compiling(arch) as compiled:
         scores, ids = launch_routing.topk(logits, 8, True)
         launch_routing.topk_backward(scores, scores, ids, logits, False)
-        launch_routing.permute(ids, experts, None, 128)
+        counts = launch_routing.permute(ids, experts, None, 128)[-1]
         launch_routing.tiles(torch.zeros(experts + 1, dtype=torch.int32), 512, 128)
+        loss, slope = launch_routing.balance(logits, counts, 1.0, 0.1)
+        launch_routing.balance_backward(loss, slope, logits, 0.1)
     for kernel in compiled:
         found = report(kernel)
         assert found["LDL"] == found["STL"] == 0, f"{kernel.metadata.name} spills: {found}"
-    assert len(compiled) == 6
+    assert len(compiled) == 9
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])

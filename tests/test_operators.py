@@ -71,6 +71,11 @@ def _arguments() -> dict[str, list[tuple]]:
         ],
         "topk": [(logits, 2, True, b), (logits.bfloat16(), 3, False, b)],
         "topk_backward": [(scores, scores, ids, logits, over, b) for over in (True, False)],
+        "balance": [
+            (logits.bfloat16(), p.counts, 0.5, 0.1, b),
+            (logits.double(), None, 0.0, 1.0, b),
+        ],
+        "balance_backward": [(torch.rand(()), torch.rand(4), logits.bfloat16(), 0.1, b)],
         "permute": [
             (given.ids, 4, None, m, b),
             (given.ids.flatten(), 4, by_token, m, b),

@@ -97,6 +97,22 @@ class TopK(torch.autograd.Function):
         return dlogits, None, None, None
 
 
+class Balance(torch.autograd.Function):
+    """logits (T, E), counts (E,) → the auxiliary loss. Kept: the logits, and 4·E bytes."""
+
+    @staticmethod
+    def forward(ctx, logits, counts, balance, z, backend):
+        loss, slope = ops.balance(logits, counts, balance, z, backend)
+        ctx.save_for_backward(slope, logits)
+        ctx.options = (z, backend)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        return ops.balance_backward(dloss, *ctx.saved_tensors, *ctx.options), *([None] * 4)
+
+
 class Up(torch.autograd.Function):
     """X, W1, b1 → Z, A. Kept: X 2·T·H (the caller's own), the row maps. A carries no gradient."""
 

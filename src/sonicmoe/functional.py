@@ -47,6 +47,15 @@ def experts(
     the token of each; `token_start` (T+1,), where it is known, saves finding each token's first.
     Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
     """
+    return experts_and_counts(
+        x, ids, scores, w1, w2, b1, b2, slot_token, token_start, activation, gate_up, backend
+    )[0]
+
+
+def experts_and_counts(
+    x, ids, scores, w1, w2, b1, b2, slot_token, token_start, activation, gate_up, backend
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`experts`, and the rows of each expert (E,)."""
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
     if slot_token is None:
@@ -60,7 +69,9 @@ def experts(
         ids, w1.shape[0], slot_token=slot_token, tokens=x.shape[0], token_start=token_start,
         dtype=x.dtype, backend=backend,
     )  # fmt: skip
-    return _layer(x, scores, w1, w2, b1, b2, permutation, activation, gate_up, backend)
+    out = _layer(x, scores, w1, w2, b1, b2, permutation, activation, gate_up, backend)
+    assert permutation.counts is not None  # only rows that arrive sorted have none
+    return out, permutation.counts
 
 
 def grouped_experts(
@@ -331,11 +342,7 @@ def moe_general_routing_inputs(
 def _published(x, ids, scores, slot_token, w1, b1, w2, b2, activation, gate_up):
     check_rank("w1", w1, "(2I, H, E)")
     check_rank("w2", w2, "(H, I, E)")
-    x, w1, w2, b1, b2 = _autocast(x, w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2)
-    check_weights(x, w1, w2, b1, b2, activation, gate_up)
-    backend = resolve_backend(None, x)
-    p = permute(
-        ids, w1.shape[0], slot_token=slot_token, tokens=x.shape[0], dtype=x.dtype, backend=backend
-    )
-    out = _layer(x, scores, w1, w2, b1, b2, p, activation, gate_up, backend)
-    return out, p.counts
+    return experts_and_counts(
+        x, ids, scores, w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2,
+        slot_token, None, activation, gate_up, None,
+    )  # fmt: skip

@@ -8,9 +8,8 @@ from torch.nn import functional as F
 
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .functional import experts, router_logits
-from .routing import Router, Routing, make_router, switch_loss, z_loss
-from .routing.base import rows_per_expert
+from .functional import experts_and_counts, router_logits
+from .routing import Router, Routing, auxiliary_loss, make_router
 from .validation import check_activation, check_gate_up, check_k
 
 
@@ -109,8 +108,10 @@ class MoE(nn.Module):
             x = hidden_states.reshape(-1, self.hidden_size)
             logits, x = self._router_logits(x)
             r = self.routing(logits, backend=backend)
-            out = self._experts(x, r, backend)
-            aux_loss = None if is_inference_mode else self._aux_loss(logits, r.ids, r.chosen)
+            out, counts = self._experts(x, r, backend)
+            if r.chosen is not None:
+                counts = r.chosen  # balance is asked of what the tokens chose
+            aux_loss = None if is_inference_mode else self._aux_loss(logits, counts, backend)
         return out.view(hidden_states.shape), aux_loss
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,22 +125,24 @@ class MoE(nn.Module):
     def _router_weight(self) -> torch.Tensor:
         return self.router.weight
 
-    def _experts(self, x: torch.Tensor, routing: Routing, backend: str | None) -> torch.Tensor:
-        return experts(
+    def _experts(
+        self, x: torch.Tensor, routing: Routing, backend: str | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output, and the rows of each expert."""
+        return experts_and_counts(
             x, routing.ids, routing.scores,
             self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
-            slot_token=routing.slot_token, token_start=routing.token_start,
-            activation=self.activation_function, gate_up=self.gate_up, backend=backend,
+            routing.slot_token, routing.token_start, self.activation_function, self.gate_up,
+            backend,
         )  # fmt: skip
 
     def _aux_loss(
-        self, logits: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor | None = None
+        self, logits: torch.Tensor, counts: torch.Tensor, backend: str | None
     ) -> torch.Tensor:
-        """Balance is asked of what the tokens chose, not of what a router made of it."""
-        counts = rows_per_expert(ids, self.num_experts) if chosen is None else chosen
-        balance = switch_loss(logits, counts, all_reduce=self.all_reduce_counts)
-        loss = self.aux_loss_coef * balance
-        return loss + self.z_loss_coef * z_loss(logits) if self.z_loss_coef else loss
+        return auxiliary_loss(
+            logits, counts, balance=self.aux_loss_coef, z=self.z_loss_coef,
+            all_reduce=self.all_reduce_counts, backend=backend,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return (

@@ -9,7 +9,7 @@ import torch
 from .ahead import Layer, Slots, compile_together, logits_of, run_experts
 from .enums import ActivationType
 from .errors import bad_argument
-from .routing import Router, make_router
+from .routing import Router, auxiliary_loss, make_router
 from .validation import check_activation, check_gate_up, check_k
 
 
@@ -59,7 +59,9 @@ def run_layer(layer: Layer, router: str | Router) -> None:
             r = routing.train(training)(logits_of(layer), backend="triton")
             out = run_experts(layer, Slots(r.ids, r.scores, r.slot_token, r.token_start))
             if training:
-                out.backward(torch.empty_like(out))
+                counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")
+                loss = auxiliary_loss(r.logits, counts, backend="triton")
+                torch.autograd.backward((out, loss), (torch.empty_like(out), loss))
 
 
 def _say(number: int, of: int, seconds: float) -> None:

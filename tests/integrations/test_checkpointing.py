@@ -16,7 +16,10 @@ from sonicmoe.reference import products, routing
 def runs(monkeypatch):
     """How often each operator was really computed."""
     counted: Counter = Counter()
-    for module, names in ((routing, ("topk", "permute")), (products, ("up", "down", "aggregate"))):
+    for module, names in (
+        (routing, ("topk", "balance", "permute")),
+        (products, ("up", "down", "aggregate")),
+    ):
         for name in names:
             original = getattr(module, name)
 

@@ -1,13 +1,15 @@
-"""Top-K and the permutation under the interpreter."""
+"""Top-K, the auxiliary loss and the permutation under the interpreter."""
 
 import pytest
 import torch
-from helpers import DTYPES, ROUTINGS, Case, budget, make_inputs, poisoned
+from helpers import DTYPES, ROUTINGS, Case, budget, make_inputs, poisoned, written_out_loss
 
 import sonicmoe
 from sonicmoe import ops
 from sonicmoe.functional import permute
+from sonicmoe.ops import launch_routing
 from sonicmoe.reference import layer as reference
+from sonicmoe.routing import auxiliary_loss
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -37,6 +39,35 @@ def test_topk(dtype, over_topk, tokens, experts, k):
         assert torch.equal(ids.long(), order)
     (rough, drough), (exact, dexact) = found
     budget(scores.detach(), rough, exact, name="scores")
+    budget(dlogits, drough.to(dtype), dexact, name="dlogits")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "weights"),
+    [
+        (200, 5, (0.5, 0.1)),  # more tokens than all programs take at once, E no power of two
+        (6, 4096, (1.0, 0.0)),  # more programs than are added up at once
+        (3, 300, (0.0, 1.0)),
+        (2, 1, (1.0, 0.0)),
+        (0, 4, (0.5, 0.1)),
+    ],
+)
+def test_auxiliary_loss(dtype, tokens, experts, weights, monkeypatch):
+    monkeypatch.setattr(launch_routing, "_SUMS", 6)
+    logits = torch.randn(tokens, experts).to(dtype).requires_grad_()
+    counts = torch.randint(100, (experts,), dtype=torch.int32) if weights[0] else None
+    upstream = torch.randn(())
+    with poisoned():
+        loss = auxiliary_loss(
+            logits, counts, balance=weights[0], z=weights[1], backend="triton"
+        )  # fmt: skip
+        (dlogits,) = torch.autograd.grad(loss, logits, upstream)
+    (rough, drough), (exact, dexact) = (
+        written_out_loss(logits.detach().to(wide), counts, *weights, upstream.to(wide))
+        for wide in (torch.float32, torch.float64)
+    )
+    budget(loss.detach(), rough, exact, name="loss", tokens=tokens)
     budget(dlogits, drough.to(dtype), dexact, name="dlogits")
 
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import written_out_loss
 from score_matrices import kept_pairs, top
 
 from sonicmoe import topk_scores
@@ -17,6 +18,7 @@ from sonicmoe.routing import (
     Sigmoid,
     TokenRounding,
     TopK,
+    auxiliary_loss,
     make_router,
     route,
     statistics,
@@ -183,6 +185,19 @@ def test_losses():
     torch.testing.assert_close(z_loss(logits), logits.logsumexp(-1).square().mean())
     assert switch_loss(torch.zeros(8, 4), torch.full((4,), 4)).item() == pytest.approx(1)
     assert z_loss(torch.zeros(0, 4)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradient_of_the_losses(dtype):
+    logits = torch.randn(30, 5, dtype=dtype, requires_grad=True)
+    counts, upstream = torch.tensor([10, 5, 0, 20, 25]), torch.randn((), dtype=torch.float64)
+    loss = auxiliary_loss(logits, counts, balance=0.5, z=0.1)
+    found = torch.autograd.grad(loss, logits, upstream.to(loss.dtype))[0]
+    exact, dexact = written_out_loss(logits.double(), counts, 0.5, 0.1, upstream)
+    torch.testing.assert_close(loss, exact.to(loss.dtype))
+    torch.testing.assert_close(found, dexact.to(dtype))
+    with pytest.raises(ValueError, match=r"counts: expected shape \(E,\)"):
+        auxiliary_loss(logits, counts[:4])
 
 
 def test_statistics_of_rounding():

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers import poisoned, same_bits
+from helpers import budget, poisoned, same_bits, written_out_loss
 from score_matrices import SCORES, assert_softmax, top
 
 from sonicmoe import MoE, ops
 from sonicmoe.reference.token_rounding import SUBROUTINES
-from sonicmoe.routing import ROUTERS, TokenRounding, make_router
+from sonicmoe.routing import ROUTERS, TokenRounding, auxiliary_loss, make_router
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(4096, 64, 4, 128), (1000, 20, 3, 96), (16384, 256, 4, 128), (50, 4, 2, 64)]
@@ -75,6 +75,30 @@ def test_columns_longer_than_the_registers_hold(subroutine):
     want = ops.round_tokens(scores, ids, 128, subroutine, uniform, "torch")
     got = ops.round_tokens(scores, ids, 128, subroutine, uniform, "triton")
     same_bits(dict(enumerate(got)), dict(enumerate(want)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.5, 0.1), (0.0, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4096, 64), (16384, 256), (1000, 20), (5, 512), (300, 4096), (1, 1), (0, 8)], ids=str
+)
+def test_auxiliary_loss(shape, weights, dtype):
+    logits = torch.randn(shape, device="cuda").to(dtype).requires_grad_()
+    counts = torch.randint(100, shape[1:], device="cuda", dtype=torch.int32)
+    counts = counts if weights[0] else None
+    upstream = torch.randn((), device="cuda")
+    found = []
+    for _ in range(2):
+        with poisoned():
+            loss = auxiliary_loss(logits, counts, balance=weights[0], z=weights[1])
+            found.append({"loss": loss, "dlogits": torch.autograd.grad(loss, logits, upstream)[0]})
+    same_bits(*found)
+    (rough, drough), (exact, dexact) = (
+        written_out_loss(logits.detach().to(wide), counts, *weights, upstream.to(wide))
+        for wide in (torch.float32, torch.float64)
+    )
+    budget(found[0]["loss"].detach(), rough, exact, name="loss", tokens=shape[0])
+    budget(found[0]["dlogits"], drough.to(dtype), dexact, name="dlogits")
 
 
 def layer(name: str) -> MoE:

@@ -26,15 +26,18 @@ class ExpertParallelMoE(MoE):
     def _router_weight(self) -> torch.Tensor:
         return _SumOfGradients.apply(_local(self.router.weight), self.mesh.get_group())
 
-    def _experts(self, x: torch.Tensor, routing: Routing, backend: str | None) -> torch.Tensor:
+    def _experts(
+        self, x: torch.Tensor, routing: Routing, backend: str | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         w1, w2, b1, b2 = map(_local, (
             self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias
         ))  # fmt: skip
-        return experts(
+        out = experts(
             x, routing.ids, routing.scores, w1, w2, b1, b2, group=self.mesh.get_group(),
             slot_token=routing.slot_token, token_start=routing.token_start,
             activation=self.activation_function, gate_up=self.gate_up, backend=backend,
         )  # fmt: skip
+        return out, routing.counts()
 
 
 def parallelize(moe: MoE, mesh: DeviceMesh) -> ExpertParallelMoE:

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ..errors import bad_argument
 
-FORWARD = ("topk", "permute", "tiles", "up", "down", "aggregate")
+FORWARD = ("topk", "balance", "permute", "tiles", "up", "down", "aggregate")
 
 
 def save_operators(*names: str) -> Callable:
@@ -16,7 +16,8 @@ def save_operators(*names: str) -> Callable:
 
     Everything else is computed again. Without names: every operator of the forward pass, so that
     each runs once.
-    Bytes kept in bf16: topk 8·T·K, permute 12·R, up 2·R·(N+I), down 2·R·H, aggregate 2·T·H.
+    Bytes kept in bf16: topk 8·T·K, balance 4·E, permute 12·R, up 2·R·(N+I), down 2·R·H, aggregate
+    2·T·H.
     """
     for name in names:
         if name not in FORWARD:

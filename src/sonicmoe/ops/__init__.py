@@ -13,7 +13,7 @@ from .products import (
     up_backward,
     up_backward_into,
 )
-from .routing import permute, tiles, topk, topk_backward
+from .routing import balance, balance_backward, permute, tiles, topk, topk_backward
 from .token_rounding import round_logits, round_logits_backward, round_tokens
 
 __all__ = [
@@ -21,6 +21,8 @@ __all__ = [
     "adapted_product",
     "adapted_up",
     "aggregate",
+    "balance",
+    "balance_backward",
     "down",
     "down_backward",
     "down_backward_into",

@@ -227,6 +227,9 @@ def _written_out(
                 alike.append(f"({name} == 1) is {a == 1}")
                 alike.append(f"({name} & 15 == 0) is {a & 15 == 0}")
             values.append(name)
+        elif type(a) is float:
+            alike.append(f"type({name}) is float")
+            values.append(name)
         else:
             read.append(f"p{i} = {name}.data_ptr()")
             known[f"dtype{i}"] = a.dtype

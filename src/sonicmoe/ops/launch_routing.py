@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 
+from ..kernels import balance as balance_kernels
 from ..kernels import permute as permute_kernels
 from ..kernels import topk as topk_kernels
 from ..shapes import ceil_div, max_tiles
@@ -40,7 +41,7 @@ def topk(logits, k, softmax_over_topk):
     ids = memory.empty((tokens, k), torch.int32, logits.device)
     if tokens:
         block, kernel = _bound_topk(False, experts, k, softmax_over_topk)
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        logits = _with_dense_rows(logits)
         grid = (ceil_div(tokens, block),)
         launch(kernel, grid, logits, scores, ids, tokens, logits.stride(0))
     return scores, ids
@@ -52,12 +53,63 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk):
     dlogits = memory.empty((tokens, experts), logits.dtype, logits.device)
     if tokens:
         block, kernel = _bound_topk(True, experts, k, softmax_over_topk)
-        if not softmax_over_topk and logits.stride(1) != 1:
-            logits = logits.contiguous()
+        if not softmax_over_topk:
+            logits = _with_dense_rows(logits)
         launch(
             kernel, (ceil_div(tokens, block),),
             dscores.contiguous(), scores, ids, None if softmax_over_topk else logits, dlogits,
             tokens, logits.stride(0),
+        )  # fmt: skip
+    return dlogits
+
+
+_SUMS = 512  # programs that add up softmaxes, at most; one adds up what they have
+
+
+@cache
+def _bound_balance(experts: int) -> tuple[int, Bound, Bound, Bound]:
+    """Tokens that a program takes at once, and the kernels: sums, the loss, its gradient."""
+    block, width = min(_tokens_at_once(experts), 32), power_of_two(experts)
+    tile = {"E": experts, "BE": width}
+    return (
+        block,
+        Bound(balance_kernels.softmax_sums_kernel, **tile, BT=block, num_warps=4),
+        Bound(balance_kernels.balance_kernel, **tile, BP=max(1, 16384 // width), num_warps=16),
+        Bound(balance_kernels.balance_backward_kernel, **tile, BT=block, num_warps=4),
+    )  # fmt: skip
+
+
+def _with_dense_rows(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def balance(logits, counts, balance, z):
+    """The loss, and what `balance_backward` needs of it."""
+    tokens, experts = logits.shape
+
+    def new(*shape):
+        return memory.empty(shape, torch.float32, logits.device)
+
+    logits = _with_dense_rows(logits)
+    block, sums, finish, _ = _bound_balance(experts)
+    each = block * ceil_div(ceil_div(tokens, block), _SUMS)
+    programs = ceil_div(tokens, each) if tokens else 0
+    partial, squares, loss, slope = new(programs, experts), new(programs), new(), new(experts)
+    if programs:
+        launch(sums, (programs,), logits, partial, squares, tokens, each, logits.stride(0))
+    launch(finish, (1,), partial, squares, counts, loss, slope, balance, z, programs, tokens)
+    return loss, slope
+
+
+def balance_backward(dloss, slope, logits, z):
+    tokens, experts = logits.shape
+    dlogits = memory.empty((tokens, experts), logits.dtype, logits.device)
+    if tokens:
+        logits = _with_dense_rows(logits)
+        block, *_, kernel = _bound_balance(experts)
+        launch(
+            kernel, (ceil_div(tokens, block),),
+            dloss, slope, logits, dlogits, z, tokens, logits.stride(0),
         )  # fmt: skip
     return dlogits
 

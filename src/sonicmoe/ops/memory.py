@@ -12,7 +12,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     """For kernels to fill: on a GPU, or where they are interpreted or only compiled."""
     shape = tuple(shape)
     if len(shape) <= 2 and _is_current_gpu(device):
-        return _empty_on_current_gpu(shape, (*shape[1:], 1), dtype)
+        return _empty_on_current_gpu(shape, (*shape[1:], 1)[: len(shape)], dtype)
     return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Operators of the routing: top-K with scores, its backward, the permutation."""
+"""Operators of the routing: top-K, the auxiliary loss, their backward; the permutation."""
 
 from functools import cache
 
@@ -45,6 +45,36 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk, backend):
     if backend == "torch":
         return reference.topk_backward(dscores, scores, ids, logits, softmax_over_topk)
     return _triton().topk_backward(dscores, scores, ids, logits, softmax_over_topk)
+
+
+def _balance_fake(logits, counts, balance, z, backend):
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty((), dtype=wide), logits.new_empty(logits.shape[1], dtype=wide)
+
+
+@operator(
+    "balance(Tensor logits, Tensor? counts, float balance, float z, str backend)"
+    " -> (Tensor, Tensor)",
+    fake=_balance_fake,
+)
+def balance(logits, counts, balance, z, backend):
+    """The auxiliary loss of `routing.losses`, and its slope (E,) in the sums of the softmax."""
+    if backend == "torch":
+        return reference.balance(logits, counts, balance, z)
+    return _triton().balance(logits, counts, balance, z)
+
+
+@operator(
+    "balance_backward(Tensor dloss, Tensor slope, Tensor logits, float z, str backend) -> Tensor",
+    fake=lambda dloss, slope, logits, z, backend: torch.empty_like(
+        logits, memory_format=torch.contiguous_format
+    ),
+)
+def balance_backward(dloss, slope, logits, z, backend):
+    """dlogits (T, E)."""
+    if backend == "torch":
+        return reference.balance_backward(dloss, slope, logits, z)
+    return _triton().balance_backward(dloss, slope, logits, z)
 
 
 def _permute_fake(ids, num_experts, slot_token, tile_height, backend):

@@ -1,4 +1,4 @@
-"""Top-K with scores, and the permutation that sorts rows by expert."""
+"""Top-K with scores, the auxiliary loss, and the permutation that sorts rows by expert."""
 
 import itertools
 
@@ -35,6 +35,36 @@ def topk_backward(
         return dense.scatter_(1, picked, scores * (dscores - inner)).to(logits.dtype)
     dlogits = -logits.to(scores.dtype).softmax(-1) * inner
     return dlogits.scatter_add_(1, picked, scores * dscores).to(logits.dtype)
+
+
+_LEAST = 1e-12  # of a sum that is divided by
+
+
+def balance(
+    logits: torch.Tensor, counts: torch.Tensor | None, balance: float, z: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of `kernels.balance`, and dL/ds (E,)."""
+    tokens, experts = logits.shape
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    sums = wide.softmax(-1).sum(0)
+    norm = sums.sum().clamp_min(_LEAST)
+    rows = torch.zeros_like(sums) if counts is None else counts.to(wide.dtype)
+    rows = rows / rows.sum().clamp_min(_LEAST)
+    inner = (sums / norm * rows).sum()
+    mean = wide.logsumexp(-1).square().sum() / max(tokens, 1)
+    return balance * experts * inner + z * mean, balance * experts * (rows - inner) / norm
+
+
+def balance_backward(
+    dloss: torch.Tensor, slope: torch.Tensor, logits: torch.Tensor, z: float
+) -> torch.Tensor:
+    """dlogits (T, E)."""
+    wide = logits.to(slope.dtype)
+    share = wide.softmax(-1)
+    inner = (share * slope).sum(-1, keepdim=True)
+    lse = wide.logsumexp(-1, keepdim=True)
+    dlogits = share * (slope - inner + 2 * z / max(len(logits), 1) * lse)
+    return (dloss * dlogits).to(logits.dtype)
 
 
 def permute(

@@ -8,7 +8,7 @@ import torch
 from ..errors import bad_argument
 from .base import Router, Routing
 from .expert_choice import ExpertChoice
-from .losses import switch_loss, z_loss
+from .losses import auxiliary_loss, switch_loss, z_loss
 from .sigmoid import Sigmoid
 from .statistics import RouterStatistics, statistics
 from .token_rounding import TokenRounding, round_tokens
@@ -23,6 +23,7 @@ __all__ = [
     "Sigmoid",
     "TokenRounding",
     "TopK",
+    "auxiliary_loss",
     "make_router",
     "round_tokens",
     "route",

@@ -3,7 +3,34 @@
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional as F
+
+from .. import autograd
+from ..validation import check_floating, check_rank, check_shape, resolve_backend
+
+
+def auxiliary_loss(
+    logits: torch.Tensor,
+    counts: torch.Tensor | None,
+    *,
+    balance: float = 1.0,
+    z: float = 0.0,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """balance · `switch_loss` + z · `z_loss`, in fp32, in one pass over the logits each way.
+
+    Kept for the backward pass: the logits.
+    """
+    check_rank("logits", logits, "(T, E)")
+    check_floating("logits", logits)
+    if counts is not None:
+        check_shape("counts", counts, (logits.shape[1],), "(E,)")
+        if all_reduce is not None:
+            counts = all_reduce(counts.float())
+    backend = resolve_backend(backend, logits)
+    return autograd.apply(
+        autograd.Balance, logits, counts, float(balance), float(z), backend
+    )  # fmt: skip
 
 
 def switch_loss(
@@ -17,13 +44,9 @@ def switch_loss(
     counts (E,) are the rows of each expert. `all_reduce` maps them to those of the global batch,
     so that balance is asked of all ranks together and not of each one.
     """
-    counts = counts.float()
-    if all_reduce is not None:
-        counts = all_reduce(counts)
-    probability = F.normalize(logits.float().softmax(-1).sum(0), p=1, dim=0)
-    return logits.shape[1] * (probability * F.normalize(counts, p=1, dim=0)).sum()
+    return auxiliary_loss(logits, counts, all_reduce=all_reduce)
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
     """The mean of logsumexp(logits)², in fp32; 0 without tokens."""
-    return logits.float().logsumexp(-1).square().sum() / max(len(logits), 1)
+    return auxiliary_loss(logits, None, balance=0.0, z=1.0)
