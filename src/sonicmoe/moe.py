@@ -105,14 +105,15 @@ class MoE(nn.Module):
         """
         backend = _backend_name(kernel_backend_moe)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
-            x = hidden_states.reshape(-1, self.hidden_size)
+            flat = hidden_states.dim() == 2  # a view would cost the host a node each way
+            x = hidden_states if flat else hidden_states.reshape(-1, self.hidden_size)
             logits, x = self._router_logits(x)
             r = self.routing(logits, backend=backend)
             out, counts = self._experts(x, r, backend)
             if r.chosen is not None:
                 counts = r.chosen  # balance is asked of what the tokens chose
             aux_loss = None if is_inference_mode else self._aux_loss(logits, counts, backend)
-        return out.view(hidden_states.shape), aux_loss
+        return out if flat else out.view(hidden_states.shape), aux_loss
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits, and x for the experts."""

@@ -43,6 +43,7 @@ def test_bench_keeps_what_it_prints(quick, tmp_path, capsys):
         "down_backward",
         "host_fwd_ms",
         "calling_thread_host_fwd_bwd_ms",
+        "module_host_fwd_bwd_ms",
         "time ÷ uniform",
     ):
         assert word in printed

@@ -167,6 +167,7 @@ def test_skew_host_cold_start_and_a_new_t_have_their_place():
     host = {"host_fwd_ms": 0.51, "host_fwd_bwd_ms": 1.24}
     host |= {"stack_host_fwd_ms": 0.37, "stack_host_fwd_bwd_ms": 0.98}
     host |= {"calling_thread_host_fwd_ms": 0.33, "calling_thread_host_fwd_bwd_ms": 0.77}
+    host |= {"module_host_fwd_ms": 0.53, "module_host_fwd_bwd_ms": 1.41}
     host |= {"graph_host_fwd_ms": 0.04, "graph_host_fwd_bwd_ms": 0.11}
     text = section.readme_section(
         [
@@ -185,6 +186,7 @@ def test_skew_host_cold_start_and_a_new_t_have_their_place():
     assert "The host alone, at 64,128,64,8,2: 0.51 ms forward, 1.24 forward and backward; " in text
     assert "a layer in a stack of 8: 0.37 and 0.98; " in text
     assert "set_multithreading_enabled(False)`, alone: 0.33 and 0.77; " in text
+    assert "`MoE` with its auxiliary loss: 0.53 and 1.41; " in text
     assert "captured by `torch.cuda.make_graphed_callables`: 0.04 and 0.11." in text
     for command in ("bench --routing`", "bench --cold`", "bench`"):
         assert f"sonicmoe {command}" in text

@@ -16,7 +16,7 @@ from ..errors import bad_argument
 from ..shapes import Problem
 from ..train import plots
 from .cases import CASES, HOST
-from .host import CALLING_THREAD, GRAPH, STACK
+from .host import CALLING_THREAD, GRAPH, MODULE, STACK
 from .peers import DENSE
 from .published import NAME as PUBLISHED
 from .results import Record, slug
@@ -280,6 +280,11 @@ def _beside(title: str, records: Sequence[Record]) -> str | None:
                 f"; under `torch.autograd.set_multithreading_enabled(False)`, alone: "
                 f"{host[f'{CALLING_THREAD}host_fwd_ms']:.2f} and "
                 f"{host[f'{CALLING_THREAD}host_fwd_bwd_ms']:.2f}"
+            )
+        if f"{MODULE}host_fwd_bwd_ms" in host:
+            figures += (
+                f"; `MoE` with its auxiliary loss: {host[f'{MODULE}host_fwd_ms']:.2f} and "
+                f"{host[f'{MODULE}host_fwd_bwd_ms']:.2f}"
             )
         if f"{GRAPH}host_fwd_bwd_ms" in host:
             figures += (
