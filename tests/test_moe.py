@@ -117,6 +117,28 @@ def test_fp32_router_logits_choose_where_bf16_ties():
     assert (moe.c_fc.weight.grad[0] == 0).all() and (moe.c_fc.weight.grad[1] != 0).any()
 
 
+@pytest.mark.parametrize("needs", ["x and router", "router", "x"])
+def test_fp32_router_logits_keep_no_copy_of_x(needs):
+    """And their gradients are those of fp64, to the rounding of bf16."""
+    moe = MoE(5, 2, 64, 8, fp32_router_logits=True).to(torch.bfloat16)
+    x = torch.randn(40, 64, dtype=torch.bfloat16, requires_grad="x" in needs)
+    moe.router.weight.requires_grad_("router" in needs)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        logits, same = moe._router_logits(x)
+    assert not [t for t in kept if t.dtype == torch.float32 and t.numel() >= x.numel()]
+    assert same.requires_grad == x.requires_grad and torch.equal(same, x)
+    leaves = [t for t in (x, moe.router.weight) if t.requires_grad]
+    wide = [t.detach().double().requires_grad_() for t in (x, moe.router.weight)]
+    want = torch.nn.functional.linear(*wide)
+    torch.testing.assert_close(logits, want.float(), rtol=1e-5, atol=1e-5)
+    upstream = torch.randn_like(logits)
+    exact = torch.autograd.grad(want, wide, upstream.double())
+    exact = [g for g, t in zip(exact, (x, moe.router.weight), strict=True) if t.requires_grad]
+    for got, true in zip(torch.autograd.grad(logits, leaves, upstream), exact, strict=True):
+        assert (got.double() - true).norm() < 2**-8 * true.norm()
+
+
 def test_autocast():
     moe, x = _moe(add_bias=True), torch.randn(9, 16)
     with torch.autocast("cpu", torch.bfloat16):

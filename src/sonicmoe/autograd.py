@@ -38,6 +38,18 @@ def apply(node: type[torch.autograd.Function], *args):
     return super(torch.autograd.Function, node).apply(*args)  # type: ignore[misc]
 
 
+def router_product(x: torch.Tensor, weight: torch.Tensor, wide: bool) -> torch.Tensor:
+    """X Wrᵀ; `wide` in fp32, on a GPU without a copy of X: products of 16 bits add up in fp32."""
+    if not wide:
+        return torch.nn.functional.linear(x, weight)
+    narrow = x.dtype.itemsize == 2 and weight.dtype == x.dtype
+    if x.is_cuda and narrow and not torch.is_grad_enabled():  # it has no gradient
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.nn.functional.linear(x.to(dtype), weight.to(dtype))
+
+
 class RouterLogits(torch.autograd.Function):
     """X, Wr → X Wrᵀ, and X once more for the experts.
 
@@ -46,24 +58,25 @@ class RouterLogits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, wide):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return torch.nn.functional.linear(x, weight), x
+        return router_product(x, weight, wide), x
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dlogits, dx):
+        need_dx, need_dweight, _ = ctx.needs_input_grad
         if dlogits is None:
-            return dx, None
+            return dx, None, None
         x, weight = ctx.saved_tensors
-        need_dx, need_dweight = ctx.needs_input_grad
+        dlogits = dlogits.to(x.dtype)
         if need_dx and dx is None:
             dx = dlogits @ weight
         elif need_dx:
             # Nobody else holds dx: the second result never leaves the layer.
             dx = dx.addmm_(dlogits, weight)
-        return dx, dlogits.mT @ x if need_dweight else None
+        return dx, dlogits.mT @ x if need_dweight else None, None
 
 
 class TopK(torch.autograd.Function):

@@ -126,8 +126,11 @@ def grouped_experts(
     return _layer(rows, scores, w1, w2, b1, b2, maps, activation, gate_up, backend)
 
 
-def router_logits(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """X Wrᵀ, and X to go on with: the experts' share of dX then meets the router's in one product.
+def router_logits(
+    x: torch.Tensor, weight: torch.Tensor, *, wide: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """X Wrᵀ, in fp32 if `wide`, and X to go on with: the experts' share of dX then meets the
+    router's in one product.
 
     What comes back as X must not be used outside of the layer.
     """
@@ -135,11 +138,13 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, 
         torch.compiler.is_compiling()  # fuses the addition itself
         or torch.is_autocast_enabled(x.device.type)  # two dtypes for dX
         or x.dtype != weight.dtype
-        or not (torch.is_grad_enabled() and x.requires_grad)
+        or not torch.is_grad_enabled()
+        or not (x.requires_grad or (wide and weight.requires_grad))  # else X is kept in fp32
     )
     if plain:
-        return torch.nn.functional.linear(x, weight), x
-    return autograd.apply(autograd.RouterLogits, x, weight)
+        return autograd.router_product(x, weight, wide), x
+    logits, same = autograd.apply(autograd.RouterLogits, x, weight, wide)
+    return logits, same if x.requires_grad else x
 
 
 def topk_scores(

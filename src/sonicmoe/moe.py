@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
@@ -117,11 +116,7 @@ class MoE(nn.Module):
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits, and x for the experts."""
-        weight = self._router_weight()
-        if not self.fp32_router_logits:
-            return router_logits(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), weight.float()), x
+        return router_logits(x, self._router_weight(), wide=self.fp32_router_logits)
 
     def _router_weight(self) -> torch.Tensor:
         return self.router.weight

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import budget, poisoned, same_bits, written_out_loss
 from score_matrices import SCORES, assert_softmax, top
 
 from sonicmoe import MoE, ops
+from sonicmoe.functional import router_logits
 from sonicmoe.reference.token_rounding import SUBROUTINES
 from sonicmoe.routing import ROUTERS, TokenRounding, auxiliary_loss, make_router
 
@@ -99,6 +101,26 @@ def test_auxiliary_loss(shape, weights, dtype):
     )
     budget(found[0]["loss"].detach(), rough, exact, name="loss", tokens=shape[0])
     budget(found[0]["dlogits"], drough.to(dtype), dexact, name="dlogits")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_logits_in_fp32(dtype):
+    """Of data in 16 bits, without a copy of it in fp32."""
+    x = torch.randn(3000, 512, device="cuda", dtype=dtype, requires_grad=True)
+    weight = (torch.randn(24, 512, device="cuda") / 22).to(dtype).requires_grad_()
+    before = torch.cuda.memory_allocated()
+    logits, same = router_logits(x, weight, wide=True)
+    assert torch.cuda.memory_allocated() - before < 4 * 3000 * 32 + 2**16
+    assert logits.dtype == torch.float32 and torch.equal(same, x)
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
+    exact = F.linear(*leaves)
+    budget(logits.detach(), F.linear(x.float(), weight.float()).detach(), exact.detach())
+    upstream = torch.randn_like(logits)
+    narrow = torch.autograd.grad(F.linear(x, weight), (x, weight), upstream.to(dtype))
+    wide = torch.autograd.grad(exact, leaves, upstream.double())
+    found = torch.autograd.grad(logits, (x, weight), upstream)
+    for got, plain, true in zip(found, narrow, wide, strict=True):
+        budget(got, plain, true)
 
 
 def layer(name: str) -> MoE:
