@@ -74,6 +74,11 @@ MUTATIONS = [
         "| (0xFFFF - column)", "| column", _ROUTING, interpreted=True,
     ),
     Mutation(
+        "the bias reaches the weights", "kernels/sigmoid.py",
+        "    score = a * scale\n", "    score = (a + tl.load(bias + chosen)) * scale\n",
+        _ROUTING, interpreted=True,
+    ),
+    Mutation(
         "a softmax without its other experts", "kernels/balance.py",
         "s[None, :] - inner[:, None] +", "s[None, :] +", _ROUTING, interpreted=True,
     ),

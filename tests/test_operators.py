@@ -71,6 +71,12 @@ def _arguments() -> dict[str, list[tuple]]:
         ],
         "topk": [(logits, 2, True, b), (logits.bfloat16(), 3, False, b)],
         "topk_backward": [(scores, scores, ids, logits, over, b) for over in (True, False)],
+        "sigmoid_topk": [
+            (logits.bfloat16(), torch.rand(4), 2, 1, 1, True, 2.5, b),
+            (logits.double(), torch.rand(4), 1, 2, 1, False, 1.0, b),
+        ],
+        "sigmoid_topk_backward": [(scores, scores, ids, logits, n, 2.5, b) for n in (True, False)],
+        "count": [(given.ids, 4, b), (given.ids[:0], 4, b)],
         "balance": [
             (logits.bfloat16(), p.counts, 0.5, 0.1, b),
             (logits.double(), None, 0.0, 1.0, b),

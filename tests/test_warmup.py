@@ -58,6 +58,7 @@ LAYERS = {
     "concatenated": (Layer(H, I, E, K, gate_up="concatenated"), "topk_over_softmax_normalized"),
     "transposed": (Layer(H, I, E, K, transposed=(True, True)), "softmax_over_topk"),
     "main_grad": (Layer(H, I, E, K, main_grad=(True, True)), "softmax_over_topk"),
+    "sigmoid": (Layer(H, I, E, K), "sigmoid"),
     "rounding": (Layer(H, I, E, K), "token_rounding"),
     "rounding object": (Layer(H, I, E, K), TokenRounding(E, K, subroutine="up")),
     "relu": (Layer(H, I, E, K, activation=ActivationType.RELU_SQ), "softmax_over_topk"),

@@ -79,6 +79,11 @@ class RouterLogits(torch.autograd.Function):
         return dx, dlogits.mT @ x if need_dweight else None, None
 
 
+def _shape_of_logits(scores: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:
+    """Shape and dtype without the bytes."""
+    return scores.new_empty_strided((scores.shape[0], experts), (0, 0), dtype=dtype)
+
+
 class TopK(torch.autograd.Function):
     """logits (T, E) → scores (T, K) fp32, ids (T, K) int32.
 
@@ -102,12 +107,36 @@ class TopK(torch.autograd.Function):
         if dscores is None:
             return None, None, None, None
         scores, ids, logits = ctx.saved_tensors
-        if logits is None:  # shape and dtype without the bytes
-            experts, dtype = ctx.like
-            shape = (scores.shape[0], experts)
-            logits = scores.new_empty_strided(shape, (0, 0), dtype=dtype)
+        if logits is None:
+            logits = _shape_of_logits(scores, *ctx.like)
         dlogits = ops.topk_backward(dscores.contiguous(), scores, ids, logits, *ctx.options)
         return dlogits, None, None, None
+
+
+class SigmoidTopK(torch.autograd.Function):
+    """logits (T, E), bias (E,) → scores (T, K) fp32, ids (T, K) int32. Kept: 8·T·K."""
+
+    @staticmethod
+    def forward(ctx, logits, bias, k, groups, groups_kept, normalize, scale, backend):
+        ctx.set_materialize_grads(False)
+        scores, affinity, ids = ops.sigmoid_topk(
+            logits, bias, k, groups, groups_kept, normalize, scale, backend
+        )
+        ctx.mark_non_differentiable(ids)
+        ctx.save_for_backward(affinity, ids)
+        ctx.like = (logits.shape[1], logits.dtype)
+        ctx.options = (normalize, scale, backend)
+        return scores, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dscores, _):
+        if dscores is None:
+            return (None,) * 8
+        affinity, ids = ctx.saved_tensors
+        logits = _shape_of_logits(affinity, *ctx.like)
+        dlogits = ops.sigmoid_topk_backward(dscores, affinity, ids, logits, *ctx.options)
+        return dlogits, *([None] * 7)
 
 
 class Balance(torch.autograd.Function):

@@ -9,7 +9,8 @@ from sonicmoe import ops
 from sonicmoe.functional import permute
 from sonicmoe.ops import launch_routing
 from sonicmoe.reference import layer as reference
-from sonicmoe.routing import auxiliary_loss
+from sonicmoe.reference import routers
+from sonicmoe.routing import Sigmoid, auxiliary_loss
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,6 +69,45 @@ def test_auxiliary_loss(dtype, tokens, experts, weights, monkeypatch):
         for wide in (torch.float32, torch.float64)
     )
     budget(loss.detach(), rough, exact, name="loss", tokens=tokens)
+    budget(dlogits, drough.to(dtype), dexact, name="dlogits")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "groups", "kept"),
+    [
+        (33, 5, 3, 1, 1),  # more tokens than one program takes, E no power of two
+        (20, 32, 4, 8, 4),
+        (7, 15, 2, 5, 2),  # groups of three
+        (6, 4, 2, 4, 3),  # groups of one
+        (3, 300, 6, 1, 1),
+        (0, 4, 2, 2, 1),
+    ],
+)
+def test_sigmoid(dtype, normalize, tokens, experts, k, groups, kept):
+    router = Sigmoid(
+        experts, k, groups=groups, groups_kept=kept, normalize=normalize, scale=2.5
+    )  # fmt: skip
+    router.selection_bias.normal_(std=0.1)
+    logits = torch.randn(tokens, experts).to(dtype).requires_grad_()
+    dscores = torch.randn(tokens, k)
+    with poisoned():
+        r = router(logits, backend="triton")
+        (dlogits,) = torch.autograd.grad(r.scores, logits, dscores)
+    assert torch.equal(router.load, r.ids.flatten().bincount(minlength=experts).float())
+    found = []
+    for wide in (torch.float32, torch.float64):
+        leaf = logits.detach().to(wide).requires_grad_()
+        options = (k, groups, kept, normalize, 2.5)
+        if tokens:
+            scores, ids = routers.sigmoid(leaf, router.selection_bias, *options)
+            assert torch.equal(r.ids.long(), ids)
+        else:
+            scores = leaf[:, :k]
+        found.append((scores.detach(), *torch.autograd.grad(scores, leaf, dscores.to(wide))))
+    (rough, drough), (exact, dexact) = found
+    budget(r.scores.detach(), rough, exact, name="scores")
     budget(dlogits, drough.to(dtype), dexact, name="dlogits")
 
 

@@ -103,6 +103,37 @@ def test_auxiliary_loss(shape, weights, dtype):
     budget(found[0]["dlogits"], drough.to(dtype), dexact, name="dlogits")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    "shape",
+    [(4096, 256, 8, 8, 4), (1000, 60, 6, 5, 3), (5000, 384, 8, 1, 1), (3, 4, 2, 4, 2)],
+    ids=str,
+)
+def test_sigmoid(shape, normalize, dtype):
+    tokens, experts, k, groups, kept = shape
+    logits = torch.randn(tokens, experts, device="cuda").to(dtype)
+    bias = torch.randn(experts, device="cuda") / 10
+    given = (logits, bias, k, groups, kept, normalize, 2.5)
+    want = ops.sigmoid_topk(*given, "torch")
+    with poisoned():
+        got, again = (ops.sigmoid_topk(*given, "triton") for _ in range(2))
+    same_bits(dict(enumerate(got)), dict(enumerate(again)))
+    scores, affinity, ids = got
+    # Sums of a sigmoid and a bias that differ by one rounding may change places.
+    same = (ids == want[2]).all(1)
+    assert same.float().mean() > 0.999
+    for one, other in zip(got[:2], want[:2], strict=True):
+        torch.testing.assert_close(one[same], other[same])
+    back = (torch.randn_like(scores), affinity, ids, logits, normalize, 2.5)
+    wanted = ops.sigmoid_topk_backward(*back, "torch")
+    with poisoned():
+        found, twice = (ops.sigmoid_topk_backward(*back, "triton") for _ in range(2))
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(found, twice)
+    assert torch.equal(ops.count(ids, experts, "triton"), ops.count(ids, experts, "torch"))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_logits_in_fp32(dtype):
     """Of data in 16 bits, without a copy of it in fp32."""

@@ -8,16 +8,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ..errors import bad_argument
 
-FORWARD = ("topk", "balance", "permute", "tiles", "up", "down", "aggregate")
+FORWARD = ("topk", "sigmoid_topk", "balance", "permute", "tiles", "up", "down", "aggregate")
 
 
 def save_operators(*names: str) -> Callable:
     """A `context_fn` for `torch.utils.checkpoint` that keeps what these operators return.
 
-    Everything else is computed again. Without names: every operator of the forward pass, so that
-    each runs once.
-    Bytes kept in bf16: topk 8·T·K, balance 4·E, permute 12·R, up 2·R·(N+I), down 2·R·H, aggregate
-    2·T·H.
+    Everything else is computed again. Without names: all of `FORWARD`, so that each runs once.
+    Bytes kept in bf16: topk 8·T·K, sigmoid_topk 12·T·K, balance 4·E, permute 12·R, up 2·R·(N+I),
+    down 2·R·H, aggregate 2·T·H.
     """
     for name in names:
         if name not in FORWARD:

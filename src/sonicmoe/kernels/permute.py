@@ -26,16 +26,17 @@ def count_kernel(
 ):  # fmt: skip
     """Slots of span p with expert e in counts[p, e], those with a lower expert above them.
 
-    The slots of all spans are added up in totals. Grid: spans.
+    The slots of all spans are added up in totals, alone without counts. Grid: spans.
     """
     p = tl.program_id(0)
     slot = p * CHUNK + tl.arange(0, CHUNK)
     expert = _load_ids(ids, slot, slot < slots, num_experts)
     histogram = tl.histogram(expert, BE, mask=expert < num_experts)
-    lower = tl.cumsum(histogram, 0) - histogram
     e = tl.arange(0, BE)
-    at = counts + p.to(tl.int64) * num_experts + e
-    tl.store(at, lower << _SHIFT | histogram, mask=e < num_experts)
+    if counts is not None:
+        lower = tl.cumsum(histogram, 0) - histogram
+        at = counts + p.to(tl.int64) * num_experts + e
+        tl.store(at, lower << _SHIFT | histogram, mask=e < num_experts)
     tl.atomic_add(totals + e, histogram, mask=histogram > 0, sem="relaxed")
 
 

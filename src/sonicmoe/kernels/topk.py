@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _to_keys(logits, column):
+def to_keys(logits, column):
     """Integers in the order of choice: larger logit first, then lower column.
 
     NaN ranks above everything, -0 with 0. Logits of 16 bits make keys of 32, others of 64: the
@@ -23,7 +23,7 @@ def _to_keys(logits, column):
 
 
 @triton.jit
-def _from_keys(keys, dtype: tl.constexpr):
+def from_keys(keys, dtype: tl.constexpr):
     """Column and logit in fp32."""
     if dtype.primitive_bitwidth == 16:
         bits = keys >> 16
@@ -53,7 +53,7 @@ def topk_kernel(
     row = raw.to(tl.float32)
     if not NARROW:
         raw = row
-    keys = tl.where((e < E)[None, :], _to_keys(raw, e[None, :]), lowest)
+    keys = tl.where((e < E)[None, :], to_keys(raw, e[None, :]), lowest)
 
     slot = tl.arange(0, BK)
     picked = tl.zeros((BT, BK), keys.dtype)
@@ -62,7 +62,7 @@ def topk_kernel(
         picked = tl.where(slot[None, :] == k, best[:, None], picked)
         keys = tl.where(keys == best[:, None], lowest, keys)
 
-    chosen, value = _from_keys(picked, raw.dtype)
+    chosen, value = from_keys(picked, raw.dtype)
     value = tl.where((slot < K)[None, :], value, float("-inf"))
     if SOFTMAX_OVER_TOPK:
         weight = tl.exp(value - tl.max(value, 1)[:, None])

@@ -13,7 +13,17 @@ from .products import (
     up_backward,
     up_backward_into,
 )
-from .routing import balance, balance_backward, permute, tiles, topk, topk_backward
+from .routing import (
+    balance,
+    balance_backward,
+    count,
+    permute,
+    sigmoid_topk,
+    sigmoid_topk_backward,
+    tiles,
+    topk,
+    topk_backward,
+)
 from .token_rounding import round_logits, round_logits_backward, round_tokens
 
 __all__ = [
@@ -23,6 +33,7 @@ __all__ = [
     "aggregate",
     "balance",
     "balance_backward",
+    "count",
     "down",
     "down_backward",
     "down_backward_into",
@@ -30,6 +41,8 @@ __all__ = [
     "round_logits",
     "round_logits_backward",
     "round_tokens",
+    "sigmoid_topk",
+    "sigmoid_topk_backward",
     "tiles",
     "topk",
     "topk_backward",

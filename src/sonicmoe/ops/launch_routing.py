@@ -6,6 +6,7 @@ import torch
 
 from ..kernels import balance as balance_kernels
 from ..kernels import permute as permute_kernels
+from ..kernels import sigmoid as sigmoid_kernels
 from ..kernels import topk as topk_kernels
 from ..shapes import ceil_div, max_tiles
 from . import memory
@@ -60,6 +61,49 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk):
             dscores.contiguous(), scores, ids, None if softmax_over_topk else logits, dlogits,
             tokens, logits.stride(0),
         )  # fmt: skip
+    return dlogits
+
+
+@cache
+def _bound_sigmoid(
+    experts: int, k: int, groups: int, kept: int, normalize: bool
+) -> tuple[int, Bound, Bound]:
+    """Tokens of a program, and the kernels: forward, backward."""
+    block = min(_tokens_at_once(experts), 16)
+    tile = {
+        "E": experts, "K": k, "NORMALIZE": normalize,
+        "BT": block, "BE": power_of_two(experts), "BK": power_of_two(k), "num_warps": 4,
+    }  # fmt: skip
+    grouped = {"GROUPS": groups, "KEPT": kept, "BG": power_of_two(groups)}
+    return (
+        block,
+        Bound(sigmoid_kernels.sigmoid_topk_kernel, **tile, **grouped),
+        Bound(sigmoid_kernels.sigmoid_topk_backward_kernel, **tile),
+    )
+
+
+def sigmoid_topk(logits, bias, k, groups, kept, normalize, scale):
+    tokens, experts = logits.shape
+    scores = memory.empty((tokens, k), torch.float32, logits.device)
+    affinity = memory.empty((tokens, k), torch.float32, logits.device)
+    ids = memory.empty((tokens, k), torch.int32, logits.device)
+    if tokens:
+        block, kernel, _ = _bound_sigmoid(experts, k, groups, kept, normalize)
+        logits = _with_dense_rows(logits)
+        launch(
+            kernel, (ceil_div(tokens, block),),
+            logits, bias, scores, affinity, ids, scale, tokens, logits.stride(0),
+        )  # fmt: skip
+    return scores, affinity, ids
+
+
+def sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale):
+    tokens, experts = logits.shape
+    dlogits = memory.empty((tokens, experts), logits.dtype, logits.device)
+    if tokens:
+        block, _, kernel = _bound_sigmoid(experts, ids.shape[1], 1, 1, normalize)
+        grid = (ceil_div(tokens, block),)
+        launch(kernel, grid, dscores.contiguous(), affinity, ids, dlogits, scale, tokens)
     return dlogits
 
 
@@ -133,6 +177,16 @@ def _bound_permute(experts: int, tile_height: int) -> tuple[Bound, Bound, Bound,
         Bound(permute_kernels.place_kernel, CHUNK=_CHUNK, num_warps=8),
         ceil_div(experts, columns),
     )  # fmt: skip
+
+
+def count(ids, num_experts):
+    totals = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
+    slots = ids.numel()
+    if slots:
+        kernel = _bound_permute(num_experts, 1)[0]  # which knows no tiles
+        spans = ceil_div(slots, _CHUNK)
+        launch(kernel, (spans,), ids.contiguous(), None, totals, slots, num_experts)
+    return totals
 
 
 def permute(ids, num_experts, slot_token, tile_height):

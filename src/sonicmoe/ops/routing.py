@@ -47,6 +47,37 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk, backend):
     return _triton().topk_backward(dscores, scores, ids, logits, softmax_over_topk)
 
 
+def _sigmoid_topk_fake(logits, bias, k, groups, kept, normalize, scale, backend):
+    scores, ids = _topk_fake(logits, k, False, backend)
+    return scores, torch.empty_like(scores), ids
+
+
+@operator(
+    "sigmoid_topk(Tensor logits, Tensor bias, int k, int groups, int kept, bool normalize,"
+    " float scale, str backend) -> (Tensor, Tensor, Tensor)",
+    fake=_sigmoid_topk_fake,
+)
+def sigmoid_topk(logits, bias, k, groups, kept, normalize, scale, backend):
+    """scores (T, K) fp32, sigmoids (T, K) fp32 and ids (T, K) int32: see `routing.Sigmoid`."""
+    if backend == "torch":
+        return reference.sigmoid_topk(logits, bias, k, groups, kept, normalize, scale)
+    return _triton().sigmoid_topk(logits, bias, k, groups, kept, normalize, scale)
+
+
+@operator(
+    "sigmoid_topk_backward(Tensor dscores, Tensor affinity, Tensor ids, Tensor logits,"
+    " bool normalize, float scale, str backend) -> Tensor",
+    fake=lambda dscores, affinity, ids, logits, normalize, scale, backend: torch.empty_like(
+        logits, memory_format=torch.contiguous_format
+    ),
+)
+def sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale, backend):
+    """dlogits (T, E). Only the shape of `logits` is used."""
+    if backend == "torch":
+        return reference.sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale)
+    return _triton().sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale)
+
+
 def _balance_fake(logits, counts, balance, z, backend):
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.new_empty((), dtype=wide), logits.new_empty(logits.shape[1], dtype=wide)
@@ -75,6 +106,17 @@ def balance_backward(dloss, slope, logits, z, backend):
     if backend == "torch":
         return reference.balance_backward(dloss, slope, logits, z)
     return _triton().balance_backward(dloss, slope, logits, z)
+
+
+@operator(
+    "count(Tensor ids, int num_experts, str backend) -> Tensor",
+    fake=lambda ids, num_experts, backend: ids.new_empty(num_experts, dtype=torch.int32),
+)
+def count(ids, num_experts, backend):
+    """(E,) int32: how many of `ids` name each expert; ids outside [0, E) count nowhere."""
+    if backend == "torch":
+        return reference.count(ids, num_experts)
+    return _triton().count(ids, num_experts)
 
 
 def _permute_fake(ids, num_experts, slot_token, tile_height, backend):

@@ -37,6 +37,57 @@ def topk_backward(
     return dlogits.scatter_add_(1, picked, scores * dscores).to(logits.dtype)
 
 
+def sigmoid_topk(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    k: int,
+    groups: int,
+    kept: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores, sigmoids and ids, each (T, K), of the K largest of sigmoid(logits) + bias."""
+    every = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+    ranking = every + bias
+    if groups != kept:
+        grouped = ranking.unflatten(1, (groups, -1))
+        best_two = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)
+        alive = torch.zeros_like(best_two, dtype=torch.bool)
+        alive.scatter_(1, topk(best_two, kept, True)[1].long(), True)
+        ranking = grouped.masked_fill(~alive.unsqueeze(-1), float("-inf")).flatten(1)
+    ids = topk(ranking, k, True)[1]
+    affinity = every.gather(1, ids.long())
+    scores = affinity * scale
+    if normalize:
+        scores = scores / (affinity.sum(-1, keepdim=True) + 1e-20)
+    return scores, affinity, ids
+
+
+def sigmoid_topk_backward(
+    dscores: torch.Tensor,
+    affinity: torch.Tensor,
+    ids: torch.Tensor,
+    logits: torch.Tensor,
+    normalize: bool,
+    scale: float,
+) -> torch.Tensor:
+    """dlogits (T, E), zero outside the choice."""
+    if normalize:
+        total = affinity.sum(-1, keepdim=True) + 1e-20
+        dscores = (dscores - (dscores * affinity).sum(-1, keepdim=True) / total) / total
+    slope = scale * dscores * affinity * (1 - affinity)
+    dense = torch.zeros(logits.shape, dtype=affinity.dtype, device=logits.device)
+    return dense.scatter_(1, ids.long(), slope).to(logits.dtype)
+
+
+def count(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """(E,) int32, without waiting for the device."""
+    flat = ids.flatten().long()
+    bin_ = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add_(0, bin_, torch.ones_like(bin_, dtype=torch.int32))[:num_experts]
+
+
 _LEAST = 1e-12  # of a sum that is divided by
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .. import ops
 from ..errors import bad_argument
-from ..validation import check_floating, check_k
+from ..validation import check_floating, check_k, resolve_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Routing:
 
     def counts(self) -> torch.Tensor:
         """(E,) int32: rows of each expert."""
-        return rows_per_expert(self.ids, self.logits.shape[1])
+        backend = resolve_backend(None, self.ids)
+        return ops.count(self.ids, self.logits.shape[1], backend)
 
     def choice_counts(self) -> torch.Tensor:
         """(E,) int32: rows of each expert by the tokens' own choice, which balance losses see."""
@@ -61,14 +63,6 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"experts={self.num_experts}, k={self.k}"
-
-
-def rows_per_expert(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """(E,) int32: how many of `ids` name each expert; ids outside [0, E) count nowhere."""
-    flat = ids.flatten().long()
-    bin_ = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
-    return counts.scatter_add_(0, bin_, torch.ones_like(bin_, dtype=torch.int32))[:num_experts]
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import torch
 
+from .. import autograd, ops
 from ..errors import bad_argument
-from ..functional import topk_scores
-from .base import Router, Routing, rows_per_expert, widened
+from ..validation import resolve_backend
+from .base import Router, Routing
 
 
 class Sigmoid(Router):
@@ -53,25 +54,15 @@ class Sigmoid(Router):
 
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
         self.check(logits)
-        affinity = widened(logits).sigmoid()
-        with torch.no_grad():
-            _, ids = topk_scores(self._ranking(affinity, backend), self.k, backend=backend)
-            if self.training:
-                self.load += rows_per_expert(ids, self.num_experts)
-        scores = affinity.gather(1, ids.long())
-        if self.normalize:
-            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        return Routing(logits, ids, scores * self.scale)
-
-    def _ranking(self, affinity: torch.Tensor, backend: str | None) -> torch.Tensor:
-        ranking = affinity + self.selection_bias
-        if self.groups == self.groups_kept:
-            return ranking
-        grouped = ranking.unflatten(1, (self.groups, -1))
-        best_two = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)
-        _, kept = topk_scores(best_two, self.groups_kept, backend=backend)
-        alive = torch.zeros_like(best_two, dtype=torch.bool).scatter_(1, kept.long(), True)
-        return grouped.masked_fill(~alive.unsqueeze(-1), float("-inf")).flatten(1)
+        backend = resolve_backend(backend, logits)
+        scores, ids = autograd.apply(
+            autograd.SigmoidTopK, logits, self.selection_bias, self.k, self.groups,
+            self.groups_kept, self.normalize, float(self.scale), backend,
+        )  # fmt: skip
+        if self.training:
+            with torch.no_grad():
+                self.load += ops.count(ids, self.num_experts, backend)
+        return Routing(logits, ids, scores)
 
     @torch.no_grad()
     def update_bias(
