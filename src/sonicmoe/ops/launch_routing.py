@@ -20,6 +20,10 @@ def _tokens_at_once(experts: int) -> int:
     return max(1, 4096 // power_of_two(experts))
 
 
+def _with_dense_rows(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
 @cache
 def _bound_topk(backward: bool, experts: int, k: int, softmax_over_topk: bool) -> tuple[int, Bound]:
     """Tokens of a program, and the kernel."""
@@ -120,11 +124,7 @@ def _bound_balance(experts: int) -> tuple[int, Bound, Bound, Bound]:
         Bound(balance_kernels.softmax_sums_kernel, **tile, BT=block, num_warps=4),
         Bound(balance_kernels.balance_kernel, **tile, BP=max(1, 16384 // width), num_warps=16),
         Bound(balance_kernels.balance_backward_kernel, **tile, BT=block, num_warps=4),
-    )  # fmt: skip
-
-
-def _with_dense_rows(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.stride(1) == 1 else logits.contiguous()
+    )
 
 
 def balance(logits, counts, balance, z):
