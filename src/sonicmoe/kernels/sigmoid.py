@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .topk import from_keys, to_keys
+from .topk import from_keys, largest, to_keys
 
 _LEAST: tl.constexpr = tl.constexpr(1e-20)  # of a sum that is divided by
 _LOWEST: tl.constexpr = tl.constexpr(-0x8000000000000000)  # below every key
@@ -58,13 +58,8 @@ def sigmoid_topk_kernel(
         keys = _only_best_groups(keys, e, E // GROUPS, GROUPS, KEPT, BT, BG)
 
     slot = tl.arange(0, BK)
-    picked = tl.zeros((BT, BK), tl.int64)
-    for k in tl.range(K):
-        best = tl.max(keys, 1)
-        picked = tl.where(slot[None, :] == k, best[:, None], picked)
-        keys = tl.where(keys == best[:, None], _LOWEST, keys)
-
     keep = ok[:, None] & (slot < K)[None, :]
+    picked = largest(keys, _LOWEST, K, BT, BK)
     chosen = tl.where(keep, from_keys(picked, tl.float32)[0], 0)
     a = tl.sigmoid(tl.load(row + chosen, mask=keep, other=0.0).to(tl.float32))
     a = tl.where((slot < K)[None, :], a, 0.0)

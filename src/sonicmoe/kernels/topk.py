@@ -35,6 +35,18 @@ def from_keys(keys, dtype: tl.constexpr):
         return 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32), raw.to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def largest(keys, lowest: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    """The K largest of each row of keys, all different, largest first: (BT, BK)."""
+    slot = tl.arange(0, BK)
+    picked = tl.zeros((BT, BK), keys.dtype)
+    for k in tl.range(K):
+        best = tl.max(keys, 1)
+        picked = tl.where(slot[None, :] == k, best[:, None], picked)
+        keys = tl.where(keys == best[:, None], lowest, keys)
+    return picked
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def topk_kernel(
     logits, scores, ids, tokens, logits_stride,
@@ -56,13 +68,7 @@ def topk_kernel(
     keys = tl.where((e < E)[None, :], to_keys(raw, e[None, :]), lowest)
 
     slot = tl.arange(0, BK)
-    picked = tl.zeros((BT, BK), keys.dtype)
-    for k in tl.range(K):
-        best = tl.max(keys, 1)
-        picked = tl.where(slot[None, :] == k, best[:, None], picked)
-        keys = tl.where(keys == best[:, None], lowest, keys)
-
-    chosen, value = from_keys(picked, raw.dtype)
+    chosen, value = from_keys(largest(keys, lowest, K, BT, BK), raw.dtype)
     value = tl.where((slot < K)[None, :], value, float("-inf"))
     if SOFTMAX_OVER_TOPK:
         weight = tl.exp(value - tl.max(value, 1)[:, None])
