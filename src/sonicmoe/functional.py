@@ -53,9 +53,10 @@ def experts(
 
 
 def experts_and_counts(
-    x, ids, scores, w1, w2, b1, b2, slot_token, token_start, activation, gate_up, backend
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`experts`, and the rows of each expert (E,)."""
+    x, ids, scores, w1, w2, b1, b2, slot_token, token_start, activation, gate_up, backend,
+    *, loss: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`experts`, and the rows of each expert (E,); `loss`: whether the auxiliary loss follows."""
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
     if slot_token is None:
@@ -64,7 +65,7 @@ def experts_and_counts(
         _check_pairs(x, ids, scores, slot_token, token_start)
     backend = resolve_backend(backend, x)
     if x.is_cuda and backend == "triton":
-        _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up)
+        _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up, loss)
     permutation = permute(
         ids, w1.shape[0], slot_token=slot_token, tokens=x.shape[0], token_start=token_start,
         dtype=x.dtype, backend=backend,
@@ -217,7 +218,7 @@ def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backe
     )  # fmt: skip
 
 
-def _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up) -> None:
+def _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up, loss) -> None:
     """All kernels of a training step at once, where the first one would wait for each in turn."""
     training = torch.is_grad_enabled() and w1.requires_grad
     # A fake tensor is on a GPU that need not exist, and its kernels never run.
@@ -230,7 +231,7 @@ def _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up) -> None:
             hidden, intermediate, experts, ids.shape[1] if ids.dim() == 2 else 0, x.dtype,
             activation, gate_up, (b1 is not None, b2 is not None),
             (w1.stride(2) != 1, w2.stride(2) != 1),
-            (with_main_grad(w1) is not None, with_main_grad(w2) is not None), ids.dtype,
+            (with_main_grad(w1) is not None, with_main_grad(w2) is not None), ids.dtype, loss,
         ),
     )  # fmt: skip
 

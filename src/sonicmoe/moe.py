@@ -129,7 +129,7 @@ class MoE(nn.Module):
             x, routing.ids, routing.scores,
             self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
             routing.slot_token, routing.token_start, self.activation_function, self.gate_up,
-            backend,
+            backend, loss=True,
         )  # fmt: skip
 
     def _aux_loss(
