@@ -7,6 +7,7 @@ import pytest
 
 from sonicmoe import cost
 from sonicmoe.bench import results
+from sonicmoe.bench.cases import ROUTERS
 from sonicmoe.shapes import Problem
 
 HAND = Problem(T=6, H=16, I=8, E=4, K=2)  # R = 12, N = 16
@@ -48,12 +49,10 @@ def test_the_readme_adds_up_to_it(shape):
 
 
 def test_kept_bytes_of_each_router():
-    total = {
-        router: sum(cost.kept_bytes(HAND, router=router).values())
-        for router in ("softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normalized")
-    }
+    total = {router: sum(cost.kept_bytes(HAND, router=router).values()) for router in ROUTERS}
     assert total["topk_over_softmax"] - total["softmax_over_topk"] == 6 * 4 * 2  # the logits
     assert total["topk_over_softmax_normalized"] == total["softmax_over_topk"]
+    assert total["sigmoid"] - total["softmax_over_topk"] == HAND.R * 4
     assert "ids" not in cost.kept_bytes(HAND, router=None)
 
 

@@ -57,6 +57,8 @@ def kept_bytes(
         del kept["ids"]
     if router in ROUTERS_THAT_KEEP_LOGITS:
         kept["logits"] = p.T * p.E * itemsize
+    if router == "sigmoid":
+        kept["sigmoids"] = p.R * score
     return kept
 
 

@@ -6,7 +6,7 @@ from ..enums import ActivationType
 from ..errors import bad_argument
 from ..shapes import Problem
 
-ROUTERS = ("softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normalized")
+ROUTERS = ("softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normalized", "sigmoid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,6 @@ GRID = (
 # Qwen/Qwen3-30B-A3B, Qwen/Qwen3-Next-80B-A3B-Instruct, openai/gpt-oss-20b,
 # mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3, moonshotai/Kimi-Linear-48B-A3B-Instruct,
 # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16. T is ours.
-_SIGMOID = "its sigmoid router is timed as softmax over the choice; shared expert left out"
 MODELS = (
     _case("olmoe-1b-7b", "32768,2048,1024,64,8", router="topk_over_softmax"),
     _case("qwen3-30b-a3b", "32768,2048,768,128,8", router="topk_over_softmax_normalized"),
@@ -78,12 +77,23 @@ MODELS = (
         bias=True,
     ),
     _case("mixtral-8x7b", "16384,4096,14336,8,2", router="topk_over_softmax_normalized"),
-    _case("deepseek-v3", "16384,7168,2048,256,8", _SIGMOID),
-    _case("kimi-linear-48b-a3b", "32768,2304,1024,256,8", _SIGMOID),
+    _case(
+        "deepseek-v3",
+        "16384,7168,2048,256,8",
+        "groups of experts and the shared expert left out",
+        router="sigmoid",
+    ),
+    _case(
+        "kimi-linear-48b-a3b",
+        "32768,2304,1024,256,8",
+        "shared expert left out",
+        router="sigmoid",
+    ),
     _case(
         "nemotron-3-nano",
         "32768,2688,1856,128,6",
-        _SIGMOID,
+        "shared expert left out",
+        router="sigmoid",
         activation=ActivationType.RELU_SQ,
     ),
 )

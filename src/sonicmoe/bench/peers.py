@@ -70,7 +70,7 @@ def grouped_mm(inputs: Inputs) -> Subject:
         activation = torch.compile(swiglu, dynamic=False)
 
     def forward() -> torch.Tensor:
-        scores, ids = _softmax_over_topk(i)
+        scores, ids = _routed(i)
         flat = ids.flatten()
         order = flat.argsort()
         ends = flat.bincount(minlength=p.E).cumsum(0).to(torch.int32)
@@ -94,7 +94,7 @@ def scattermoe(inputs: Inputs) -> Subject:
     mlp.output_experts.weight = torch.nn.Parameter(i.w2.detach())
 
     def forward() -> torch.Tensor:
-        scores, ids = _softmax_over_topk(i)
+        scores, ids = _routed(i)
         return mlp(i.x, scores.to(i.x.dtype), ids)
 
     leaves = leaves_of(inputs, router=True)
@@ -102,9 +102,11 @@ def scattermoe(inputs: Inputs) -> Subject:
     return Subject("scattermoe", True, forward, leaves, i.dout, concatenated=True)
 
 
-def _softmax_over_topk(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _routed(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     logits = F.linear(inputs.x, inputs.router_w)
     values, ids = logits.topk(inputs.case.problem.K, dim=-1)
+    if inputs.case.router == "sigmoid":
+        return F.normalize(values.float().sigmoid(), p=1, dim=-1), ids
     return values.float().softmax(-1), ids
 
 

@@ -44,7 +44,10 @@ class Layer(NamedTuple):
 
     @classmethod
     def of(cls, record: Record) -> "Layer":
-        return cls(**{name: record[name] for name in cls._fields if name in record})
+        known = {name: record[name] for name in cls._fields if name in record}
+        if record["case"] != record["shape"]:  # a named case is the same with a truer router
+            known.pop("router_kind", None)
+        return cls(**known)
 
     def __str__(self) -> str:
         if self.case != self.shape:  # a named case brings its own activation, bias and router

@@ -45,6 +45,7 @@ def leaves_of(inputs: Inputs, router: bool) -> dict[str, torch.Tensor]:
 def ours(inputs: Inputs, *, router: bool, concatenated: bool = False, layers: int = 1) -> Subject:
     """The layer of this package, through its public functions, or some with the same weights."""
     from ..functional import experts, router_logits, topk_scores
+    from ..routing import Sigmoid
 
     case, i = inputs.case, inputs
 
@@ -55,8 +56,13 @@ def ours(inputs: Inputs, *, router: bool, concatenated: bool = False, layers: in
             gate_up="concatenated" if concatenated else "interleaved",
         )  # fmt: skip
 
+    sigmoid = Sigmoid(case.problem.E, case.problem.K).to(i.x.device)
+
     def with_router(x: torch.Tensor) -> torch.Tensor:
         logits, x = router_logits(x, i.router_w)
+        if case.router == "sigmoid":
+            r = sigmoid(logits)
+            return layer(x, r.ids, r.scores)
         scores, ids = topk_scores(
             logits, case.problem.K,
             softmax_over_topk=case.router == "softmax_over_topk",

@@ -151,6 +151,8 @@ class _Pass:
         logits = F.linear(*self.route_leaves).to(torch.promote_types(self.dtype, torch.float32))
         if self.inputs.case.router == "topk_over_softmax":
             return logits.softmax(-1).gather(1, ids)
+        if self.inputs.case.router == "sigmoid":
+            return F.normalize(logits.gather(1, ids).sigmoid(), p=1, dim=-1)
         return logits.gather(1, ids).softmax(-1)
 
     def expert(self, e: int) -> dict[str, torch.Tensor]:
