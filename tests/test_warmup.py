@@ -78,7 +78,7 @@ def test_a_step_after_warmup_compiles_nothing(name):
 
 @pytest.mark.parametrize("router", ["softmax_over_topk", "token_rounding"])
 def test_a_first_step_compiles_ahead_what_its_experts_and_loss_need(router):
-    layer = Layer(H, I, E, K if router == "softmax_over_topk" else 0, loss=True)
+    layer = Layer(H, I, E, K if router == "softmax_over_topk" else 0, logits=torch.bfloat16)
     with compiling(90) as ahead:
         run_step(layer)
     needed = step(layer, router)
@@ -227,7 +227,7 @@ for module in (launch, launch_products, launch_routing):
     module.launch = lambda *_, **__: None
 launch_products.target_of = lambda t: launch.Target(80, 108)
 assert "sympy" not in sys.modules
-ahead.run_step(ahead.Layer(64, 32, 4, 2, loss=True))
+ahead.run_step(ahead.Layer(64, 32, 4, 2, logits=ahead.torch.float32))
 assert "sympy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -241,7 +241,7 @@ def test_only_a_real_training_step_compiles_ahead(monkeypatch):
     def step(learn: bool) -> None:
         x, w1, w2 = (torch.empty(shape) for shape in ((32, H), (E, 2 * I, H), (E, H, I)))
         ids = torch.empty((32, K), dtype=torch.int32)
-        kind = (ActivationType.SWIGLU, "interleaved", True)
+        kind = (ActivationType.SWIGLU, "interleaved", torch.float32)
         functional._compile_ahead(x, ids, w1.requires_grad_(learn), w2, None, None, *kind)
 
     with FakeTensorMode():
@@ -251,4 +251,4 @@ def test_only_a_real_training_step_compiles_ahead(monkeypatch):
         step(True)
     assert not asked
     step(True)
-    assert asked == [Layer(H, I, E, K, torch.float32, loss=True)]
+    assert asked == [Layer(H, I, E, K, torch.float32, logits=torch.float32)]

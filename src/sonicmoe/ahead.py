@@ -37,7 +37,7 @@ class Layer(NamedTuple):
     transposed: tuple[bool, bool] = (False, False)  # W1, W2: (E, K, N) in memory
     main_grad: tuple[bool, bool] = (False, False)  # W1, W2
     ids: torch.dtype = torch.int32
-    loss: bool = False  # whether the auxiliary loss follows
+    logits: torch.dtype | None = None  # where the auxiliary loss follows
 
 
 @cache
@@ -148,7 +148,7 @@ def run_experts(layer: Layer, slots: Slots | None = None) -> torch.Tensor:
 
 
 def run_step(layer: Layer) -> None:
-    """A training step of the experts, and of the loss that follows them.
+    """A training step of the experts, and of the auxiliary loss where it follows.
 
     The nodes are called one by one. `backward()` would import sympy first, which took 2.9 s beside
     six kernels that were compiled, and nothing of the backward pass was until then.
@@ -163,10 +163,11 @@ def run_step(layer: Layer) -> None:
     with torch.no_grad():
         dz, *_ = Down.backward(down, _new(*out.shape, dtype=out.dtype))
         Up.backward(up, dz, None)
-        if layer.loss:
+        if layer.logits is not None:
+            logits = _new(_TOKENS, layer.experts, dtype=layer.logits)
             counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")
-            loss, slope = ops.balance(logits_of(layer), counts, 1.0, 0.0, "triton")
-            ops.balance_backward(loss, slope, logits_of(layer), 0.0, "triton")
+            loss, slope = ops.balance(logits, counts, 1.0, 0.0, "triton")
+            ops.balance_backward(loss, slope, logits, 0.0, "triton")
 
 
 def _slots(layer: Layer) -> Slots:

@@ -54,9 +54,12 @@ def experts(
 
 def experts_and_counts(
     x, ids, scores, w1, w2, b1, b2, slot_token, token_start, activation, gate_up, backend,
-    *, loss: bool = False,
+    *, logits: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`experts`, and the rows of each expert (E,); `loss`: whether the auxiliary loss follows."""
+    """`experts`, and the rows of each expert (E,).
+
+    `logits`: of which dtype they are, where the auxiliary loss follows, to compile it ahead.
+    """
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
     if slot_token is None:
@@ -65,7 +68,7 @@ def experts_and_counts(
         _check_pairs(x, ids, scores, slot_token, token_start)
     backend = resolve_backend(backend, x)
     if x.is_cuda and backend == "triton":
-        _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up, loss)
+        _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up, logits)
     permutation = permute(
         ids, w1.shape[0], slot_token=slot_token, tokens=x.shape[0], token_start=token_start,
         dtype=x.dtype, backend=backend,
@@ -218,7 +221,7 @@ def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backe
     )  # fmt: skip
 
 
-def _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up, loss) -> None:
+def _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up, logits) -> None:
     """All kernels of a training step at once, where the first one would wait for each in turn."""
     training = torch.is_grad_enabled() and w1.requires_grad
     # A fake tensor is on a GPU that need not exist, and its kernels never run.
@@ -231,7 +234,7 @@ def _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up, loss) -> None:
             hidden, intermediate, experts, ids.shape[1] if ids.dim() == 2 else 0, x.dtype,
             activation, gate_up, (b1 is not None, b2 is not None),
             (w1.stride(2) != 1, w2.stride(2) != 1),
-            (with_main_grad(w1) is not None, with_main_grad(w2) is not None), ids.dtype, loss,
+            (with_main_grad(w1) is not None, with_main_grad(w2) is not None), ids.dtype, logits,
         ),
     )  # fmt: skip
 

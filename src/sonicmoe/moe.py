@@ -109,9 +109,7 @@ class MoE(nn.Module):
             logits, x = self._router_logits(x)
             r = self.routing(logits, backend=backend)
             out, counts = self._experts(x, r, backend)
-            if r.chosen is not None:
-                counts = r.chosen  # balance is asked of what the tokens chose
-            aux_loss = None if is_inference_mode else self._aux_loss(logits, counts, backend)
+            aux_loss = None if is_inference_mode else self._aux_loss(logits, r, counts, backend)
         return out if flat else out.view(hidden_states.shape), aux_loss
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,18 +121,25 @@ class MoE(nn.Module):
 
     def _experts(
         self, x: torch.Tensor, routing: Routing, backend: str | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output, and the rows of each expert."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output, and the rows of each expert where they were counted on the way."""
         return experts_and_counts(
             x, routing.ids, routing.scores,
             self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
             routing.slot_token, routing.token_start, self.activation_function, self.gate_up,
-            backend, loss=True,
+            backend, logits=routing.logits.dtype,
         )  # fmt: skip
 
     def _aux_loss(
-        self, logits: torch.Tensor, counts: torch.Tensor, backend: str | None
+        self,
+        logits: torch.Tensor,
+        routing: Routing,
+        counts: torch.Tensor | None,
+        backend: str | None,
     ) -> torch.Tensor:
+        """Balance is asked of what the tokens chose, not of what a router made of it."""
+        if counts is None or routing.chosen is not None:
+            counts = routing.choice_counts()
         return auxiliary_loss(
             logits, counts, balance=self.aux_loss_coef, z=self.z_loss_coef,
             all_reduce=self.all_reduce_counts, backend=backend,

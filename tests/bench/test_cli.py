@@ -140,6 +140,7 @@ def test_list_names_every_case(capsys):
         (["--shape", "64,32,16,4,2", "--routing", "cold"], "routing: expected one of"),
         (["--shape", "64,32,16,4,2", "--peers", "someone"], "--peers: expected names of"),
         (["--no-times"], "--no-times: expected --host or --cold beside it"),
+        (["--no-times", "--cold", "--routing", "hot"], "--no-times: expected uniform routing"),
         (["--no-times", "--cold", "--peers", "dense"], "--no-times: expected no flag that"),
     ],
 )

@@ -130,6 +130,10 @@ def _only_extras(args: argparse.Namespace) -> bool:
             raise bad_argument(
                 "--no-times", "--host or --cold beside it", "neither", "Leave it out for times."
             )
+        if args.routing != ["uniform"]:
+            raise bad_argument(
+                "--no-times", "uniform routing", " ".join(args.routing), "Leave --routing out."
+            )
         return True
     needy = ("suite", "case", "shape", "cold", "energy", *_ABOUT_TIMES)
     plain = args.routing == ["uniform"] and not any(getattr(args, name) for name in needy)

@@ -56,11 +56,13 @@ def ours(inputs: Inputs, *, router: bool, concatenated: bool = False, layers: in
             gate_up="concatenated" if concatenated else "interleaved",
         )  # fmt: skip
 
-    sigmoid = Sigmoid(case.problem.E, case.problem.K).to(i.x.device)
+    sigmoid = None
+    if case.router == "sigmoid":
+        sigmoid = Sigmoid(case.problem.E, case.problem.K).to(i.x.device)
 
     def with_router(x: torch.Tensor) -> torch.Tensor:
         logits, x = router_logits(x, i.router_w)
-        if case.router == "sigmoid":
+        if sigmoid is not None:
             r = sigmoid(logits)
             return layer(x, r.ids, r.scores)
         scores, ids = topk_scores(

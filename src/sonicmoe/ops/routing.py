@@ -1,5 +1,6 @@
 """Operators of the routing: top-K, the auxiliary loss, their backward; the permutation."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -14,6 +15,11 @@ def _triton():
     from . import launch_routing
 
     return launch_routing
+
+
+def _like_argument(place: int) -> Callable[..., torch.Tensor]:
+    """A gradient of the argument at `place`."""
+    return lambda *args: torch.empty_like(args[place], memory_format=torch.contiguous_format)
 
 
 def _topk_fake(logits, k, softmax_over_topk, backend):
@@ -36,9 +42,7 @@ def topk(logits, k, softmax_over_topk, backend):
 @operator(
     "topk_backward(Tensor dscores, Tensor scores, Tensor ids, Tensor logits, "
     "bool softmax_over_topk, str backend) -> Tensor",
-    fake=lambda dscores, scores, ids, logits, softmax_over_topk, backend: torch.empty_like(
-        logits, memory_format=torch.contiguous_format
-    ),
+    fake=_like_argument(3),
 )
 def topk_backward(dscores, scores, ids, logits, softmax_over_topk, backend):
     """dlogits (T, E). With the softmax over the choice, only the shape of `logits` is used."""
@@ -67,9 +71,7 @@ def sigmoid_topk(logits, bias, k, groups, kept, normalize, scale, backend):
 @operator(
     "sigmoid_topk_backward(Tensor dscores, Tensor affinity, Tensor ids, Tensor logits,"
     " bool normalize, float scale, str backend) -> Tensor",
-    fake=lambda dscores, affinity, ids, logits, normalize, scale, backend: torch.empty_like(
-        logits, memory_format=torch.contiguous_format
-    ),
+    fake=_like_argument(3),
 )
 def sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale, backend):
     """dlogits (T, E). Only the shape of `logits` is used."""
@@ -97,9 +99,7 @@ def balance(logits, counts, balance, z, backend):
 
 @operator(
     "balance_backward(Tensor dloss, Tensor slope, Tensor logits, float z, str backend) -> Tensor",
-    fake=lambda dloss, slope, logits, z, backend: torch.empty_like(
-        logits, memory_format=torch.contiguous_format
-    ),
+    fake=_like_argument(2),
 )
 def balance_backward(dloss, slope, logits, z, backend):
     """dlogits (T, E)."""
