@@ -199,7 +199,10 @@ def test_gradient_of_the_losses_by_differences():
 def test_gradient_of_the_losses(dtype):
     logits = torch.randn(30, 5, dtype=dtype, requires_grad=True)
     counts, upstream = torch.tensor([10, 5, 0, 20, 25]), torch.randn((), dtype=torch.float64)
-    loss = auxiliary_loss(logits, counts, balance=0.5, z=0.1)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss = auxiliary_loss(logits, counts, balance=0.5, z=0.1)
+    assert sorted(t.nbytes for t in kept) == sorted([logits.nbytes, 4 * 5])
     found = torch.autograd.grad(loss, logits, upstream.to(loss.dtype))[0]
     (rough, drough), (exact, dexact) = (
         written_out_loss(logits.to(wide), counts, 0.5, 0.1, upstream.to(wide))
