@@ -1,7 +1,7 @@
 """What is kept between forward and backward, and nothing else.
 
 Two nodes, so that Z is free again before dX̃ is allocated: `Down` keeps Z and releases it when its
-backward returns; `Up` needs only X.
+backward returns; `Up` needs only X. In a checkpoint a third one, `Rest`.
 """
 
 from collections.abc import Callable
@@ -36,6 +36,47 @@ def apply(node: type[torch.autograd.Function], *args):
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return node.apply(*args)
     return super(torch.autograd.Function, node).apply(*args)  # type: ignore[misc]
+
+
+def apply_then_rest(node: type[torch.autograd.Function], *args):
+    """`apply(node, *args, rest)`, in one node or in two.
+
+    A checkpoint computes again what the backward pass needs, and stops where it has the last of
+    it. In there the node only keeps, and leaves its output to `later`: at the end of a block the
+    second node, `Rest`, never runs again.
+    """
+    in_a_checkpoint = (
+        not torch.compiler.is_compiling()  # leaves out by itself what nobody needs
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    )
+    if not in_a_checkpoint:
+        return apply(node, *args, None)
+    rest: list[Callable[[], torch.Tensor]] = []
+    like = apply(node, *args, rest)
+    return apply(Rest, like, rest.pop())
+
+
+def later(compute: Callable[[], torch.Tensor], rest: list, like: torch.Tensor, *shape: int):
+    """In place of what `compute` returns; it takes its gradient."""
+    rest.append(compute)
+    return without_bytes(like, *shape)
+
+
+class Rest(torch.autograd.Function):
+    """What a node left to be computed; the gradient goes to that node."""
+
+    @staticmethod
+    def forward(ctx, like, compute):
+        return compute()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, None
+
+
+def without_bytes(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None):
+    """A tensor that only has a shape, a dtype and a device."""
+    return like.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
 
 
 def router_product(x: torch.Tensor, weight: torch.Tensor, wide: bool) -> torch.Tensor:
@@ -79,11 +120,6 @@ class RouterLogits(torch.autograd.Function):
         return dx, dlogits.mT @ x if need_dweight else None, None
 
 
-def _shape_of_logits(scores: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:
-    """Shape and dtype without the bytes."""
-    return scores.new_empty_strided((scores.shape[0], experts), (0, 0), dtype=dtype)
-
-
 class TopK(torch.autograd.Function):
     """logits (T, E) → scores (T, K) fp32, ids (T, K) int32.
 
@@ -108,7 +144,7 @@ class TopK(torch.autograd.Function):
             return None, None, None, None
         scores, ids, logits = ctx.saved_tensors
         if logits is None:
-            logits = _shape_of_logits(scores, *ctx.like)
+            logits = without_bytes(scores, scores.shape[0], ctx.like[0], dtype=ctx.like[1])
         dlogits = ops.topk_backward(dscores.contiguous(), scores, ids, logits, *ctx.options)
         return dlogits, None, None, None
 
@@ -134,7 +170,7 @@ class SigmoidTopK(torch.autograd.Function):
         if dscores is None:
             return (None,) * 8
         affinity, ids = ctx.saved_tensors
-        logits = _shape_of_logits(affinity, *ctx.like)
+        logits = without_bytes(affinity, affinity.shape[0], ctx.like[0], dtype=ctx.like[1])
         dlogits = ops.sigmoid_topk_backward(dscores, affinity, ids, logits, *ctx.options)
         return dlogits, *([None] * 7)
 
@@ -199,32 +235,26 @@ class Down(torch.autograd.Function):
     """Z, A, scores, W2, b2 → O. Kept: Z 2·R·N, scores 4·R, the row maps 12·R. Not A, not Y.
 
     Without row maps (rows arrived sorted by expert) O is one row for each row, times its score
-    where there are scores.
+    where there are scores. Applied by `apply_then_rest`.
     """
 
     @staticmethod
     def forward(
         ctx, z, a, scores, w2, b2, row_token, row_slot, slot_row, token_start, expert_start, tiles,
-        tokens, tile_height, activation, concatenated, backend,
+        tokens, tile_height, activation, concatenated, backend, rest,
     ):  # fmt: skip
-        grouped = row_token is None
-        out = ops.down(
-            a,
-            w2,
-            b2,
-            scores if grouped else None,
-            expert_start,
-            tiles,
-            tile_height,
-            grouped,
-            backend,
-        )
-        if not grouped:
-            out = ops.aggregate(out, scores, slot_row, token_start, tokens, backend)
+        def output():
+            grouped = row_token is None
+            row_scores = scores if grouped else None
+            y = ops.down(a, w2, b2, row_scores, expert_start, tiles, tile_height, grouped, backend)
+            if grouped:
+                return y
+            return ops.aggregate(y, scores, slot_row, token_start, tokens, backend)
+
         ctx.save_for_backward(z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles)
         ctx.options = (tile_height, activation, concatenated, backend)
         ctx.main = with_main_grad(w2)
-        return out
+        return output() if rest is None else later(output, rest, a, tokens, w2.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -249,4 +279,4 @@ class Down(torch.autograd.Function):
             dw2 if need_dw2 else None,
             db2 if need_db2 else None,
         )
-        return *grads, *([None] * 11)
+        return *grads, *([None] * 12)

@@ -1,5 +1,8 @@
 """The public functions. A token's way through the layer reads from top to bottom in `_layer`."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from . import autograd, ops
@@ -47,16 +50,17 @@ def experts(
     the token of each; `token_start` (T+1,), where it is known, saves finding each token's first.
     Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
     """
-    return experts_and_counts(
+    run, _ = prepared_experts(
         x, ids, scores, w1, w2, b1, b2, slot_token, token_start, activation, gate_up, backend
-    )[0]
+    )
+    return run()
 
 
-def experts_and_counts(
+def prepared_experts(
     x, ids, scores, w1, w2, b1, b2, slot_token, token_start, activation, gate_up, backend,
     *, logits: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`experts`, and the rows of each expert (E,).
+) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:  # fmt: skip
+    """`experts` up to its products, which the first result runs, and the rows of each expert (E,).
 
     `logits`: of which dtype they are, where the auxiliary loss follows, to compile it ahead.
     """
@@ -73,9 +77,9 @@ def experts_and_counts(
         ids, w1.shape[0], slot_token=slot_token, tokens=x.shape[0], token_start=token_start,
         dtype=x.dtype, backend=backend,
     )  # fmt: skip
-    out = _layer(x, scores, w1, w2, b1, b2, permutation, activation, gate_up, backend)
     assert permutation.counts is not None  # only rows that arrive sorted have none
-    return out, permutation.counts
+    run = partial(_layer, x, scores, w1, w2, b1, b2, permutation, activation, gate_up, backend)
+    return run, permutation.counts
 
 
 def grouped_experts(
@@ -215,7 +219,7 @@ def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backe
         autograd.Up, x, w1, b1, p.row_token, p.slot_row, p.token_start, p.expert_start, p.tiles,
         p.tile_height, activation.value, concatenated, keep_z, backend,
     )  # fmt: skip
-    return autograd.apply(
+    return autograd.apply_then_rest(
         autograd.Down, z, a, scores, w2, b2, p.row_token, p.row_slot, p.slot_row, p.token_start,
         p.expert_start, p.tiles, x.shape[0], p.tile_height, activation.value, concatenated, backend,
     )  # fmt: skip
@@ -351,7 +355,8 @@ def moe_general_routing_inputs(
 def _published(x, ids, scores, slot_token, w1, b1, w2, b2, activation, gate_up):
     check_rank("w1", w1, "(2I, H, E)")
     check_rank("w2", w2, "(H, I, E)")
-    return experts_and_counts(
+    run, counts = prepared_experts(
         x, ids, scores, w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2,
         slot_token, None, activation, gate_up, None,
     )  # fmt: skip
+    return run(), counts

@@ -7,7 +7,7 @@ from torch import nn
 
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .functional import experts_and_counts, router_logits
+from .functional import prepared_experts, router_logits
 from .routing import Router, Routing, auxiliary_loss, make_router
 from .validation import check_activation, check_gate_up, check_k
 
@@ -108,8 +108,10 @@ class MoE(nn.Module):
             x = hidden_states if flat else hidden_states.reshape(-1, self.hidden_size)
             logits, x = self._router_logits(x)
             r = self.routing(logits, backend=backend)
-            out, counts = self._experts(x, r, backend)
+            run, counts = self._experts(x, r, backend)
+            # First, so that a checkpoint need not run the experts again to get at it.
             aux_loss = None if is_inference_mode else self._aux_loss(logits, r, counts, backend)
+            out = run()
         return out if flat else out.view(hidden_states.shape), aux_loss
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,9 +123,9 @@ class MoE(nn.Module):
 
     def _experts(
         self, x: torch.Tensor, routing: Routing, backend: str | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output, and the rows of each expert where they were counted on the way."""
-        return experts_and_counts(
+    ) -> tuple[Callable[[], torch.Tensor], torch.Tensor | None]:
+        """What computes the output, and the rows of each expert where they were counted."""
+        return prepared_experts(
             x, routing.ids, routing.scores,
             self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
             routing.slot_token, routing.token_start, self.activation_function, self.gate_up,

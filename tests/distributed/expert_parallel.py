@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from sonicmoe import MoE
 from sonicmoe.distributed import dispatch, experts, parallelize
+from sonicmoe.distributed.plan import Traffic
 
 
 def mine(rank: int, tokens: list[int]) -> slice:
@@ -141,14 +143,17 @@ def layer_with_fsdp_on_the_other_dimension(rank, tokens):
 
 
 def checkpointed_layer(rank: int, tokens: list[int]) -> None:
-    """The exchanges run again in the backward pass, on every rank in the same order."""
+    """Rows are sent to the experts again in the backward pass, but not back."""
     from torch.utils.checkpoint import checkpoint
 
     plain = parallelize(_layer(), init_device_mesh("cpu", (len(tokens),)))
     kept = copy.deepcopy(plain)
     x = torch.randn(sum(tokens), 16, dtype=torch.double)[mine(rank, tokens)]
-    want = _step(plain, x)
-    close(_step(lambda x: checkpoint(kept, x, use_reentrant=False), x), want)
+    with patch.object(Traffic, "back", autospec=True, side_effect=Traffic.back) as back:
+        want = _step(plain, x)
+        once = back.call_count
+        close(_step(lambda x: checkpoint(kept, x, use_reentrant=False), x), want)
+    assert once == 3 and back.call_count == 2 * once
     close(_gradients(kept), _gradients(plain))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from adapters import adapter, check_lora, written_out
 from helpers import Case, make_inputs, poisoned, same_bits
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
@@ -120,6 +121,25 @@ def test_a_frozen_input_pays_for_no_gradient():
 
     x = given.x.detach()
     assert flops(x.clone().requires_grad_()) - flops(x) == 2 * p.R * p.H * (p.N + 8)
+
+
+def test_a_checkpoint_computes_no_output_again():
+    case = Case("12,64,32,8,2", torch.float32)
+    given, p = make_inputs(case), case.problem
+    lora1, lora2 = adapter(given.w1, 8, 0.5), adapter(given.w2, 8, 2.0)
+
+    def run(x):
+        return lora_experts(**given.arguments() | {"x": x}, lora1=lora1, lora2=lora2)
+
+    x, grads, flops = given.x.requires_grad_(), [], []
+    for forward in (run, lambda x: checkpoint(run, x, use_reentrant=False)):
+        with FlopCounterMode(display=False) as counter:
+            out = forward(x)
+            grads.append(torch.autograd.grad(out, [x, *lora1[:2], *lora2[:2]], given.dout))
+        flops.append(counter.get_total_flops())
+    same_bits(dict(enumerate(grads[0])), dict(enumerate(grads[1])))
+    up, low_ranks = 2 * p.R * p.H * p.N, 2 * p.R * 8 * (p.H + p.N + p.I)
+    assert flops[1] - flops[0] == up + low_ranks
 
 
 def test_no_weight_is_kept_or_formed():

@@ -1,5 +1,7 @@
 """The layer with its experts spread over a mesh dimension."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,16 +30,17 @@ class ExpertParallelMoE(MoE):
 
     def _experts(
         self, x: torch.Tensor, routing: Routing, backend: str | None
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Callable[[], torch.Tensor], None]:
         w1, w2, b1, b2 = map(_local, (
             self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias
         ))  # fmt: skip
-        out = experts(
+        run = partial(
+            experts,
             x, routing.ids, routing.scores, w1, w2, b1, b2, group=self.mesh.get_group(),
             slot_token=routing.slot_token, token_start=routing.token_start,
             activation=self.activation_function, gate_up=self.gate_up, backend=backend,
         )  # fmt: skip
-        return out, None  # a rank counts the rows of its own experts
+        return run, None  # a rank counts the rows of its own experts
 
 
 def parallelize(moe: MoE, mesh: DeviceMesh) -> ExpertParallelMoE:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .. import ops
+from ..autograd import apply_then_rest, later
 from ..enums import ActivationType
 from ..errors import bad_argument
 from ..functional import _autocast, permute
@@ -60,9 +61,10 @@ def lora_experts(
     factors = *_by_expert("lora1", lora1, w1), *_by_expert("lora2", lora2, w2)
     scores = scores.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     concatenated = gate_up == "concatenated"
-    return _LowRankLayer.apply(
-        x.contiguous(), scores, *factors, w1, w2, b1, b2, p, activation, concatenated, backend
-    )
+    return apply_then_rest(
+        _LowRankLayer,
+        x.contiguous(), scores, *factors, w1, w2, b1, b2, p, activation, concatenated, backend,
+    )  # fmt: skip
 
 
 def _by_expert(name: str, lora: LowRank, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +123,8 @@ class _LowRankLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, scores, a1, b1, a2, b2, w1, w2, bias1, bias2, p, activation, concat, backend
+        ctx, x, scores, a1, b1, a2, b2, w1, w2, bias1, bias2, p, activation, concat, backend,
+        rest,
     ):  # fmt: skip
         do = _Products(p, backend)
         u1 = do.gathered(x, a1)
@@ -129,11 +132,16 @@ class _LowRankLayer(torch.autograd.Function):
             x, w1, bias1, u1, b1, p.row_token, *do.schedule, activation.value, concat, backend
         )
         u2 = do.rows(a, a2)
-        y = do.adapted(a, w2, bias2, u2, b2)
+
+        def output():
+            nonlocal a
+            y = do.adapted(a, w2, bias2, u2, b2)
+            a = None  # before the output is there
+            return do.tokens(y, scores, x.shape[0])
+
         ctx.save_for_backward(x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2)
         ctx.options = (p, activation, concat, backend)
-        del a  # before the output is there
-        return do.tokens(y, scores, x.shape[0])
+        return output() if rest is None else later(output, rest, x, *x.shape)
 
     @staticmethod
     @once_differentiable
@@ -159,4 +167,4 @@ class _LowRankLayer(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = do.tokens(do.adapted(dz, w1.mT, None, v1, _transposed(a1)), None, x.shape[0])
-        return dx, dscores, da1, db1, da2, db2, *([None] * 8)
+        return dx, dscores, da1, db1, da2, db2, *([None] * 9)
