@@ -96,9 +96,9 @@ class _Products:
         """(R, in) → (R, r)."""
         return ops.down(rows, w, None, None, *self.schedule, False, self.backend)
 
-    def adapted(self, rows, w, bias, low, factor):
+    def adapted(self, kernel, rows, w, bias, low, factor):
         """(R, in) → (R, out): rows Wᵀ + low factorᵀ + bias."""
-        return ops.adapted_product(rows, w, bias, low, factor, *self.schedule, self.backend)
+        return ops.adapted_product(rows, w, bias, low, factor, *self.schedule, kernel, self.backend)
 
     def tokens(self, rows, scores, tokens):
         """(R, H) → (T, H), summed over a token's rows."""
@@ -135,7 +135,7 @@ class _LowRankLayer(torch.autograd.Function):
 
         def output():
             nonlocal a
-            y = do.adapted(a, w2, bias2, u2, b2)
+            y = do.adapted("down", a, w2, bias2, u2, b2)
             a = None  # before the output is there
             return do.tokens(y, scores, x.shape[0])
 
@@ -153,7 +153,7 @@ class _LowRankLayer(torch.autograd.Function):
 
         v2 = do.gathered(dout, b2_t)
         dz, a, dscores = ops.adapted_down_backward(
-            dout, z, w2, bias2, v2, _transposed(a2), scores,
+            dout, z, w2, bias2, v2, a2.mT, scores,
             p.row_token, p.row_slot, p.slot_row, *do.schedule, activation.value, concat, backend,
         )  # fmt: skip
         da2 = do.outer(v2, a, a2)  # this A is multiplied by the scores
@@ -166,5 +166,5 @@ class _LowRankLayer(torch.autograd.Function):
         da1, db1 = do.outer(v1, x, a1, gather=True), do.outer(dz, u1, b1)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = do.tokens(do.adapted(dz, w1.mT, None, v1, _transposed(a1)), None, x.shape[0])
+            dx = do.tokens(do.adapted("dx", dz, w1.mT, None, v1, a1.mT), None, x.shape[0])
         return dx, dscores, da1, db1, da2, db2, *([None] * 9)

@@ -4,6 +4,9 @@ A tile is 128 rows by BN columns. The fetching warpgroup fills a ring of `STAGES
 weights by the copy engine, rows by the copy engine where they lie in order, else gathered row by
 row. Each computing warpgroup owns 64 rows of the tile; results leave through shared memory. Where a
 tile lies is asked for long before it is needed: a load from memory takes as long as a step.
+
+With an adapter, U (R, r) and B (E, N, r) stored like the weights, the ring goes on with blocks of
+them: U Bᵀ joins the accumulator, and only the fetching warpgroup knows.
 """
 
 from triton.experimental import gluon
@@ -80,10 +83,18 @@ def _tokens(row_token, row, end, r):
 
 
 @gluon.jit
+def _load_both(a, end, row, k, barrier, smem, slot, BK: gl.constexpr):
+    """The rows of both computing warpgroups, where they lie in order."""
+    for half in gl.static_range(2):
+        box = smem.index(2 * slot + half).reshape([1, 1, ROWS, BK])
+        load_rows(a, end, row + half * ROWS, k, barrier, box)
+
+
+@gluon.jit
 def producer(
-    a, row_token, w, tiles, total, a_smem, w_smem, full, empty,
-    K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    KN: gl.constexpr, TWO_HALVES: gl.constexpr, GATHER: gl.constexpr,
+    a, row_token, w, u, b, tiles, total, a_smem, w_smem, full, empty,
+    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, KN: gl.constexpr, TWO_HALVES: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """Rows past an expert's end are zeros, since zeros draw less power, and power is the limit:
 
@@ -92,7 +103,8 @@ def producer(
     L: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // (BK // 8), BK // 8], [gl.num_warps(), 1], [1, 0]
     )
-    BYTES: gl.constexpr = 2 * BK * (BN if GATHER else BN + 2 * ROWS)
+    IN_ORDER: gl.constexpr = 2 * BK * (BN + 2 * ROWS)  # bytes of a block
+    BYTES: gl.constexpr = 2 * BK * BN if GATHER else IN_ORDER
     offs_k = gl.arange(0, BK, gl.SliceLayout(0, L))
     r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
     first = gl.program_id(0)
@@ -129,10 +141,31 @@ def producer(
                 copy_gathered(a_smem.index(2 * slot + 1), lower_ptr + k, mask=lower_ok & inside)
                 async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             else:
-                for half in gl.static_range(2):
-                    box = a_smem.index(2 * slot + half).reshape([1, 1, ROWS, BK])
-                    load_rows(a, end, row + half * ROWS, k, full.index(slot), box)
+                _load_both(a, end, row, k, full.index(slot), a_smem, slot, BK)
             step += 1
+        if RANK:
+            for k in range(0, RANK, BK):
+                slot = step % STAGES
+                mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+                mbarrier.expect(full.index(slot), IN_ORDER)
+                _load_weights(
+                    b,
+                    expert,
+                    column,
+                    k,
+                    full.index(slot),
+                    w_smem,
+                    slot,
+                    BN,
+                    BK,
+                    STAGES,
+                    KN,
+                    TWO_HALVES,
+                )
+                _load_both(u, end, row, k, full.index(slot), a_smem, slot, BK)
+                if GATHER:
+                    async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+                step += 1
         expert, row, end, n = next_expert, next_row, next_end, next_n
         next_expert, next_end = later_expert, later_end
         next_row, next_n = rows_of_work(later, start, next_end, number, K, N, BN)
@@ -143,8 +176,8 @@ def producer(
 @gluon.jit
 def accumulate(
     step, a_smem, w_smem, full, empty, WHICH: gl.constexpr,
-    K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
-    GATHER: gl.constexpr,
+    K: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    KN: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """The (64, BN) accumulator of this warpgroup's next tile, and the ring position after it.
 
@@ -154,7 +187,8 @@ def accumulate(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
     acc = gl.zeros((ROWS, BN), gl.float32, L)
-    for k in range(0, K, BK):
+    BLOCKS: gl.constexpr = (K + BK - 1) // BK + (RANK + BK - 1) // BK
+    for k in range(0, BLOCKS * BK, BK):
         slot = step % STAGES
         mbarrier.wait(full.index(slot), step // STAGES & 1)
         if GATHER:
@@ -180,13 +214,15 @@ def finish(acc, step, empty, STAGES: gl.constexpr):
 @gluon.jit
 def next_tile(
     step, index, tiles, total, a_smem, w_smem, full, empty, WHICH: gl.constexpr,
-    K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    KN: gl.constexpr, GATHER: gl.constexpr,
+    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, KN: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """This warpgroup's accumulator of work item `index`, the ring position after it, and where the
     tile lies: expert, the expert's end row, the warpgroup's first row, column of tiles."""
     expert, start, end, number = load_work(tiles, index, total, N, BN)
-    acc, step = accumulate(step, a_smem, w_smem, full, empty, WHICH, K, BN, BK, STAGES, KN, GATHER)
+    acc, step = accumulate(
+        step, a_smem, w_smem, full, empty, WHICH, K, RANK, BN, BK, STAGES, KN, GATHER
+    )
     row, n = rows_of_work(index, start, end, number, K, N, BN)
     acc = finish(acc, step, empty, STAGES)
     return acc, step, expert, end, row + WHICH * ROWS, n
@@ -225,8 +261,8 @@ def stage_and_store(value, out, end, row, column, smem, COLUMNS: gl.constexpr):
 @gluon.jit
 def _product_consumer(
     y, bias, row_scores, tiles, total, a_smem, w_smem, y_smem, full, empty,
-    WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, KN: gl.constexpr,
+    WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
@@ -235,7 +271,7 @@ def _product_consumer(
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         acc, step, expert, end, row, n = next_tile(
             step, index, tiles, total, a_smem, w_smem, full, empty,
-            WHICH, K, N, BN, BK, STAGES, KN, False,
+            WHICH, K, N, RANK, BN, BK, STAGES, KN, False,
         )  # fmt: skip
         if bias is not None:
             c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
@@ -252,11 +288,11 @@ def _product_consumer(
 
 @gluon.jit
 def hopper_product_kernel(
-    a, w, bias, row_scores, y, tiles,
-    K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    KN: gl.constexpr,
+    a, w, u, b, bias, row_scores, y, tiles,
+    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
-    """Y = (A Wᵀ + bias)·score, rows sorted by expert. Grid: one program a multiprocessor."""
+    """Y = (A Wᵀ + U Bᵀ + bias)·score, rows sorted by expert. Grid: one program a multiprocessor."""
     a_smem = gl.allocate_shared_memory(
         y.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], y.dtype)
     )
@@ -275,17 +311,17 @@ def hopper_product_kernel(
             (_product_consumer, (
                 y, bias, row_scores, tiles, total,
                 a_smem, w_smem, y_smem, full, empty,
-                0, K, N, BN, BK, STAGES, KN,
+                0, K, N, RANK, BN, BK, STAGES, KN,
             )),
             (_product_consumer, (
                 y, bias, row_scores, tiles, total,
                 a_smem, w_smem, y_smem, full, empty,
-                1, K, N, BN, BK, STAGES, KN,
+                1, K, N, RANK, BN, BK, STAGES, KN,
             )),
             (producer, (
-                a, None, w, tiles, total,
+                a, None, w, u, b, tiles, total,
                 a_smem, w_smem, full, empty,
-                K, N, BN, BK, STAGES, KN, False, False,
+                K, N, RANK, BN, BK, STAGES, KN, False, False,
             )),
         ],
         [4, 1],

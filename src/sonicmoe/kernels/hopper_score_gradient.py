@@ -115,10 +115,10 @@ def _slots(row_slot, row, end, r):
 def _consumer(
     z, dz, a, scores, row_slot, partial, plane, tiles, total,
     do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-    WHICH: gl.constexpr, H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr, CONCATENATED: gl.constexpr,
-    BACKWARD: gl.constexpr, STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr,
-    GATHER: gl.constexpr,
+    WHICH: gl.constexpr, H: gl.constexpr, I: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr,
+    CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr, STORE_A: gl.constexpr,
+    STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16]
@@ -150,7 +150,7 @@ def _consumer(
         else:
             score = gl.load(scores + slot, mask=ok, other=0.0)
         acc, step = accumulate(
-            step, do_smem, w_smem, full, empty, WHICH, H, BN, BK, STAGES, KN, GATHER
+            step, do_smem, w_smem, full, empty, WHICH, H, RANK, BN, BK, STAGES, KN, GATHER
         )
         next_row, next_n = rows_of_work(index + stride, start, next_end, number, H, I, BN)
         next_row += WHICH * ROWS
@@ -191,12 +191,16 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["plane"])
 def hopper_score_gradient_kernel(
-    dout, row_token, w2, scores, row_slot, z, dz, a, partial, plane, tiles,
-    H: gl.constexpr, I: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    KN: gl.constexpr, GATED: gl.constexpr, CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr,
-    STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
+    dout, row_token, w2, u, b, scores, row_slot, z, dz, a, partial, plane, tiles,
+    H: gl.constexpr, I: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr, CONCATENATED: gl.constexpr,
+    BACKWARD: gl.constexpr, STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr,
+    GATHER: gl.constexpr,
 ):  # fmt: skip
-    """dZ (R, N), A' (R, I), partial (I/BN, plane ≥ S). Grid: one program a multiprocessor."""
+    """dZ (R, N), A' (R, I), partial (I/BN, plane ≥ S); with an adapter from dA' = dO W2 + U Bᵀ.
+
+    Grid: one program a multiprocessor.
+    """
     dtype: gl.constexpr = z.dtype
     ZC: gl.constexpr = 2 * SLICE if GATED and not CONCATENATED else SLICE
     PARTS: gl.constexpr = 2 if CONCATENATED else 1
@@ -227,19 +231,19 @@ def hopper_score_gradient_kernel(
             (_consumer, (
                 z, dz, a, scores, row_slot, partial, plane, tiles, total,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-                0, H, I, BN, BK, STAGES, KN, GATED, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
-                GATHER,
+                0, H, I, RANK, BN, BK, STAGES, KN, GATED, CONCATENATED, BACKWARD, STORE_A,
+                STORE_PARTIAL, GATHER,
             )),
             (_consumer, (
                 z, dz, a, scores, row_slot, partial, plane, tiles, total,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-                1, H, I, BN, BK, STAGES, KN, GATED, CONCATENATED, BACKWARD, STORE_A, STORE_PARTIAL,
-                GATHER,
+                1, H, I, RANK, BN, BK, STAGES, KN, GATED, CONCATENATED, BACKWARD, STORE_A,
+                STORE_PARTIAL, GATHER,
             )),
             (producer, (
-                dout, row_token, w2, tiles, total,
+                dout, row_token, w2, u, b, tiles, total,
                 do_smem, w_smem, full, empty,
-                H, I, BN, BK, STAGES, KN, False, GATHER,
+                H, I, RANK, BN, BK, STAGES, KN, False, GATHER,
             )),
         ],
         [4, 4 if GATHER else 1],

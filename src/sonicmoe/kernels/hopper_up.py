@@ -116,9 +116,9 @@ def _plain_out(
 @gluon.jit
 def _up_consumer(
     z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
-    WHICH: gl.constexpr, H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr, TWO_HALVES: gl.constexpr,
-    ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
+    WHICH: gl.constexpr, H: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr,
+    TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """The tile leaves in pieces of BN/4 columns through two buffers: the ring needs the memory."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
@@ -128,7 +128,7 @@ def _up_consumer(
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         acc, step, expert, end, row, n = next_tile(
             step, index, tiles, total, x_smem, w_smem, full, empty,
-            WHICH, H, N, BN, BK, STAGES, KN, GATHER,
+            WHICH, H, N, RANK, BN, BK, STAGES, KN, GATHER,
         )  # fmt: skip
         if GATED:
             _gated_out(
@@ -145,12 +145,12 @@ def _up_consumer(
 
 @gluon.jit
 def hopper_up_kernel(
-    x, row_token, w1, b1, z, a, tiles,
-    H: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    KN: gl.constexpr, GATED: gl.constexpr, TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr,
-    KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
+    x, row_token, w1, u, b, b1, z, a, tiles,
+    H: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr, TWO_HALVES: gl.constexpr,
+    ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """Z = X W1ᵀ + b1 and A = act(Z). Grid: one program a multiprocessor."""
+    """Z = X W1ᵀ + U Bᵀ + b1 and A = act(Z). Grid: one program a multiprocessor."""
     x_smem = gl.allocate_shared_memory(
         a.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], a.dtype)
     )
@@ -170,15 +170,15 @@ def hopper_up_kernel(
         [
             (_up_consumer, (
                 z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
-                0, H, N, BN, BK, STAGES, KN, GATED, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
+                0, H, N, RANK, BN, BK, STAGES, KN, GATED, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
             )),
             (_up_consumer, (
                 z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
-                1, H, N, BN, BK, STAGES, KN, GATED, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
+                1, H, N, RANK, BN, BK, STAGES, KN, GATED, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
             )),
             (producer, (
-                x, row_token, w1, tiles, total, x_smem, w_smem, full, empty,
-                H, N, BN, BK, STAGES, KN, TWO_HALVES, GATHER,
+                x, row_token, w1, u, b, tiles, total, x_smem, w_smem, full, empty,
+                H, N, RANK, BN, BK, STAGES, KN, TWO_HALVES, GATHER,
             )),
         ],
         [4, 4 if GATHER else 1],

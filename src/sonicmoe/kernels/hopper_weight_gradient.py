@@ -152,8 +152,9 @@ def _write(
     inside = gl.expand_dims(m < M, 1) & gl.expand_dims(n < N, 0)
     value = gl.convert_layout(piece, L, assert_trivial=True)
     if ADD:
-        value += gl.load(ptr, mask=inside, other=0.0)
-    gl.store(ptr, value, mask=inside)
+        gl.atomic_add(ptr, value, mask=inside, sem="relaxed")
+    else:
+        gl.store(ptr, value, mask=inside)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Operators of the products with an adapter: a second product U Bᵀ of low rank in the first.
 
-U (R, r) has a row for each routed row, `factor` is B (E, N, r), contiguous. The rest as in
-`products`.
+U (R, r), contiguous, has a row for each routed row, `factor` is B (E, N, r), best stored like the
+weights beside it. The rest as in `products`.
 """
 
 from functools import cache
@@ -58,16 +58,16 @@ def adapted_up(
 # --- rows that lie in order -----------------------------------------------------------------------
 @operator(
     "adapted_product(Tensor a, Tensor w, Tensor? bias, Tensor u, Tensor factor,"
-    " Tensor expert_start, Tensor tiles, int tile_height, str backend) -> Tensor",
+    " Tensor expert_start, Tensor tiles, int tile_height, str kernel, str backend) -> Tensor",
     fake=lambda a, w, *_: a.new_empty(a.shape[0], w.shape[1]),
     flops=lambda a, w, bias, u, *_, out_shape=None: 2 * a[0] * w[1] * (w[2] + u[1]),
 )
-def adapted_product(a, w, bias, u, factor, expert_start, tiles, tile_height, backend):
-    """Y = A Wᵀ + U Bᵀ + bias; rows past the last expert hold nothing to be trusted."""
+def adapted_product(a, w, bias, u, factor, expert_start, tiles, tile_height, kernel, backend):
+    """Y = A Wᵀ + U Bᵀ + bias, 'down' or 'dx'; rows past the last expert are not to be trusted."""
     if backend == "torch":
         y = reference.down(a, w, bias, None, expert_start)
         return y.add_(reference.down(u, factor, None, None, expert_start))
-    return _triton().product(a, w, bias, u, factor, tiles)
+    return _triton().product(kernel, a, w, bias, u, factor, tiles)
 
 
 # --- backward of down and aggregation -------------------------------------------------------------

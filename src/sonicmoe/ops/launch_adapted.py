@@ -6,7 +6,7 @@ from ..enums import ActivationType
 from ..kernels import adapted
 from ..kernels.activation import value_of
 from ..shapes import ceil_div
-from ..tuning import RowConfig, Target
+from ..tuning import RowConfig, Target, row_config
 from ..tuning.select import default_row_config
 from . import launch_products as products
 from . import memory
@@ -14,12 +14,14 @@ from .launch import aligned, dot_precision, launch
 from .launch_products import Adapter
 
 
-def _config(kernel: str, itemsize: int, k: int, n: int, target: Target, wide: bool) -> RowConfig:
-    """Plain Triton's on every device. On Hopper `wide` tiles, with which docs/log.md measured it,
-    where no epilogue spills."""
-    if target.arch == 90 and itemsize == 2 and n >= 256 and wide:
-        return RowConfig(128, 256, 64, warps=8, stages=3, tma=True)
-    return default_row_config(kernel, itemsize, k, n, False, target._replace(gluon=False))
+def _config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target: Target) -> RowConfig:
+    """The layer's own on Hopper's kernels, elsewhere plain Triton's, where no epilogue spills."""
+    config = row_config(kernel, itemsize, k, n, gated, target)
+    if config.hopper:
+        return config
+    config = default_row_config(kernel, itemsize, k, n, False, target._replace(gluon=False))
+    # Gate and up take twice the registers: two slices spill up to 18 of them with the clamp.
+    return replace(config, slices=4 if gated else 2) if kernel == "score_gradient" else config
 
 
 def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
@@ -32,12 +34,18 @@ def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
     if count == 0:
         return z, a
     target = products.target_of(x)
-    config = _config("up", x.element_size(), hidden, n, target, wide=activation.is_gated)
+    config = _config("up", x.element_size(), hidden, n, activation.is_gated, target)
+    grid = products._grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target)
+    if config.hopper:
+        products._hopper().up(
+            x, w1, b1, row_token, z, a, tiles, activation, concatenated, True, config, *grid,
+            Adapter(u, factor),
+        )  # fmt: skip
+        return z, a
     launch(
-        adapted.adapted_up_kernel,
-        products._grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target),
+        adapted.adapted_up_kernel, grid,
         x, row_token, products._weight_source(w1, config, activation.is_gated and concatenated),
-        b1, u, factor, z, a, tiles, *w1.stride(),
+        b1, u, factor.contiguous(), z, a, tiles, *w1.stride(),
         H=hidden, N=n, **Adapter(u, factor).options,
         GATED=activation.is_gated, CONCATENATED=concatenated,
         ACTIVATION=value_of(activation), A_TMA=False, B_TMA=config.tma,
@@ -47,11 +55,11 @@ def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
     return z, a
 
 
-def product(a, w, bias, u, factor, tiles):
+def product(kernel, a, w, bias, u, factor, tiles):
     target = products.target_of(a)
     n, k = w.shape[1:]
-    config = _config("down", a.element_size(), k, n, target, wide=True)
-    return products._product("down", a, w, bias, None, tiles, config, Adapter(u, factor))
+    config = _config(kernel, a.element_size(), k, n, True, target)
+    return products._product(kernel, a, w, bias, None, tiles, config, Adapter(u, factor))
 
 
 def down_backward(
@@ -59,11 +67,11 @@ def down_backward(
     tile_height, activation: ActivationType, concatenated,
 ):  # fmt: skip
     """dZ, A' and dscores."""
-    target = products.target_of(z)
     hidden, intermediate = w2.shape[1:]
-    config = _config("score_gradient", z.element_size(), hidden, intermediate, target, wide=False)
-    # Gate and up take twice the registers: two slices spill up to 18 of them with the clamp.
-    config = replace(config, slices=4 if activation.is_gated else 2)
+    config = _config(
+        "score_gradient", z.element_size(), hidden, intermediate, activation.is_gated,
+        products.target_of(z),
+    )  # fmt: skip
     return products._score_gradient(
         aligned(dout), z, aligned(w2), b2, scores, row_token, row_slot, slot_row, expert_start,
         tiles, tile_height, activation, concatenated, True, True, True, config, Adapter(u, factor),

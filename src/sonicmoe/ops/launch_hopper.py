@@ -12,6 +12,7 @@ from ..kernels.hopper_up import hopper_up_kernel
 from ..kernels.hopper_weight_gradient import hopper_weight_gradient_kernel
 from ..tuning import RowConfig, WeightConfig
 from .launch import Bound, Boxes, launch
+from .launch_products import NO_ADAPTER, Adapter
 
 _ROWS = 64  # rows of one computing warpgroup
 _WIDTH = SLICE.value
@@ -68,7 +69,12 @@ def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
 
 # --- what depends on the weights and the configuration alone --------------------------------------
 @lru_cache(maxsize=1024)
-def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, gather):
+def _factor_boxes(*args) -> Boxes:
+    return _weight_boxes(*args)
+
+
+@lru_cache(maxsize=1024)
+def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, gather, rank):
     """The kernel; boxes of W1, Z and A."""
     _, columns, hidden = shape
     gated = activation.is_gated
@@ -76,7 +82,7 @@ def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, g
     inner = columns // 2 if gated else columns
     kernel = Bound(
         hopper_up_kernel,
-        H=hidden, N=columns, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1,
+        H=hidden, N=columns, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1,
         GATED=gated, TWO_HALVES=two_halves, ACTIVATION=value_of(activation),
         KEEP_Z=keep_z, GATHER=gather, num_warps=4,
     )  # fmt: skip
@@ -86,12 +92,12 @@ def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, g
 
 
 @lru_cache(maxsize=1024)
-def _product(dtype, shape, strides, n, k, stages):
+def _product(dtype, shape, strides, n, k, stages, rank):
     """The kernel; boxes of the weights and of the result."""
     _, columns, depth = shape
     kernel = Bound(
         hopper_product_kernel,
-        K=depth, N=columns, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1, num_warps=4,
+        K=depth, N=columns, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1, num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(dtype, shape, strides, n, k)
     return kernel, weights, _row_boxes(dtype, (columns,), (columns, 1), (_ROWS, n))
@@ -99,15 +105,16 @@ def _product(dtype, shape, strides, n, k, stages):
 
 @lru_cache(maxsize=1024)
 def _score_gradient(
-    dtype, shape, strides, n, k, stages, activation, concatenated, store_a, store_partial, gather
-):
+    dtype, shape, strides, n, k, stages, activation, concatenated, store_a, store_partial, gather,
+    rank,
+):  # fmt: skip
     """The kernel; boxes of W2, which is multiplied from the other side, of Z and dZ, and of A'."""
     experts, hidden, inner = shape
     gated = activation.is_gated
     two_halves = gated and concatenated
     kernel = Bound(
         hopper_score_gradient_kernel,
-        H=hidden, I=inner, BN=n, BK=k, STAGES=stages, KN=strides[1] != 1,
+        H=hidden, I=inner, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[1] != 1,
         GATED=gated, CONCATENATED=two_halves, BACKWARD=derivative_of(activation),
         STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=gather, num_warps=4,
     )  # fmt: skip
@@ -132,43 +139,65 @@ def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather
 
 
 # --- launches -------------------------------------------------------------------------------------
-def up(x, w1, b1, row_token, z, a, tiles, activation, concatenated, keep_z, config, programs):
+def _adapter(adapter: Adapter, w: torch.Tensor, n: int, k: int, two_halves: bool = False) -> tuple:
+    """U and B as the kernels take them: B through boxes like those of the weights beside it."""
+    u, b = adapter
+    if u is None or b is None:
+        return adapter
+    b = b.contiguous() if w.stride(2) == 1 else b.mT.contiguous().mT
+    return row_boxes(u, _ROWS, k), (
+        b,
+        _factor_boxes(b.dtype, b.shape, b.stride(), n, k, two_halves),
+    )
+
+
+def up(
+    x, w1, b1, row_token, z, a, tiles, activation, concatenated, keep_z, config, programs,
+    adapter=NO_ADAPTER,
+):  # fmt: skip
     gather = row_token is not None
     n, k = config.block_n, config.block_k
     kernel, weights, z_boxes, a_boxes = _up(
         x.dtype, w1.shape, w1.stride(), n, k, config.stages, activation, concatenated, keep_z,
-        gather,
+        gather, adapter.rank,
     )  # fmt: skip
     launch(
         kernel, (programs,),
-        x if gather else row_boxes(x, _ROWS, k), row_token, (w1, weights), b1,
+        x if gather else row_boxes(x, _ROWS, k), row_token, (w1, weights),
+        *_adapter(adapter, w1, n, k, activation.is_gated and concatenated), b1,
         (z if keep_z else a, z_boxes),  # where nothing is stored, any address will do
         (a, a_boxes), tiles,
     )  # fmt: skip
 
 
-def product(a, w, bias, row_scores, y, tiles, config: RowConfig, programs: int):
+def product(
+    a, w, bias, row_scores, y, tiles, config: RowConfig, programs: int, adapter=NO_ADAPTER
+) -> None:
     n, k = config.block_n, config.block_k
-    kernel, weights, y_boxes = _product(a.dtype, w.shape, w.stride(), n, k, config.stages)
+    kernel, weights, y_boxes = _product(
+        a.dtype, w.shape, w.stride(), n, k, config.stages, adapter.rank
+    )
     launch(
         kernel, (programs,),
-        row_boxes(a, _ROWS, k), (w, weights), bias, row_scores, (y, y_boxes), tiles,
+        row_boxes(a, _ROWS, k), (w, weights), *_adapter(adapter, w, n, k), bias, row_scores,
+        (y, y_boxes), tiles,
     )  # fmt: skip
 
 
 def score_gradient(
     dout, row_token, w2, scores, row_slot, z, dz, a, partial, plane, tiles,
-    activation, concatenated, store_a, store_partial, config, programs,
+    activation, concatenated, store_a, store_partial, config, programs, adapter=NO_ADAPTER,
 ):  # fmt: skip
     gather = row_token is not None
     n, k = config.block_n, config.block_k
     kernel, weights, z_boxes, a_boxes = _score_gradient(
         z.dtype, w2.shape, w2.stride(), n, k, config.stages, activation, concatenated,
-        store_a, store_partial, gather,
+        store_a, store_partial, gather, adapter.rank,
     )  # fmt: skip
     launch(
         kernel, (programs,),
-        dout if gather else row_boxes(dout, _ROWS, k), row_token, (w2, weights), scores, row_slot,
+        dout if gather else row_boxes(dout, _ROWS, k), row_token, (w2, weights),
+        *_adapter(adapter, w2.mT, n, k), scores, row_slot,
         (z, z_boxes), (dz, z_boxes), (a if store_a else dz, a_boxes), partial, plane, tiles,
     )  # fmt: skip
 

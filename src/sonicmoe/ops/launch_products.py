@@ -66,6 +66,32 @@ def _grid(config: RowConfig | WeightConfig, work: int, target) -> tuple[int]:
     return (max(1, min(work, config.programs * target.processors)),)
 
 
+class Adapter(NamedTuple):
+    """U (R, r), contiguous, and B (E, N, r): U Bᵀ joins a product in its accumulator."""
+
+    u: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.u is None else self.u.shape[1]
+
+    def in_order(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both contiguous, as plain Triton reads them."""
+        return self.u, None if self.factor is None else self.factor.contiguous()
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The rank, and how many of its columns are taken at once."""
+        if self.u is None:
+            return {"RANK": 0, "BR": 0}
+        narrow = self.rank <= 16 and self.u.element_size() == 2
+        return {"RANK": self.rank, "BR": 16 if narrow else 32}
+
+
+NO_ADAPTER = Adapter()
+
+
 def up(
     x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z,
     config=None,
@@ -101,27 +127,6 @@ def up(
     return z, a
 
 
-class Adapter(NamedTuple):
-    """U (R, r) and B (E, N, r), contiguous: U Bᵀ joins a product in its accumulator.
-
-    The Hopper kernels know no second product: a configuration of plain Triton goes with it.
-    """
-
-    u: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        """The rank, and how many of its columns are taken at once."""
-        if self.u is None:
-            return {"RANK": 0, "BR": 0}
-        rank = self.u.shape[1]
-        return {"RANK": rank, "BR": 16 if rank <= 16 and self.u.element_size() == 2 else 32}
-
-
-NO_ADAPTER = Adapter()
-
-
 def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAPTER):
     """(R, N) = A Wᵀ for (E, N, K) weights, and the adapter."""
     a, w = aligned(a), aligned(w)
@@ -133,12 +138,12 @@ def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAP
     config = config or row_config(kernel, a.element_size(), k, n, True, target)
     grid = _grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target)
     if config.hopper:
-        _hopper().product(a, w, bias, row_scores, y, tiles, config, *grid)
+        _hopper().product(a, w, bias, row_scores, y, tiles, config, *grid, adapter)
         return y
     source, a_tma = _row_source(a, config, None)
     launch(
         rows.product_kernel, grid,
-        source, _weight_source(w, config), bias, row_scores, *adapter, y, tiles,
+        source, _weight_source(w, config), bias, row_scores, *adapter.in_order(), y, tiles,
         *w.stride(),
         K=k, N=n, **adapter.options, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
         PRECISION=dot_precision(a), UNROLL=_unroll(a), FLATTEN=config.flatten, **_options(config),
@@ -228,14 +233,14 @@ def _score_gradient(
     if config.hopper:
         _hopper().score_gradient(
             dout, row_token, w2, scores, row_slot, z, dz, a, partial, plane, tiles,
-            activation, concatenated, need_a, need_dscores, config, *grid,
+            activation, concatenated, need_a, need_dscores, config, *grid, adapter,
         )  # fmt: skip
     else:
         source, a_tma = _row_source(dout, config, row_token)
         w2t = w2.mT  # the product contracts over H: (E, I, H) weights
         launch(
             score_gradient.score_gradient_kernel, grid,
-            source, row_token, _weight_source(w2t, config), *adapter,
+            source, row_token, _weight_source(w2t, config), *adapter.in_order(),
             scores, row_slot, z, dz, a, partial, tiles, plane, *w2t.stride(),
             H=hidden, I=intermediate, **adapter.options,
             GATED=activation.is_gated, CONCATENATED=concatenated,
