@@ -333,6 +333,23 @@ def check_main_grad(case: Case, device: str = "cpu", backend: str | None = None)
         )  # fmt: skip
 
 
+def check_fp32_weights(case: Case, device: str = "cpu", backend: str | None = None) -> None:
+    """Under autocast, weights of fp32 have the gradients of rounded ones, before their rounding."""
+    inputs = make_inputs(case, device)
+    want = run(ours(case, backend), inputs)
+    for name in ("w1", "w2"):
+        setattr(inputs, name, getattr(inputs, name).float())
+    with poisoned(), torch.autocast(device, case.dtype):
+        got = run(ours(case, backend), inputs)
+    for name in ("dw1", "dw2"):
+        assert got[name].dtype == torch.float32
+        assert got[name].stride() == want[name].stride()
+        rounded = got[name].to(case.dtype)
+        assert (got[name] != rounded).any() or backend == "torch"
+        got[name] = rounded
+    same_bits(want, got)
+
+
 def check_zeros(got: dict, inputs: Inputs) -> None:
     """Experts without rows and slots without an expert have gradients that are exactly zero."""
     experts = inputs.w1.shape[0]

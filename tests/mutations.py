@@ -132,8 +132,8 @@ MUTATIONS = [
     ),
     Mutation(
         "main_grad of the wrong columns", "kernels/hopper_weight_gradient.py",
-        "        column = n0 + i * (BN // 4)\n        if main_grad",
-        "        column = n0\n        if main_grad",
+        "        column = n0 + i * (BN // 4)\n        if wide",
+        "        column = n0\n        if wide",
         "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
     ),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import Case, budget, make_inputs, ours, plain, run, same_bits
+from helpers import Case, budget, check_fp32_weights, make_inputs, ours, plain, run, same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sonicmoe
@@ -175,6 +175,29 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_parameters(
     rough = run(plain(case), low)
     for name in exact:
         budget(got[name], rough[name], exact[name], name=name, dtype=dtype, tokens=20)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+def test_gradients_of_fp32_weights(transposed):
+    check_fp32_weights(Case(CASE.shape, bias=True, transposed=transposed), "cpu", "torch")
+
+
+def test_rounded_weights_are_kept_once():
+    """What is kept under autocast: weights of 16 bits, as without it."""
+    given, saved = make_inputs(Case(CASE.shape)).arguments(), []
+    given |= {name: given[name].float().requires_grad_() for name in ("w1", "w2")}
+
+    def keep(t):
+        saved.append(t)
+        return t
+
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+    ):
+        sonicmoe.experts(**given)
+    kept = [t for t in saved if t.shape in (given["w1"].shape, given["w2"].shape)]
+    assert [t.dtype for t in kept] == [torch.bfloat16] * 2
 
 
 def test_a_graph_can_be_walked_twice():

@@ -63,7 +63,11 @@ def _arguments() -> dict[str, list[tuple]]:
             (given.x, given.w1, given.b1, low, up_factor, p.row_token, *schedule, "swiglu", c, b)
             for c in (False, True)
         ],
-        "adapted_product": [(a, given.w2, given.b2, low, up_factor, *schedule, b)],
+        "adapted_product": [
+            (a, given.w2, given.b2, low, factor, *schedule, kernel, b)
+            for factor, kernel in ((up_factor, "down"), (up_factor.mT.contiguous().mT, "dx"))
+        ],
+        "transposed": [(logits, 0.5, torch.bfloat16, b), (logits.double(), 2.0, torch.double, b)],
         "adapted_down_backward": [
             (given.dout, z, given.w2, bias, low, down_factor, given.scores, *maps, *schedule,
              "swiglu", False, b)
@@ -114,9 +118,9 @@ def _arguments() -> dict[str, list[tuple]]:
             (rows, None, p.slot_row, ragged, 12, b),
         ],
         "down_backward": [
-            (given.dout, *down_back, *everything, b),
-            (given.dout, *down_back, *some, b),
-            (rows, *grouped_back, True, True, False, False, b),
+            (given.dout, *down_back, *everything, False, b),
+            (given.dout, *down_back, *some, False, b),
+            (rows, *grouped_back, True, True, False, False, True, b),
         ],
         "down_backward_into": [
             (torch.zeros_like(given.w2), given.dout, *down_back, True, True, True, b),
@@ -127,9 +131,9 @@ def _arguments() -> dict[str, list[tuple]]:
             (torch.zeros_like(given.w1), z, *up_back, False, False, b),
         ],
         "up_backward": [
-            (z, *up_back, True, True, True, b),
-            (z, *up_back, False, True, False, b),
-            (z, rows, transposed, None, None, None, start, tiles, m, True, True, False, b),
+            (z, *up_back, True, True, True, False, b),
+            (z, *up_back, False, True, False, False, b),
+            (z, rows, transposed, None, None, None, start, tiles, m, True, True, False, True, b),
         ],
     }  # fmt: skip
 

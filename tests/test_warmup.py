@@ -45,8 +45,11 @@ def step(layer, router):
             experts.weight = torch.nn.Parameter(experts.weight.data.mT.contiguous().mT)
         if main_grad:
             experts.weight.main_grad = torch.zeros_like(experts.weight, dtype=torch.float32)
+    autocast = layer.weights is not None
+    if autocast:
+        moe.to(layer.weights)
     x = torch.zeros(999, H, dtype=torch.bfloat16, requires_grad=True)
-    with compiling(90) as compiled:
+    with compiling(90) as compiled, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out, aux_loss = moe(x, KernelBackendMoE.sonicmoe)
         torch.autograd.backward((out, aux_loss), (torch.ones_like(out), torch.ones_like(aux_loss)))
     return compiled
@@ -58,6 +61,7 @@ LAYERS = {
     "concatenated": (Layer(H, I, E, K, gate_up="concatenated"), "topk_over_softmax_normalized"),
     "transposed": (Layer(H, I, E, K, transposed=(True, True)), "softmax_over_topk"),
     "main_grad": (Layer(H, I, E, K, main_grad=(True, True)), "softmax_over_topk"),
+    "autocast": (Layer(H, I, E, K, weights=torch.float32), "softmax_over_topk"),
     "sigmoid": (Layer(H, I, E, K), "sigmoid"),
     "rounding": (Layer(H, I, E, K), "token_rounding"),
     "rounding object": (Layer(H, I, E, K), TokenRounding(E, K, subroutine="up")),

@@ -38,6 +38,7 @@ class Layer(NamedTuple):
     main_grad: tuple[bool, bool] = (False, False)  # W1, W2
     ids: torch.dtype = torch.int32
     logits: torch.dtype | None = None  # where the auxiliary loss follows
+    weights: torch.dtype | None = None  # where it is not that of the data
 
 
 @cache
@@ -133,7 +134,7 @@ def run_experts(layer: Layer, slots: Slots | None = None) -> torch.Tensor:
     columns = 2 * intermediate if layer.activation.is_gated else intermediate
     sizes = ((number, columns, hidden), (number, hidden, intermediate))
     w1, w2 = (
-        _weight(size, layer.dtype, *how)
+        _weight(size, layer.weights or layer.dtype, *how)
         for size, *how in zip(sizes, layer.transposed, layer.main_grad, strict=True)
     )
     b1, b2 = (

@@ -191,8 +191,22 @@ class Balance(torch.autograd.Function):
         return ops.balance_backward(dloss, *ctx.saved_tensors, *ctx.options), *([None] * 4)
 
 
+def _rounded(weight: torch.Tensor, data: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The weight in the dtype of the data, and whether its gradient is fp32 all the same.
+
+    PyTorch would round the gradient as well, and widen it again: a tenth of a layer at
+    24576,1536,256,128,8.
+    """
+    if weight.dtype == data.dtype:
+        return weight, False
+    return weight.to(data.dtype), weight.dtype == torch.float32
+
+
 class Up(torch.autograd.Function):
-    """X, W1, b1 → Z, A. Kept: X 2·T·H (the caller's own), the row maps. A carries no gradient."""
+    """X, W1, b1 → Z, A. Kept: X 2·T·H (the caller's own), the row maps. A carries no gradient.
+
+    W1 in another dtype than X is rounded here, and kept so.
+    """
 
     @staticmethod
     def forward(
@@ -201,6 +215,8 @@ class Up(torch.autograd.Function):
     ):  # fmt: skip
         # Else autograd would fill R·I zeros for A, which has no gradient.
         ctx.set_materialize_grads(False)
+        ctx.main = with_main_grad(w1)
+        w1, ctx.wide = _rounded(w1, x)
         z, a = ops.up(
             x, w1, b1, row_token, expert_start, tiles,
             tile_height, activation, concatenated, keep_z, backend,
@@ -208,7 +224,6 @@ class Up(torch.autograd.Function):
         ctx.mark_non_differentiable(a)
         ctx.save_for_backward(x, w1, row_token, slot_row, token_start, expert_start, tiles)
         ctx.options = (tile_height, backend)
-        ctx.main = with_main_grad(w1)
         return z, a
 
     @staticmethod
@@ -225,7 +240,7 @@ class Up(torch.autograd.Function):
             dw1 = added_to_main_grad(ctx.main)
         else:
             dx, dw1, db1 = ops.up_backward(
-                dz, *ctx.saved_tensors, tile_height, need_dx, need_dw1, need_db1, backend
+                dz, *ctx.saved_tensors, tile_height, need_dx, need_dw1, need_db1, ctx.wide, backend
             )
         grads = (dx if need_dx else None, dw1 if need_dw1 else None, db1 if need_db1 else None)
         return *grads, *([None] * 10)
@@ -243,6 +258,9 @@ class Down(torch.autograd.Function):
         ctx, z, a, scores, w2, b2, row_token, row_slot, slot_row, token_start, expert_start, tiles,
         tokens, tile_height, activation, concatenated, backend, rest,
     ):  # fmt: skip
+        ctx.main = with_main_grad(w2)
+        w2, ctx.wide = _rounded(w2, a)
+
         def output():
             grouped = row_token is None
             row_scores = scores if grouped else None
@@ -253,7 +271,6 @@ class Down(torch.autograd.Function):
 
         ctx.save_for_backward(z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles)
         ctx.options = (tile_height, activation, concatenated, backend)
-        ctx.main = with_main_grad(w2)
         return output() if rest is None else later(output, rest, a, tokens, w2.shape[1])
 
     @staticmethod
@@ -270,7 +287,7 @@ class Down(torch.autograd.Function):
         else:
             dz, dw2, db2, dscores = ops.down_backward(
                 dout.contiguous(), *ctx.saved_tensors, *options,
-                need_dz, need_dw2, need_db2, need_dscores, backend,
+                need_dz, need_dw2, need_db2, need_dscores, ctx.wide, backend,
             )  # fmt: skip
         grads = (
             dz if need_dz else None,

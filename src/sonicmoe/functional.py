@@ -64,7 +64,7 @@ def prepared_experts(
 
     `logits`: of which dtype they are, where the auxiliary loss follows, to compile it ahead.
     """
-    x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
+    x, b1, b2 = _autocast(x, b1, b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
     if slot_token is None:
         check_choice(x, ids, scores)
@@ -102,7 +102,7 @@ def grouped_experts(
     rows [offsets[e], offsets[e+1]). R may exceed their sum: the tail is neither read nor trusted,
     its output and gradient are zero. scores (R,), optional, multiply the rows of the result.
     """
-    rows, w1, w2, b1, b2 = _autocast(rows, w1, w2, b1, b2)
+    rows, b1, b2 = _autocast(rows, b1, b2)
     check_weights(rows, w1, w2, b1, b2, activation, gate_up)
     num_experts = w1.shape[0]
     backend = resolve_backend(backend, rows)
@@ -239,6 +239,7 @@ def _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up, logits) -> None:
             activation, gate_up, (b1 is not None, b2 is not None),
             (w1.stride(2) != 1, w2.stride(2) != 1),
             (with_main_grad(w1) is not None, with_main_grad(w2) is not None), ids.dtype, logits,
+            None if w1.dtype == x.dtype else w1.dtype,
         ),
     )  # fmt: skip
 

@@ -95,7 +95,10 @@ def check_weights(
     activation: ActivationType,
     gate_up: str,
 ) -> None:
-    """x (·, H), W1 (E, N, H), W2 (E, H, I) fit together, one dtype, one device."""
+    """x (·, H), W1 (E, N, H), W2 (E, H, I) fit together, one dtype, one device.
+
+    Under autocast weights stay what they are: the layer rounds them.
+    """
     check_activation(activation)
     check_gate_up(gate_up)
     check_rank("x", x, "(T, H)")
@@ -132,7 +135,7 @@ def check_weights(
     for name, t in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
         if t is None:
             continue
-        if t.dtype != dtype:
+        if t.dtype != dtype and not (t.dim() == 3 and _is_rounded(x)):
             raise bad_argument(
                 name,
                 f"the dtype of x ({dtype})",
@@ -140,6 +143,11 @@ def check_weights(
                 "Cast one of them, or use torch.autocast.",
             )
         check_device(name, t, x)
+
+
+def _is_rounded(x: torch.Tensor) -> bool:
+    """The meta device only compiles, for weights that have been checked."""
+    return x.is_meta or torch.is_autocast_enabled(x.device.type)
 
 
 def check_device(name: str, t: torch.Tensor, x: torch.Tensor) -> None:

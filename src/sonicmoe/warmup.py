@@ -25,13 +25,15 @@ def warmup(
     add_bias: bool = False,
     router: str | Router = "softmax_over_topk",
     main_grad: bool = False,
+    weights: torch.dtype | None = None,
     device: str | torch.device = "cuda",
     progress: bool = True,
 ) -> float:
     """Compile the kernels of training and inference, side by side; returns the seconds it took.
 
     Weights are taken as (E, N, K) in memory, `router` as by `MoE`; `main_grad` says that weights
-    bring one. No memory of the device is needed.
+    bring one; `weights` is their dtype where it is not that of the data, as under autocast. No
+    memory of the device is needed.
     """
     check_activation(activation)
     check_gate_up(gate_up)
@@ -41,7 +43,7 @@ def warmup(
         raise bad_argument("device", "a GPU", device, "On the CPU there is nothing to compile.")
     layer = Layer(
         hidden_size, intermediate_size, num_experts, num_experts_per_tok, dtype, activation,
-        gate_up, bias=(add_bias,) * 2, main_grad=(main_grad,) * 2,
+        gate_up, bias=(add_bias,) * 2, main_grad=(main_grad,) * 2, weights=weights,
     )  # fmt: skip
     index = torch.cuda.current_device() if device.index is None else device.index
     begin = time.perf_counter()

@@ -7,6 +7,7 @@ from helpers import (
     Case,
     budget,
     check_experts,
+    check_fp32_weights,
     check_main_grad,
     compare,
     make_inputs,
@@ -136,6 +137,15 @@ def test_grouped_rows_and_a_tail_of_garbage(counts, with_scores):
 def test_weight_gradients_added_to_a_buffer(dtype, transposed, tokens, routing):
     shape = f"{tokens},264,136,6,2"
     check_main_grad(Case(shape, dtype, transposed=transposed, routing=routing), CUDA, "triton")
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+@pytest.mark.parametrize(
+    ("tokens", "routing"), [(777, "uniform"), (777, "empty_experts"), (12000, "zipf")]
+)
+def test_gradients_of_fp32_weights(transposed, tokens, routing):
+    case = Case(f"{tokens},264,136,6,2", bias=True, transposed=transposed, routing=routing)
+    check_fp32_weights(case, CUDA, "triton")
 
 
 @pytest.mark.parametrize("concatenated", [False, True])

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.integrations.lora import lora_experts
-from sonicmoe.tuning import tile_height
+from sonicmoe.tuning import Target, tile_height
 
 CASES = [
     Case("24,16,8,4,2", torch.float64),
@@ -63,6 +63,16 @@ def test_equals_the_layer_written_out(case, rank):
 def test_every_gradient_is_within_the_budget_on_a_gpu(case, rank):
     """Ranks below, at and above the blocks in which they are multiplied."""
     check_lora(case, rank, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", [80, 100])
+def test_configurations_of_other_devices_on_a_gpu(arch, monkeypatch):
+    """Plain Triton's kernels, on tiles that a Hopper GPU has memory for as well."""
+    from sonicmoe.ops import launch_products
+
+    monkeypatch.setattr(launch_products, "target_of", lambda t: Target(arch, 132))
+    check_lora(Case("600,264,136,40,2", bias=True, gate_up="concatenated"), 16, "cuda")
 
 
 @pytest.mark.gpu

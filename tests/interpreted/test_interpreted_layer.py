@@ -11,6 +11,7 @@ from helpers import (
     ACTIVATIONS,
     Case,
     check_experts,
+    check_fp32_weights,
     check_main_grad,
     compare,
     make_inputs,
@@ -64,6 +65,18 @@ def test_every_gradient_is_within_the_budget(case):
 @pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
 def test_weight_gradients_added_to_a_buffer(dtype, transposed):
     check_main_grad(Case(TINY, dtype, transposed=transposed, routing="dropped"), "cpu", "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+def test_gradients_of_fp32_weights(dtype, transposed):
+    check_fp32_weights(Case(TINY, dtype, transposed=transposed, routing="dropped"), "cpu", "triton")
+
+
+def test_gradients_of_fp32_weights_of_long_experts(monkeypatch):
+    monkeypatch.setattr(launch_products, "SHORTEST_SPAN", 64)
+    for shape, routing in LONG.items():
+        check_fp32_weights(Case(shape, routing=routing), "cpu", "triton")
 
 
 @pytest.mark.parametrize(("shape", "routing"), SHAPES.items())

@@ -53,7 +53,7 @@ def experts(
     on rank r; their gradients count the tokens of every rank. Every rank must call it, and must run
     the backward pass if one does. Without a group: all ranks.
     """
-    x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)  # before x travels
+    x, b1, b2 = _autocast(x, b1, b2)  # before x travels
     check_weights(x, w1, w2, b1, b2, activation, gate_up)  # before ranks wait for each other
     if slot_token is None:
         check_choice(x, ids, scores)

@@ -7,11 +7,10 @@ W2: X A1ᵀ is a grouped product of its own, the product with B1 ends in the acc
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .. import ops
-from ..autograd import apply_then_rest, later
+from ..autograd import apply, apply_then_rest, later, once_differentiable
 from ..enums import ActivationType
 from ..errors import bad_argument
 from ..functional import _autocast, permute
@@ -58,7 +57,7 @@ def lora_experts(
             )
     backend = resolve_backend(backend, x)
     p = permute(ids, w1.shape[0], dtype=x.dtype, backend=backend)
-    factors = *_by_expert("lora1", lora1, w1), *_by_expert("lora2", lora2, w2)
+    factors = *_by_expert("lora1", lora1, w1, backend), *_by_expert("lora2", lora2, w2, backend)
     scores = scores.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     concatenated = gate_up == "concatenated"
     return apply_then_rest(
@@ -67,16 +66,33 @@ def lora_experts(
     )  # fmt: skip
 
 
-def _by_expert(name: str, lora: LowRank, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_expert(
+    name: str, lora: LowRank, w: torch.Tensor, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A (E, r, in) and scale·B (E, out, r), the rank filled up with zeros to a multiple of 8."""
     experts, out_size, in_size = w.shape
     rank = lora.a.shape[0] // experts
     check_shape(f"a of {name}", lora.a, (rank * experts, in_size), "(r·E, in)")
     check_shape(f"b of {name}", lora.b, (out_size, rank * experts), "(out, r·E)")
+    a = lora.a.view(experts, rank, in_size).to(w.dtype)
+    b = lora.b.view(out_size * rank, experts)
+    b = apply(_Transposed, b, float(lora.scale), w.dtype, backend).view(experts, out_size, rank)
     more = ceil_div(rank, 8) * 8 - rank
-    a = F.pad(lora.a.view(experts, rank, in_size), (0, 0, 0, more))
-    b = F.pad(lora.b.view(out_size, rank, experts).permute(2, 0, 1), (0, more))
-    return a.to(w.dtype).contiguous(), (lora.scale * b).to(w.dtype).contiguous()
+    return (F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))) if more else (a, b)
+
+
+class _Transposed(torch.autograd.Function):
+    """scale · tᵀ in another dtype."""
+
+    @staticmethod
+    def forward(ctx, t, scale, dtype, backend):
+        ctx.options = (scale, t.dtype, backend)
+        return ops.transposed(t, scale, dtype, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        return ops.transposed(dout.contiguous(), *ctx.options), None, None, None
 
 
 class _Products:
@@ -110,12 +126,8 @@ class _Products:
         p = self.p
         maps = (p.row_token, p.slot_row, p.token_start) if gather else (None, None, None)
         return ops.up_backward(
-            rows, other, w, *maps, *self.schedule, False, True, False, self.backend
+            rows, other, w, *maps, *self.schedule, False, True, False, False, self.backend
         )[1]
-
-
-def _transposed(factor):
-    return factor.mT.contiguous()
 
 
 class _LowRankLayer(torch.autograd.Function):
@@ -149,9 +161,8 @@ class _LowRankLayer(torch.autograd.Function):
         x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2 = ctx.saved_tensors
         p, activation, concat, backend = ctx.options
         do, dout = _Products(p, backend), dout.contiguous()
-        b2_t = _transposed(b2)
 
-        v2 = do.gathered(dout, b2_t)
+        v2 = do.gathered(dout, b2.mT)
         dz, a, dscores = ops.adapted_down_backward(
             dout, z, w2, bias2, v2, a2.mT, scores,
             p.row_token, p.row_slot, p.slot_row, *do.schedule, activation.value, concat, backend,
@@ -160,9 +171,9 @@ class _LowRankLayer(torch.autograd.Function):
         del a, v2
         row_slot = p.row_slot.clamp(0, scores.numel() - 1)  # rows not in use hold anything
         scaled = (scores.flatten()[row_slot][:, None] * u2).to(x.dtype)
-        db2 = do.outer(scaled, dout, b2_t, gather=True).mT
+        db2 = do.outer(scaled, dout, b2.mT, gather=True).mT
 
-        v1 = do.rows(dz, _transposed(b1))
+        v1 = do.rows(dz, b1.mT)
         da1, db1 = do.outer(v1, x, a1, gather=True), do.outer(dz, u1, b1)
         dx = None
         if ctx.needs_input_grad[0]:

@@ -1,4 +1,7 @@
-"""Up with an adapter: X W1ᵀ + U Bᵀ in one accumulator, which leaves it once, rounded once."""
+"""Up with an adapter: X W1ᵀ + U Bᵀ in one accumulator, which leaves it once, rounded once.
+
+And a transposition, to get at an expert's own factor: PEFT stores them side by side.
+"""
 
 import triton
 import triton.language as tl
@@ -59,3 +62,15 @@ def adapted_up_kernel(
             tl.store(a + wide_rows * I + i[None, :], ACTIVATION(gate, up).to(dtype), mask=i_ok)
         else:
             tl.store(a + wide_rows * N + n[None, :], ACTIVATION(acc).to(dtype), mask=n_ok)
+
+
+@triton.jit
+def transpose_kernel(source, out, scale, P, Q, BP: tl.constexpr, BQ: tl.constexpr):
+    """out (Q, P) = scale · sourceᵀ. Grid: (P/BP, Q/BQ)."""
+    p = tl.program_id(0) * BP + tl.arange(0, BP)
+    q = tl.program_id(1) * BQ + tl.arange(0, BQ)
+    inside = (p < P)[:, None] & (q < Q)[None, :]
+    tile = tl.load(source + p.to(tl.int64)[:, None] * Q + q[None, :], mask=inside, other=0.0)
+    tile = tl.trans(tile.to(tl.float32) * scale)
+    ptr = out + q.to(tl.int64)[:, None] * P + p[None, :]
+    tl.store(ptr, tile.to(out.dtype.element_ty), mask=tl.trans(inside))

@@ -159,15 +159,18 @@ def _write(
 
 @gluon.jit
 def _store(
-    out, main_grad, pieces, expert, m0, n0, out_smem, any_row,
+    out, wide, pieces, expert, m0, n0, out_smem, any_row,
     WHICH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, CM: gl.constexpr, BN: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
-    """Half a tile, quarter by quarter, by the copy engine or onto `main_grad`."""
+    """Half a tile, quarter by quarter, by the copy engine or in fp32."""
     for i in gl.static_range(4):
         column = n0 + i * (BN // 4)
-        if main_grad is not None:
-            if any_row:
-                _write(main_grad, pieces[i], expert, m0, column, M, N, CM, BN // 4, True)
+        if wide is not None:
+            if not ADD:
+                _write(wide, pieces[i], expert, m0, column, M, N, CM, BN // 4, False)
+            elif any_row:
+                _write(wide, pieces[i], expert, m0, column, M, N, CM, BN // 4, True)
         else:
             tma.store_wait(1)  # the piece before the last has left the buffer they share
             staged = out_smem.index(2 * WHICH + i % 2)
@@ -178,12 +181,12 @@ def _store(
 
 @gluon.jit
 def _consumer(
-    out, main_grad, partial, expert_start, num_experts, span, total,
+    out, wide, partial, expert_start, num_experts, span, total,
     m_tiles: gl.constexpr, n_tiles: gl.constexpr,
     left_smem, right_smem, out_smem, full, empty,
     WHICH: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    GATHER: gl.constexpr,
+    GATHER: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     CM: gl.constexpr = BM // 2
     L: gl.constexpr = gl.NVMMADistributedLayout(
@@ -227,7 +230,7 @@ def _consumer(
                     _write(partial, pieces[i], place, m0, column, M, N, CM, BN // 4, False)
         elif end >= 0:
             _store(
-                out, main_grad, pieces, group, m0, n0, out_smem, end > start, WHICH, M, N, CM, BN
+                out, wide, pieces, group, m0, n0, out_smem, end > start, WHICH, M, N, CM, BN, ADD
             )
         start, end = _rows_of(
             following, next_start, next_end, expert_start, num_experts, span, per_group, total,
@@ -238,13 +241,13 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["span", "places"])
 def hopper_weight_gradient_kernel(
-    left, right, row_token, out, main_grad, partial, expert_start, tiles, num_experts, span, places,
+    left, right, row_token, out, wide, partial, expert_start, tiles, num_experts, span, places,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
+    STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :]; at most one of the operands gathered.
 
-    Instead of `out`, `main_grad` (E, M, N) in fp32 may be given, to which the sums are added.
+    Instead of `out`, `wide` (E, M, N) in fp32 may be given, to which the sums are added if `ADD`.
     `partial` is as in `weight_gradient_kernel`.
 
     Grid: one program a multiprocessor; each walks over (expert or place, M-tile, N-tile).
@@ -262,7 +265,7 @@ def hopper_weight_gradient_kernel(
         right_smem = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], PLAIN)
     else:
         right_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BK, BN], right.layout)
-    if main_grad is None:
+    if wide is None:
         out_smem = gl.allocate_shared_memory(dtype, [4, 1, CM, BN // 4], out.layout)
     else:
         out_smem = left_smem  # not used
@@ -281,14 +284,14 @@ def hopper_weight_gradient_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out, main_grad, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
+                out, wide, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
                 left_smem, right_smem, out_smem, full, empty,
-                0, SPLIT, M, N, BM, BN, BK, STAGES, GATHER,
+                0, SPLIT, M, N, BM, BN, BK, STAGES, GATHER, ADD,
             )),
             (_consumer, (
-                out, main_grad, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
+                out, wide, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
                 left_smem, right_smem, out_smem, full, empty,
-                1, SPLIT, M, N, BM, BN, BK, STAGES, GATHER,
+                1, SPLIT, M, N, BM, BN, BK, STAGES, GATHER, ADD,
             )),
             (_producer, (
                 left, right, row_token, expert_start, num_experts, span, total, m_tiles, n_tiles,

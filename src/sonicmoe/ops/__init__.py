@@ -3,7 +3,7 @@
 All functional but two: those that end in `_into` add a weight gradient to a buffer.
 """
 
-from .adapted import adapted_down_backward, adapted_product, adapted_up
+from .adapted import adapted_down_backward, adapted_product, adapted_up, transposed
 from .products import (
     aggregate,
     down,
@@ -46,6 +46,7 @@ __all__ = [
     "tiles",
     "topk",
     "topk_backward",
+    "transposed",
     "up",
     "up_backward",
     "up_backward_into",

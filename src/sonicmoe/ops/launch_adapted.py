@@ -76,3 +76,14 @@ def down_backward(
         aligned(dout), z, aligned(w2), b2, scores, row_token, row_slot, slot_row, expert_start,
         tiles, tile_height, activation, concatenated, True, True, True, config, Adapter(u, factor),
     )  # fmt: skip
+
+
+def transposed(t, scale, dtype):
+    rows, columns = t.shape
+    out = memory.empty((columns, rows), dtype, t.device)
+    if t.numel():
+        launch(
+            adapted.transpose_kernel, (ceil_div(rows, 64), ceil_div(columns, 64)),
+            t, out, scale, rows, columns, BP=64, BQ=64, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -11,7 +11,7 @@ from ..kernels.hopper_score_gradient import SLICE, hopper_score_gradient_kernel
 from ..kernels.hopper_up import hopper_up_kernel
 from ..kernels.hopper_weight_gradient import hopper_weight_gradient_kernel
 from ..tuning import RowConfig, WeightConfig
-from .launch import Bound, Boxes, launch
+from .launch import Bound, Boxes, aligned, launch
 from .launch_products import NO_ADAPTER, Adapter
 
 _ROWS = 64  # rows of one computing warpgroup
@@ -128,14 +128,16 @@ def _score_gradient(
 
 
 @lru_cache(maxsize=1024)
-def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather_right):
-    """The kernel; boxes of the gradient."""
+def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather_right, add):
+    """The kernel; boxes of the gradient, which in fp32 needs none."""
     kernel = Bound(
         hopper_weight_gradient_kernel,
         M=shape[1], N=shape[2], BM=m, BN=n, BK=k, STAGES=stages,
-        GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, num_warps=4,
+        GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, ADD=add, num_warps=4,
     )  # fmt: skip
-    return kernel, None if dtype is None else _laid_out(dtype, shape, strides, (1, m // 2, n // 4))
+    if dtype == torch.float32:
+        return kernel, None
+    return kernel, _laid_out(dtype, shape, strides, (1, m // 2, n // 4))
 
 
 # --- launches -------------------------------------------------------------------------------------
@@ -144,11 +146,9 @@ def _adapter(adapter: Adapter, w: torch.Tensor, n: int, k: int, two_halves: bool
     u, b = adapter
     if u is None or b is None:
         return adapter
-    b = b.contiguous() if w.stride(2) == 1 else b.mT.contiguous().mT
-    return row_boxes(u, _ROWS, k), (
-        b,
-        _factor_boxes(b.dtype, b.shape, b.stride(), n, k, two_halves),
-    )
+    b = aligned(b.contiguous() if w.stride(2) == 1 else b.mT.contiguous().mT)
+    boxes = _factor_boxes(b.dtype, b.shape, b.stride(), n, k, two_halves)
+    return row_boxes(u, _ROWS, k), (b, boxes)
 
 
 def up(
@@ -208,14 +208,15 @@ def weight_gradient(
 ):  # fmt: skip
     m, n, k = config.block_m, config.block_n, config.block_k
     kernel, out_boxes = _weight_gradient(
-        None if add else out.dtype, out.shape, out.stride(), m, n, k, config.stages,
-        left_token is not None, right_token is not None,
+        out.dtype, out.shape, out.stride(), m, n, k, config.stages,
+        left_token is not None, right_token is not None, add,
     )  # fmt: skip
+    in_fp32 = out_boxes is None
     launch(
         kernel, (programs,),
         row_boxes(left, k, m // 2) if left_token is None else left,
         row_boxes(right, k, n) if right_token is None else right,
         right_token if left_token is None else left_token,
-        None if add else (out, out_boxes), out if add else None, partial,
+        None if in_fp32 else (out, out_boxes), out if in_fp32 else None, partial,
         expert_start, tiles, out.shape[0], span, places,
     )  # fmt: skip

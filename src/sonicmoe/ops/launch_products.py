@@ -182,9 +182,9 @@ def aggregate(y, scores, slot_row, token_start, tokens):
 def down_backward(
     dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
     activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, config=None, weights=None,
-    main_grad=None,
+    main_grad=None, wide=False,
 ):  # fmt: skip
-    """dZ, dW2, db2, dscores; dW2 is added to `main_grad` if there is one."""
+    """dZ, dW2, db2, dscores; dW2 in fp32 if `wide`, or added to `main_grad` if there is one."""
     dout, w2 = aligned(dout), aligned(w2)
     dz = a = dscores = dw2 = db2 = None
     if need_dz or need_dw2 or need_dscores:
@@ -194,7 +194,7 @@ def down_backward(
         )  # fmt: skip
     if need_dw2:
         dw2 = _weight_gradient(
-            dout, row_token, a, None, w2, expert_start, tiles, weights, main_grad
+            dout, row_token, a, None, w2, expert_start, tiles, weights, main_grad, wide
         )
     if need_db2:
         db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start)
@@ -265,9 +265,9 @@ def _score_gradient(
 
 def up_backward(
     dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
-    need_dx, need_dw1, need_db1, config=None, weights=None, main_grad=None,
+    need_dx, need_dw1, need_db1, config=None, weights=None, main_grad=None, wide=False,
 ):  # fmt: skip
-    """dX, dW1, db1; dW1 is added to `main_grad` if there is one."""
+    """dX, dW1, db1; dW1 in fp32 if `wide`, or added to `main_grad` if there is one."""
     x, dz, w1 = aligned(x), aligned(dz), aligned(w1)
     dx = dw1 = db1 = None
     if need_dx:
@@ -277,7 +277,9 @@ def up_backward(
         else:
             dx = _zero_tail(dx, expert_start)
     if need_dw1:
-        dw1 = _weight_gradient(dz, None, x, row_token, w1, expert_start, tiles, weights, main_grad)
+        dw1 = _weight_gradient(
+            dz, None, x, row_token, w1, expert_start, tiles, weights, main_grad, wide
+        )
     if need_db1:
         like = memory.empty(w1.shape[:2], w1.dtype, w1.device)
         db1 = _bias_gradient(dz, None, None, None, like, expert_start)
@@ -297,13 +299,16 @@ def _zero_tail(y: torch.Tensor, expert_start: torch.Tensor) -> torch.Tensor:
 
 
 def _weight_gradient(
-    left, left_token, right, right_token, w, expert_start, tiles, config=None, main_grad=None
-):
+    left, left_token, right, right_token, w, expert_start, tiles, config=None, main_grad=None,
+    wide=False,
+):  # fmt: skip
     """(E, M, N) = Σ over an expert's rows of leftᵀ right, with the strides of `w`.
 
-    Added to `main_grad`, fp32 with the same strides, if there is one.
+    In fp32 if `wide`; added to `main_grad`, fp32 with the same strides, if there is one.
     """
-    dw = memory.empty_like(w) if main_grad is None else main_grad
+    dw = main_grad
+    if dw is None:
+        dw = memory.empty_like(w, torch.float32 if wide else w.dtype)
     out = dw
     if _stored_transposed(dw):
         # Written the other way round, so that rows of the store are contiguous.

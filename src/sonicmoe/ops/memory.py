@@ -16,11 +16,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def empty_like(t: torch.Tensor) -> torch.Tensor:
+def empty_like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """With the strides of `t`, which is dense."""
     if _is_current_gpu(t.device):
-        return _empty_on_current_gpu(tuple(t.shape), t.stride(), t.dtype)
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        return _empty_on_current_gpu(tuple(t.shape), t.stride(), dtype)
+    return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
 
 
 def _is_current_gpu(device: torch.device) -> bool:

@@ -115,17 +115,23 @@ def aggregate(y, scores, slot_row, token_start, tokens, backend):
 
 
 # --- backward of down and aggregation -------------------------------------------------------------
+def _weight_gradient_fake(w, wide):
+    return torch.empty_like(w, dtype=torch.float32 if wide else w.dtype)
+
+
 def _down_backward_fake(
     dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
-    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, backend,
+    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, wide, backend,
 ):  # fmt: skip
-    likes = ((z, need_dz), (w2, need_dw2), (b2, need_db2), (scores, need_dscores))
-    return tuple(torch.empty_like(t) if need else None for t, need in likes)
+    likes = ((z, need_dz), (b2, need_db2), (scores, need_dscores))
+    dz, db2, dscores = (torch.empty_like(t) if need else None for t, need in likes)
+    return dz, _weight_gradient_fake(w2, wide) if need_dw2 else None, db2, dscores
 
 
 def _down_backward_flops(
     dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
-    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, backend, out_shape=None,
+    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, wide, backend,
+    out_shape=None,
 ):  # fmt: skip
     return 2 * z[0] * w2[1] * w2[2] * ((need_dz or need_dw2 or need_dscores) + need_dw2)
 
@@ -134,32 +140,41 @@ def _down_backward_flops(
     "down_backward(Tensor dout, Tensor z, Tensor w2, Tensor? b2, Tensor? scores, Tensor? row_token,"
     " Tensor? row_slot, Tensor? slot_row, Tensor expert_start, Tensor tiles, int tile_height,"
     " str activation, bool concatenated, bool need_dz, bool need_dw2, bool need_db2,"
-    " bool need_dscores, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool need_dscores, bool wide, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_down_backward_fake,
     flops=_down_backward_flops,
 )
 def down_backward(
     dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
-    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, backend,
+    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, wide, backend,
 ):  # fmt: skip
-    """dZ, dW2, db2, dscores from dO: dO W2 is formed once, Y never, A again from Z."""
+    """dZ, dW2, db2, dscores from dO: dO W2 is formed once, Y never, A again from Z.
+
+    dW2 is fp32 if `wide`, with the strides of W2.
+    """
     if backend == "torch":
         found = reference.down_backward(
             dout, z, w2, b2, scores, row_token, row_slot, expert_start,
             ActivationType(activation), concatenated,
         )  # fmt: skip
         needed = (need_dz, need_dw2, need_db2, need_dscores)
-        return tuple(g if need else None for g, need in zip(found, needed, strict=True))
+        dz, dw2, db2, dscores = (g if need else None for g, need in zip(found, needed, strict=True))
+        return dz, _widened(dw2, wide), db2, dscores
     return _triton().down_backward(
         dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
         ActivationType(activation), concatenated, need_dz, need_dw2, need_db2, need_dscores,
+        wide=wide,
     )  # fmt: skip
+
+
+def _widened(gradient: torch.Tensor | None, wide: bool) -> torch.Tensor | None:
+    return gradient.float() if wide and gradient is not None else gradient
 
 
 def _down_backward_into_fake(main_grad, *args):
     *given, need_dz, need_db2, need_dscores, backend = args
     needs = (need_dz, False, need_db2, need_dscores)
-    dz, _, db2, dscores = _down_backward_fake(*given, *needs, backend)
+    dz, _, db2, dscores = _down_backward_fake(*given, *needs, True, backend)
     return dz, db2, dscores
 
 
@@ -181,7 +196,9 @@ def down_backward_into(
     )  # fmt: skip
     needs = (need_dz, True, need_db2, need_dscores)
     if backend == "torch":
-        dz, dw2, db2, dscores = down_backward(*given, activation, concatenated, *needs, backend)
+        dz, dw2, db2, dscores = down_backward(
+            *given, activation, concatenated, *needs, True, backend
+        )
         main_grad.add_(dw2)
     else:
         dz, _, db2, dscores = _triton().down_backward(
@@ -193,17 +210,17 @@ def down_backward_into(
 # --- backward of up -------------------------------------------------------------------------------
 def _up_backward_fake(
     dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
-    need_dx, need_dw1, need_db1, backend,
+    need_dx, need_dw1, need_db1, wide, backend,
 ):  # fmt: skip
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else None
-    dw1 = torch.empty_like(w1) if need_dw1 else None
+    dw1 = _weight_gradient_fake(w1, wide) if need_dw1 else None
     db1 = w1.new_empty(w1.shape[:2]) if need_db1 else None
     return dx, dw1, db1
 
 
 def _up_backward_flops(
     dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
-    need_dx, need_dw1, need_db1, backend, out_shape=None,
+    need_dx, need_dw1, need_db1, wide, backend, out_shape=None,
 ):  # fmt: skip
     return 2 * dz[0] * w1[1] * w1[2] * (need_dx + need_dw1)
 
@@ -211,34 +228,35 @@ def _up_backward_flops(
 @operator(
     "up_backward(Tensor dz, Tensor x, Tensor w1, Tensor? row_token, Tensor? slot_row,"
     " Tensor? token_start, Tensor expert_start, Tensor tiles, int tile_height, bool need_dx,"
-    " bool need_dw1, bool need_db1, str backend) -> (Tensor, Tensor, Tensor)",
+    " bool need_dw1, bool need_db1, bool wide, str backend) -> (Tensor, Tensor, Tensor)",
     fake=_up_backward_fake,
     flops=_up_backward_flops,
 )
 def up_backward(
     dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
-    need_dx, need_dw1, need_db1, backend,
+    need_dx, need_dw1, need_db1, wide, backend,
 ):  # fmt: skip
-    """dX = Σ dZ W1 over a token's rows, dW1 = dZᵀ X, db1 = Σ dZ."""
+    """dX = Σ dZ W1 over a token's rows, dW1 = dZᵀ X, in fp32 if `wide`, db1 = Σ dZ."""
     if backend == "torch":
         found = reference.up_backward(dz, x, w1, row_token, slot_row, token_start, expert_start)
         needed = (need_dx, need_dw1, need_db1)
-        return tuple(g if need else None for g, need in zip(found, needed, strict=True))
+        dx, dw1, db1 = (g if need else None for g, need in zip(found, needed, strict=True))
+        return dx, _widened(dw1, wide), db1
     return _triton().up_backward(
         dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
-        need_dx, need_dw1, need_db1,
+        need_dx, need_dw1, need_db1, wide=wide,
     )  # fmt: skip
 
 
 def _up_backward_into_fake(main_grad, *args):
     *given, need_dx, need_db1, backend = args
-    dx, _, db1 = _up_backward_fake(*given, need_dx, False, need_db1, backend)
+    dx, _, db1 = _up_backward_fake(*given, need_dx, False, need_db1, True, backend)
     return dx, db1
 
 
 def _up_backward_into_flops(main_grad, *args, out_shape=None):
     *given, need_dx, need_db1, backend = args
-    return _up_backward_flops(*given, need_dx, True, need_db1, backend)
+    return _up_backward_flops(*given, need_dx, True, need_db1, True, backend)
 
 
 @operator(
@@ -258,7 +276,7 @@ def up_backward_into(
         need_dx, True, need_db1,
     )  # fmt: skip
     if backend == "torch":
-        dx, dw1, db1 = up_backward(*given, backend)
+        dx, dw1, db1 = up_backward(*given, True, backend)
         main_grad.add_(dw1)
     else:
         dx, _, db1 = _triton().up_backward(*given, main_grad=main_grad)

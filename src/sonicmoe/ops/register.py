@@ -12,7 +12,9 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 _library = torch.library.Library("sonicmoe", "DEF")
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
+_PLAIN = frozenset(
+    (torch.Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None))
+)
 
 
 def _with_every_result(function: Callable) -> Callable:
