@@ -76,6 +76,16 @@ def test_in_the_layer_and_under_checkpointing():
         assert torch.equal(plain, again) and not (plain == 0.5).all()
 
 
+def test_under_autocast():
+    moe = MoE(E, K, H, I)
+    with_main_grads([moe.c_fc.weight, moe.c_proj.weight])
+    with torch.autocast("cpu", torch.bfloat16):
+        moe(torch.randn(T, H))[0].square().sum().backward()
+    for experts in (moe.c_fc, moe.c_proj):
+        assert experts.weight.grad is None
+        assert not (experts.weight.main_grad == 0.5).all()
+
+
 def test_hooks_run_for_a_trainer_that_asks():
     w1, w2 = with_main_grads(weights(torch.float32, False))
     w1.grad_added_to_main_grad = False
