@@ -55,6 +55,33 @@ MUTATIONS = [
         f"{_LAYER} -k buffer", interpreted=True,
     ),
     Mutation(
+        "gradients of fp32 weights are rounded", "ops/launch_products.py",
+        "torch.float32 if wide else w.dtype", "w.dtype",
+        f"{_LAYER} -k fp32_weights", interpreted=True,
+    ),
+    Mutation(
+        "a checkpoint computes the output again", "autograd.py",
+        "    if not in_a_checkpoint:\n", "    if True:\n",
+        "tests/integrations/test_checkpointing.py",
+    ),
+    Mutation(
+        "the gradient of the output is lost in a checkpoint", "autograd.py",
+        "        return dout, None\n", "        return None, None\n",
+        "tests/integrations/test_checkpointing.py",
+    ),
+    Mutation(
+        "the loss comes after the experts", "moe.py",
+        "            run, counts = self._experts(x, r, backend)\n",
+        "            run, counts = self._experts(x, r, backend)\n            y = run()\n"
+        "            run = lambda: y\n",
+        "tests/integrations/test_checkpointing.py",
+    ),
+    Mutation(
+        "an adapter without its scale", "kernels/adapted.py",
+        "tile.to(tl.float32) * scale", "tile.to(tl.float32)",
+        "tests/interpreted/test_interpreted_lora.py -k ranks", interpreted=True,
+    ),
+    Mutation(
         "another expert's rows in a weight gradient", "kernels/weight_gradient.py",
         "    ok = rows < end\n", "    ok = rows < end + BK\n",
         f"{_LAYER} -k zipf", interpreted=True,

@@ -81,9 +81,9 @@ def test_under_autocast():
     with_main_grads([moe.c_fc.weight, moe.c_proj.weight])
     with torch.autocast("cpu", torch.bfloat16):
         moe(torch.randn(T, H))[0].square().sum().backward()
-    for experts in (moe.c_fc, moe.c_proj):
-        assert experts.weight.grad is None
-        assert not (experts.weight.main_grad == 0.5).all()
+    for weight in (moe.c_fc.weight, moe.c_proj.weight):
+        assert weight.grad is None
+        assert not (weight.main_grad == 0.5).all()
 
 
 def test_hooks_run_for_a_trainer_that_asks():
