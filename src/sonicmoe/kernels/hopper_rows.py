@@ -149,19 +149,9 @@ def producer(
                 mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(full.index(slot), IN_ORDER)
                 _load_weights(
-                    b,
-                    expert,
-                    column,
-                    k,
-                    full.index(slot),
-                    w_smem,
-                    slot,
-                    BN,
-                    BK,
-                    STAGES,
-                    KN,
-                    TWO_HALVES,
-                )
+                    b, expert, column, k, full.index(slot), w_smem, slot,
+                    BN, BK, STAGES, KN, TWO_HALVES,
+                )  # fmt: skip
                 _load_both(u, end, row, k, full.index(slot), a_smem, slot, BK)
                 if GATHER:
                     async_copy.mbarrier_arrive(full.index(slot), increment_count=False)

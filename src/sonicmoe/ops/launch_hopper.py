@@ -141,12 +141,12 @@ def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather
 
 
 # --- launches -------------------------------------------------------------------------------------
-def _adapter(adapter: Adapter, w: torch.Tensor, n: int, k: int, two_halves: bool = False) -> tuple:
-    """U and B as the kernels take them: B through boxes like those of the weights beside it."""
+def _adapter(adapter: Adapter, transposed: bool, n: int, k: int, two_halves: bool = False) -> tuple:
+    """U and B as the kernels take them: B stored like the weights beside it, and in such boxes."""
     u, b = adapter
     if u is None or b is None:
         return adapter
-    b = aligned(b.contiguous() if w.stride(2) == 1 else b.mT.contiguous().mT)
+    b = aligned(b.mT.contiguous().mT if transposed else b.contiguous())
     boxes = _factor_boxes(b.dtype, b.shape, b.stride(), n, k, two_halves)
     return row_boxes(u, _ROWS, k), (b, boxes)
 
@@ -164,7 +164,7 @@ def up(
     launch(
         kernel, (programs,),
         x if gather else row_boxes(x, _ROWS, k), row_token, (w1, weights),
-        *_adapter(adapter, w1, n, k, activation.is_gated and concatenated), b1,
+        *_adapter(adapter, w1.stride(2) != 1, n, k, activation.is_gated and concatenated), b1,
         (z if keep_z else a, z_boxes),  # where nothing is stored, any address will do
         (a, a_boxes), tiles,
     )  # fmt: skip
@@ -179,8 +179,8 @@ def product(
     )
     launch(
         kernel, (programs,),
-        row_boxes(a, _ROWS, k), (w, weights), *_adapter(adapter, w, n, k), bias, row_scores,
-        (y, y_boxes), tiles,
+        row_boxes(a, _ROWS, k), (w, weights), *_adapter(adapter, w.stride(2) != 1, n, k),
+        bias, row_scores, (y, y_boxes), tiles,
     )  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def score_gradient(
     launch(
         kernel, (programs,),
         dout if gather else row_boxes(dout, _ROWS, k), row_token, (w2, weights),
-        *_adapter(adapter, w2.mT, n, k), scores, row_slot,
+        *_adapter(adapter, w2.stride(1) != 1, n, k), scores, row_slot,
         (z, z_boxes), (dz, z_boxes), (a if store_a else dz, a_boxes), partial, plane, tiles,
     )  # fmt: skip
 
