@@ -1,6 +1,7 @@
 """Small random models of transformers: our backend against `eager`, which is their own loop."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -49,13 +50,18 @@ def test_logits_loss_and_gradients(name, calls):
 
 @pytest.mark.tries("Hugging Face transformers", "gradient checkpointing")
 @pytest.mark.parametrize("name", MODELS)
-def test_gradient_checkpointing(name):
+def test_gradient_checkpointing(name, runs):
+    """The down projection runs again only where a shared expert follows."""
     model = with_backend(small(name), NAME)
     want = step(model)
+    once = Counter(runs)
+    runs.clear()
     model.zero_grad(set_to_none=True)
     model.train()
     model.gradient_checkpointing_enable()
     close(step(model), want)
+    assert runs["up"] == 2 * once["up"]
+    assert runs["down"] == once["down"] * (1 + (name in ("DeepseekV3", "NemotronH")))
 
 
 @pytest.mark.tries("Hugging Face transformers", "`from_pretrained` and `generate`")
