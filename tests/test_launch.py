@@ -256,5 +256,5 @@ def test_gradients_on_a_gpu_lie_as_their_weights(transposed, monkeypatch):
     monkeypatch.setattr(memory, "_empty_on_current_gpu", _SHORT_WAY)
     weight = torch.zeros(2, 5, 3, dtype=torch.bfloat16)
     weight = weight.mT if transposed else weight
-    got = memory.empty_like(weight)
-    assert (got.shape, got.stride(), got.dtype) == (weight.shape, weight.stride(), weight.dtype)
+    got = memory.empty_like(weight, torch.float32)
+    assert (got.shape, got.stride(), got.dtype) == (weight.shape, weight.stride(), torch.float32)

@@ -139,7 +139,7 @@ def test_list_names_every_case(capsys):
         (["--case", "olmoe", "--bias"], "--bias: expected --shape beside it"),
         (["--shape", "64,32,16,4,2", "--routing", "cold"], "routing: expected one of"),
         (["--shape", "64,32,16,4,2", "--peers", "someone"], "--peers: expected names of"),
-        (["--no-times"], "--no-times: expected --host or --cold beside it"),
+        (["--no-times"], "--no-times: expected --host, --cold or --ways beside it"),
         (["--no-times", "--cold", "--routing", "hot"], "--no-times: expected uniform routing"),
         (["--no-times", "--cold", "--peers", "dense"], "--no-times: expected no flag that"),
     ],
@@ -194,6 +194,26 @@ def test_a_cold_start_alone(tmp_path, capsys):
     assert main(["bench", *TINY, "--cold", "--no-times", "--results", str(tmp_path)]) == 0
     assert "cold start, 64,32,16,4,2" in capsys.readouterr().out
     assert [record["subject"] for record in results.read(tmp_path)] == ["cold"]
+
+
+def test_ways_to_run_a_layer(quick, tmp_path, capsys, monkeypatch):
+    kept = ["--results", str(tmp_path), "--dtype", "bfloat16"]
+    assert main(["bench", *TINY, "--ways", "--no-times", *kept]) == 0
+    assert "ways to run it, 64,32,16,4,2" in capsys.readouterr().out
+    (record,) = results.read(tmp_path)
+    assert record["subject"] == "ways"
+    for way in ("plain", "checkpointed", "frozen", "main_grad", "autocast"):
+        assert record[f"{way}_fwd_bwd_ms"] > 0
+
+
+def test_a_way_that_is_wrong_is_not_timed(monkeypatch):
+    from sonicmoe import autograd
+    from sonicmoe.bench.cases import Case
+    from sonicmoe.bench.ways import measure_ways
+
+    monkeypatch.setattr(autograd.Rest, "backward", lambda ctx, dout: (1.1 * dout, None))
+    with pytest.raises(RuntimeError, match="checkpointed: the gradient of x is off"):
+        measure_ways(Case.of_shape("64,32,16,4,2"), "cpu", torch.float32)
 
 
 def test_cold_start_in_a_process_of_its_own():

@@ -193,6 +193,18 @@ def test_skew_host_cold_start_and_a_new_t_have_their_place():
     assert "3.00×" not in text
 
 
+def test_ways_to_run_a_layer_are_a_table():
+    old = {"plain_fwd_bwd_ms": 9.0, "checkpointed_fwd_bwd_ms": 9.9}
+    new = {"plain_fwd_bwd_ms": 3.0, "checkpointed_fwd_bwd_ms": 3.9, "compiled_fwd_bwd_ms": 3.25}
+    text = section.readme_section(
+        [record("ways", **old), record("ways", date=SECOND, command="sonicmoe bench --ways", **new)]
+    )
+    (row,) = [line for line in rows(text) if line.startswith("| olmoe")]
+    assert row.endswith("| 3.00 | 3.90 | – | – | – | 3.25 |")
+    assert "| plain | checkpointed | frozen | main_grad | autocast | compiled |" in text
+    assert "`sonicmoe bench --ways`" in text
+
+
 def test_a_skewed_run_without_an_even_one_gives_no_ratio():
     assert section.readme_section([record(routing="hot", router="out")]) == (
         "No results are kept yet."

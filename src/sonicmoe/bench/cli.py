@@ -36,7 +36,11 @@ def register(subparsers) -> None:
     bench.add_argument("--host", action="store_true", help="time of the host too, or alone")
     bench.add_argument("--cold", action="store_true", help="first call with empty caches too")
     bench.add_argument(
-        "--no-times", action="store_true", help="nothing but what --host and --cold ask for"
+        "--ways", action="store_true",
+        help="checkpointed, frozen, with main_grad, under autocast, compiled too",
+    )  # fmt: skip
+    bench.add_argument(
+        "--no-times", action="store_true", help="nothing but what --host, --cold and --ways ask for"
     )
     bench.add_argument("--no-verify", action="store_true", help="times without checks; not kept")
     bench.add_argument(
@@ -119,7 +123,8 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
 
 def _cases_of_extras(args: argparse.Namespace) -> list[Case]:
     """What `_extra_figures` measures."""
-    return ([HOST] if args.host else []) + (selected_cases(args) if args.cold else [])
+    selected = selected_cases(args) if args.cold or args.ways else []
+    return ([HOST] if args.host else []) + selected
 
 
 def _only_extras(args: argparse.Namespace) -> bool:
@@ -128,14 +133,17 @@ def _only_extras(args: argparse.Namespace) -> bool:
         _check_apart_from_times(args, "--no-times", "energy")
         if not _cases_of_extras(args):
             raise bad_argument(
-                "--no-times", "--host or --cold beside it", "neither", "Leave it out for times."
+                "--no-times",
+                "--host, --cold or --ways beside it",
+                "none",
+                "Leave it out for times.",
             )
         if args.routing != ["uniform"]:
             raise bad_argument(
                 "--no-times", "uniform routing", " ".join(args.routing), "Leave --routing out."
             )
         return True
-    needy = ("suite", "case", "shape", "cold", "energy", *_ABOUT_TIMES)
+    needy = ("suite", "case", "shape", "cold", "ways", "energy", *_ABOUT_TIMES)
     plain = args.routing == ["uniform"] and not any(getattr(args, name) for name in needy)
     return args.host and plain
 
@@ -207,6 +215,7 @@ def _extra_figures(args: argparse.Namespace, options) -> list[dict]:
     from .cold import measure_cold
     from .host import measure_host
     from .run import about_case
+    from .ways import measure_ways
 
     plain = replace(options, concatenated=False)  # neither knows the other layout
     records = []
@@ -220,6 +229,11 @@ def _extra_figures(args: argparse.Namespace, options) -> list[dict]:
             figures = measure_cold(case, args.device, dtype)
             print(f"\ncold start, {case.name}\n{report.figure_table(figures)}")
             records.append(about_case(case, plain) | {"subject": "cold"} | figures)
+    if args.ways:
+        for case in selected_cases(args):
+            figures = measure_ways(case, args.device, options.dtype)
+            print(f"\nways to run it, {case.name}\n{report.figure_table(figures)}")
+            records.append(about_case(case, plain) | {"subject": "ways"} | figures)
     return records
 
 

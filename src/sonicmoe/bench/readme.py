@@ -21,6 +21,7 @@ from .peers import DENSE
 from .published import NAME as PUBLISHED
 from .results import Record, slug
 from .subjects import OURS
+from .ways import WAYS
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
@@ -91,6 +92,7 @@ def readme_section(records: Iterable[Record], pictures: Mapping[str, str] | None
             f"![The layer beside its limit, {title}]({picture})" if picture else None,
             _layers(title, found, _measured_gpu(device, dtype)),
             _beside(title, found),
+            _ways(title, found),
         ]
     return "\n\n".join(part for part in parts if part) or "No results are kept yet."
 
@@ -298,6 +300,25 @@ def _beside(title: str, records: Sequence[Record]) -> str | None:
     if not sentences:
         return None
     return "\n".join([*lines, f"{title}. {' '.join(sentences)} {_origin(sources)}"])
+
+
+def _ways(title: str, records: Sequence[Record]) -> str | None:
+    """The layer as people run it, a row for each case."""
+    runs = _newest_runs(r for r in records if r["subject"] == "ways")
+    if not runs:
+        return None
+    rows = [
+        [str(layer), *(_form(run[-1].get(figure), "{:.2f}".format) for figure in WAYS.values())]
+        for layer, run in runs.items()
+    ]
+    return "\n".join([
+        _markdown(["case (T,H,I,E,K)", *WAYS], rows),
+        "",
+        f"{title}. ms of `MoE` with its auxiliary loss, forward and backward: plain; in an "
+        "activation checkpoint; with frozen experts; with gradients added to an fp32 `main_grad`; "
+        "with fp32 weights under autocast; compiled. "
+        + _origin([run[-1] for run in runs.values()]),
+    ])  # fmt: skip
 
 
 def _cold_cells(record: Record) -> list[str]:
