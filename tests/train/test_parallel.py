@@ -57,7 +57,7 @@ def one(config, cache, tmp_path_factory):
 
 
 def test_two_ranks_train_as_one_and_one_continues_their_run(config, one, cache, tmp_path):
-    _train(2, config, tmp_path / "two", cache)
+    _train(2, config.override({"recompute": True}), tmp_path / "two", cache)
     assert _losses(tmp_path / "two") == pytest.approx(_losses(one), rel=1e-4)
 
     longer = run.continued(tmp_path / "two", {"steps": 10})
@@ -74,7 +74,7 @@ def _same_end(folder, other):
 
 
 def test_experts_spread_over_two_ranks_train_as_one(config, one, cache, tmp_path):
-    spread = config.override({"expert_parallel": 2})
+    spread = config.override({"expert_parallel": 2, "recompute": True})
     _train(2, spread, tmp_path / "spread", cache)
     _same_end(tmp_path / "spread", one)
 

@@ -81,9 +81,11 @@ def _router(c: ModelConfig) -> str | Router:
 
 
 class Block(nn.Module):
-    def __init__(self, c: ModelConfig, backend: str) -> None:
+    """`recompute` checkpoints it from the inside: compiled, or sharded, it is all one block."""
+
+    def __init__(self, c: ModelConfig, backend: str, recompute: bool = False) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend, self.recompute = backend, recompute
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.attention = Attention(c)
         self.moe_norm = RMSNorm(c.hidden_size, c.norm_eps)
@@ -95,6 +97,11 @@ class Block(nn.Module):
         )  # fmt: skip
 
     def forward(self, x, cos, sin, past=None, keep=False):
+        if self.recompute and self.training and not keep:
+            return checkpoint(self._forward, x, cos, sin, use_reentrant=False)
+        return self._forward(x, cos, sin, past, keep)
+
+    def _forward(self, x, cos, sin, past=None, keep=False):
         attended, cache = self.attention(self.attention_norm(x), cos, sin, past, keep)
         x = x + attended
         mixed, aux_loss = run_layer(self.moe, self.moe_norm(x), self.backend)
@@ -107,9 +114,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, backend: str = "auto", recompute: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.recompute = recompute
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, backend) for _ in range(config.num_layers))
+        blocks = (Block(config, backend, recompute) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.reset_parameters()
 
@@ -142,8 +149,6 @@ class Decoder(nn.Module):
         for i, block in enumerate(self.blocks):
             if cache is not None:
                 x, aux_loss, cache[i] = block(x, cos, sin, cache[i], keep=True)
-            elif self.recompute and self.training:
-                x, aux_loss, _ = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
                 x, aux_loss, _ = block(x, cos, sin)
             aux_losses.append(aux_loss)
