@@ -106,7 +106,9 @@ def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -
     if config.recompute:
         outside = ("head and loss", "casts of weights and gradients")
         blocks = sum(s for part, s in compute.items() if part not in outside)
-        compute["recomputation"] = blocks / 3
+        moe = compute["MoE layers"]
+        # A forward pass is a third of a step; of the MoE layer only up runs again, 4 parts of 18.
+        compute["recomputation"] = (blocks - moe) / 3 + moe * 2 / 9
     if config.precision != "autocast" or layout.shard > 1:  # FSDP casts each GPU's own shard
         del compute["casts of weights and gradients"]
     busy = layout.accumulate * sum(compute.values())
@@ -136,6 +138,10 @@ def _compute(config: TrainConfig, tokens: int, device: Gpu, eff: Efficiency) -> 
     projections = 2 * m.hidden_size * m.head_dim * (m.num_heads + m.num_kv_heads)
     elements = 2.5 * accounting.BLOCK_ELEMENTS * tokens * m.hidden_size  # written, read, read back
     logits = tokens * m.vocab_size
+    count = accounting.parameters(m)
+    # Weights are read in fp32 and written in bf16, gradients the other way; those of the experts
+    # leave their product in fp32.
+    cast_bytes = 12 * (count.total - count.experts) + 8 * count.experts
     # bf16 logits, their fp32 copy, its log-softmax and both gradients pass through memory; in
     # chunks the logits are computed twice.
     head_flops, head_bytes = (8, 54) if config.loss_chunk else (6, 40)
@@ -146,7 +152,7 @@ def _compute(config: TrainConfig, tokens: int, device: Gpu, eff: Efficiency) -> 
         "attention": m.num_layers * 6 * tokens * m.context * width / attention,
         "norms, rotation, residuals": m.num_layers * 2 * elements / copy,
         "head and loss": head_flops * logits * m.hidden_size / dense + head_bytes * logits / copy,
-        "casts of weights and gradients": 12 * accounting.parameters(m).total / copy,
+        "casts of weights and gradients": cast_bytes / copy,
     }
 
 
