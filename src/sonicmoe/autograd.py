@@ -194,7 +194,7 @@ class Balance(torch.autograd.Function):
 def _rounded(weight: torch.Tensor, data: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """The weight in the dtype of the data, and whether its gradient is fp32 all the same.
 
-    PyTorch would round the gradient as well, and widen it again: a tenth of a layer at
+    PyTorch would round the gradient as well, and widen it again: 8% of a layer at
     24576,1536,256,128,8.
     """
     if weight.dtype == data.dtype:

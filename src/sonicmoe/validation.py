@@ -135,7 +135,7 @@ def check_weights(
     for name, t in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
         if t is None:
             continue
-        if t.dtype != dtype and not (t.dim() == 3 and _is_rounded(x)):
+        if t.dtype != dtype and not (name in ("w1", "w2") and _is_rounded(x)):
             raise bad_argument(
                 name,
                 f"the dtype of x ({dtype})",

@@ -60,6 +60,16 @@ def test_recomputation_and_chunks_change_no_number(tiny, cache, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_recomputed(tiny, runs, recompute):
+    """All but the output of the MoE layer, and only where it was asked for."""
+    model = Decoder(tiny.model, recompute=recompute).train()
+    ids = torch.randint(tiny.model.vocab_size, (1, tiny.model.context))
+    sum(model(ids, ids)).backward()
+    layers = tiny.model.num_layers
+    assert (runs["up"], runs["down"]) == ((1 + recompute) * layers, layers)
+
+
 def test_token_rounding_takes_its_subroutine_from_the_name(tiny):
     for name, subroutine in (("token_rounding", "nr-f"), ("token_rounding:down", "down")):
         model = Decoder(tiny.override({"router": name, "rounding_tile": 16}).model)

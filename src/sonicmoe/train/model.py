@@ -81,7 +81,8 @@ def _router(c: ModelConfig) -> str | Router:
 
 
 class Block(nn.Module):
-    """`recompute` checkpoints it from the inside: compiled, or sharded, it is all one block."""
+    """`recompute` checkpoints it from the inside: compiled like that it computes no output again,
+    which a checkpoint of a compiled block does."""
 
     def __init__(self, c: ModelConfig, backend: str, recompute: bool = False) -> None:
         super().__init__()
