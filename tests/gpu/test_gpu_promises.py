@@ -2,10 +2,12 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from helpers import Case, check_zeros, make_inputs, ours, poisoned, run, same_bits
+from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, experts, ops
@@ -105,6 +107,26 @@ def test_the_other_entries_never_wait_for_the_device(no_synchronisation):
     step()
     with no_synchronisation:
         step()
+
+
+@pytest.mark.parametrize("router", ["softmax_over_topk", "sigmoid", "token_rounding"])
+def test_a_checkpoint_waits_for_nothing_and_gives_the_same_bits(router, no_synchronisation):
+    moe = _layer(router=router)
+    x = torch.randn(3000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dout = torch.randn_like(x)
+
+    def step(layer):
+        with poisoned():
+            out, aux = layer(x)
+            wrt = [x, *moe.parameters()]
+            grads = torch.autograd.grad([out, aux], wrt, [dout, torch.ones_like(aux)])
+        return dict(enumerate([out.detach(), aux.detach(), *grads]))
+
+    checkpointed = partial(checkpoint, moe, use_reentrant=False, preserve_rng_state=False)
+    want, _ = step(moe), step(checkpointed)
+    with no_synchronisation:
+        got = step(checkpointed)
+    same_bits(want, got)
 
 
 def test_cuda_graph_of_forward_and_backward_follows_new_inputs():
