@@ -41,7 +41,7 @@ def _ways(case: Case, device: str, dtype: torch.dtype) -> dict[str, Callable[[],
     def step(moe: torch.nn.Module, layer: Callable | None = None, autocast: bool = False):
         context = torch.autocast(device.split(":")[0], dtype) if autocast else nullcontext()
         with context:
-            out, aux_loss = (layer or moe)(x)
+            out, aux_loss = (moe if layer is None else layer)(x)
         leaves = {"x": x} | {n: p for n, p in moe.named_parameters() if p.requires_grad}
         upstream = (dout, torch.ones_like(aux_loss))
         found = torch.autograd.grad((out, aux_loss), tuple(leaves.values()), upstream)
