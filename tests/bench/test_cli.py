@@ -44,6 +44,7 @@ def test_bench_keeps_what_it_prints(quick, tmp_path, capsys):
         "host_fwd_ms",
         "calling_thread_host_fwd_bwd_ms",
         "module_host_fwd_bwd_ms",
+        "dense_host_fwd_bwd_ms",
         "time ÷ uniform",
     ):
         assert word in printed
@@ -84,7 +85,7 @@ def test_report_from_kept_results(quick, tmp_path):
     readme.write_text(f"{section.BEGIN}\n{section.END}\n")
     assert main(["bench", "--report", str(readme), *kept]) == 0
     text = readme.read_text()
-    assert text.count("| 64,32,16,4,2 | ") == 2 and "1.00×" in text and "The host alone" in text
+    assert text.count("| 64,32,16,4,2 | ") == 2 and "1.00×" in text and "The host at" in text
 
 
 @pytest.mark.parametrize("command", ["bench", "verify"])

@@ -52,12 +52,15 @@ def test_every_way_of_computing_a_step_trains(tiny, cache, tmp_path, change):
 
 
 def test_recomputation_and_chunks_change_no_number(tiny, cache, tmp_path):
-    losses = []
+    """But that of the bytes that the layers keep at once: one layer's."""
+    losses, kept = [], []
     for i, change in enumerate(({}, {"recompute": True, "loss_chunk": 16})):
         folder = tmp_path / str(i)
-        run.train(tiny.override({"steps": 4, "validate_every": 4, **change}), folder, cache)
+        config = tiny.override({"steps": 4, "validate_every": 4, **change})
+        kept.append(run.train(config, folder, cache)["kept_bytes"])
         losses.append([r["loss"] for r in runlog.read(folder)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert kept[0] == tiny.model.num_layers * kept[1]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

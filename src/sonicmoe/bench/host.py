@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from ..moe import MoE
 from .cases import HOST
@@ -13,8 +14,15 @@ from .timing import host_ms, in_turns, is_cuda
 
 STACK = 8
 CALLING_THREAD = "calling_thread_"
-MODULE = "module_"
-GRAPH = "graph_"
+# What begins the name of a figure, and what it is of.
+SUBJECTS = {
+    "": "a layer alone",
+    "stack_": f"a layer in a stack ({STACK} of them)",
+    CALLING_THREAD: "alone under `torch.autograd.set_multithreading_enabled(False)`",
+    "module_": "`MoE` with its auxiliary loss",
+    "graph_": "captured by `torch.cuda.make_graphed_callables`",
+    "dense_": "a gated dense layer of PyTorch's",
+}
 
 
 def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
@@ -22,8 +30,8 @@ def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 
     Alone, the backward pass begins by waking up autograd's thread; a stack wakes it up once, and
     in the calling thread nothing has to wake up. Also of `MoE` with its auxiliary loss and, on a
-    GPU, captured. All take turns: a virtual machine was 1.8 times slower in some minutes than in
-    others.
+    GPU, captured; of a dense layer, as a yardstick. All take turns: a virtual machine ran the same
+    Python half as fast in some minutes as in others.
     """
     inputs = make_inputs(HOST, device=device, dtype=dtype)
     subjects = [
@@ -31,10 +39,11 @@ def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
         ("no_router_", ours(inputs, router=False), 1),
         ("stack_", ours(inputs, router=True, layers=STACK), STACK),
         (CALLING_THREAD, ours(inputs, router=True), 1),
-        (MODULE, _module(inputs), 1),
+        ("module_", _module(inputs), 1),
+        ("dense_", _dense(inputs), 1),
     ]
     if is_cuda(device):
-        subjects.append((GRAPH, _captured(inputs), 1))
+        subjects.append(("graph_", _captured(inputs), 1))
     timers = {}
     for prefix, subject, layers in subjects:
         for name, call in (("fwd", subject.forward), ("fwd_bwd", subject.forward_backward)):
@@ -60,6 +69,19 @@ def _captured(inputs: Inputs) -> Subject:
     moe, leaves = _moe(inputs)
     torch.cuda.make_graphed_callables(moe, (inputs.x,))  # replaces its forward
     return Subject("captured", True, lambda: moe(inputs.x)[0], leaves, inputs.dout)
+
+
+def _dense(inputs: Inputs) -> Subject:
+    """Two products and a gate between them, one node of autograd's for each step."""
+    p, x = inputs.case.problem, inputs.x
+    w1, w2 = x.new_empty(2 * p.I, p.H).normal_(), x.new_empty(p.H, p.I).normal_()
+    leaves = {"x": x, "w1": w1.requires_grad_(), "w2": w2.requires_grad_()}
+
+    def forward() -> torch.Tensor:
+        gate, up = F.linear(x, w1).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, w2)
+
+    return Subject("dense", False, forward, leaves, inputs.dout)
 
 
 def _moe(inputs: Inputs) -> tuple[MoE, dict[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from ..errors import bad_argument
 from ..shapes import Problem
 from ..train import plots
 from .cases import CASES, HOST
-from .host import CALLING_THREAD, GRAPH, MODULE, STACK
+from .host import SUBJECTS
 from .peers import DENSE
 from .published import NAME as PUBLISHED
 from .results import Record, slug
@@ -271,32 +271,15 @@ def _beside(title: str, records: Sequence[Record]) -> str | None:
         )
     if host:
         sources.append(host)
-        figures = (
-            f"{host['host_fwd_ms']:.2f} ms forward, {host['host_fwd_bwd_ms']:.2f} forward and "
-            "backward"
+        figures = "; ".join(
+            f"{name} {host[forward]:.2f} / {host[both]:.2f}"
+            for prefix, name in SUBJECTS.items()
+            if (forward := f"{prefix}host_fwd_ms") in host
+            and (both := f"{prefix}host_fwd_bwd_ms") in host
         )
-        if "stack_host_fwd_ms" in host:  # measured since 2026-11-15
-            figures += (
-                f"; a layer in a stack of {STACK}: {host['stack_host_fwd_ms']:.2f} and "
-                f"{host['stack_host_fwd_bwd_ms']:.2f}"
-            )
-        if f"{CALLING_THREAD}host_fwd_bwd_ms" in host:
-            figures += (
-                f"; under `torch.autograd.set_multithreading_enabled(False)`, alone: "
-                f"{host[f'{CALLING_THREAD}host_fwd_ms']:.2f} and "
-                f"{host[f'{CALLING_THREAD}host_fwd_bwd_ms']:.2f}"
-            )
-        if f"{MODULE}host_fwd_bwd_ms" in host:
-            figures += (
-                f"; `MoE` with its auxiliary loss: {host[f'{MODULE}host_fwd_ms']:.2f} and "
-                f"{host[f'{MODULE}host_fwd_bwd_ms']:.2f}"
-            )
-        if f"{GRAPH}host_fwd_bwd_ms" in host:
-            figures += (
-                f"; captured by `torch.cuda.make_graphed_callables`: "
-                f"{host[f'{GRAPH}host_fwd_ms']:.2f} and {host[f'{GRAPH}host_fwd_bwd_ms']:.2f}"
-            )
-        sentences.append(f"The host alone, at {HOST.problem}: {figures}.")
+        sentences.append(
+            f"The host at {HOST.problem}, ms forward / forward and backward: {figures}."
+        )
     if not sentences:
         return None
     return "\n".join([*lines, f"{title}. {' '.join(sentences)} {_origin(sources)}"])

@@ -23,6 +23,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
     rate = sum(t for t, _ in steady) / seconds if seconds else 0.0
     element = accounting.ELEMENT_BYTES[c.precision]
     kept = accounting.layer_bytes(c.model, c.micro_batch * c.model.context, element)
+    layers_at_once = 1 if c.recompute else c.model.num_layers
     count = accounting.parameters(c.model)
     device, ranks = trainer.world.device, trainer.world.size
     flops = rate * accounting.flops_per_token(c.model)
@@ -46,8 +47,8 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
         "flops_per_second": flops,
         "peak_share": share_of_peak(flops / ranks, device),
         "peak_memory": peak_memory(device),
-        "kept_bytes": kept.ours * c.model.num_layers,
-        "gathered_bytes": kept.gathered * c.model.num_layers,
+        "kept_bytes": kept.ours * layers_at_once,
+        "gathered_bytes": kept.gathered * layers_at_once,
     }
 
 
