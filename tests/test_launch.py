@@ -11,7 +11,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sonicmoe.ops import launch, memory
 
 pytestmark = pytest.mark.skipif(
-    not triton.__version__.startswith("3.6."), reason="only Triton 3.6 is launched past its lookup"
+    not launch._AS_READ, reason="only Triton 3.6 to 3.9 are launched past their lookup"
+)
+# The driver's function that makes a map, and the place of a kernel's first argument in a launch.
+FILL, FIRST = (
+    ("fill_tma_descriptor", 13)
+    if triton.__version__.startswith("3.6.")
+    else ("fill_tma_descriptor_tiled", 15)
 )
 
 META = [
@@ -31,6 +37,9 @@ def _launcher(record, args, scratch=0, meta=META):
     found.global_scratch_size, found.global_scratch_align = scratch, 1
     found.profile_scratch_size, found.profile_scratch_align = 0, 1
     found.launch_cooperative_grid, found.launch_pdl = False, True
+    if FILL.endswith("_tiled"):
+        found.gsan_enabled = False
+        found.arg_annotations, found.kernel_signature = "annotations", b"signature"
     found.launch = wrap_handle_tensordesc(record, dict(enumerate(kinds)), meta)
     return found
 
@@ -43,13 +52,16 @@ def _bound(args, constants=()):
 
 
 def _addresses(call):
-    return [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in call]
+    """All arguments in a row, also where the kernel's own came as one."""
+    *first, last = call
+    flat = [*first, *last] if isinstance(last, list | tuple) else call
+    return [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in flat]
 
 
 @pytest.fixture
 def maps(monkeypatch):
     """A driver whose maps are their own parameters."""
-    utils = SimpleNamespace(fill_tma_descriptor=lambda *args: ("map", repr(args)))
+    utils = SimpleNamespace(**{FILL: lambda *args: ("map", repr(args))})
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
     launch._fill_map.cache_clear()
     yield
@@ -80,6 +92,26 @@ def test_same_arguments_as_triton(maps, grid, order):
     assert _addresses(calls[0]) == _addresses(calls[1])
 
 
+def test_arguments_as_one():
+    """Since Triton 3.7 one C function launches all kernels."""
+    calls = []
+    launcher = SimpleNamespace(
+        global_scratch_size=0, profile_scratch_size=0, gsan_enabled=False,
+        launch_cooperative_grid=False, launch_pdl=True,
+        arg_annotations="annotations", kernel_signature=b"signature",
+        launch=lambda *call: calls.append(call),
+    )  # fmt: skip
+    compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
+    t = torch.zeros(48, 64, dtype=torch.bfloat16)
+    start = launch._start(_bound((t, None, 12), (128,)), compiled, 0, (t, None, 12))
+    assert start(0, 5, (7,), t, None, 12)
+    kernels_own = (t.data_ptr(), None, 12, 128)
+    described = (None, None, None, None, None, "annotations", b"signature", kernels_own)
+    assert calls == [(7, 1, 1, 5, 99, False, True, (4, 1, 0), *described)]
+    launcher.gsan_enabled = True
+    assert launch._start(_bound((t,)), compiled, 0, (t,)) is None
+
+
 def test_a_map_is_filled_once_for_an_address_and_its_boxes(monkeypatch):
     filled, calls = [], []
     monkeypatch.setattr(launch, "_fill_map", lambda: lambda *a: filled.append(a) or len(filled))
@@ -92,7 +124,7 @@ def test_a_map_is_filled_once_for_an_address_and_its_boxes(monkeypatch):
 
     def start(t):
         assert run(0, 5, (1,), launch.descriptor(t, [64, 64]))
-        used = filled[calls[-1][13] - 1]
+        used = filled[_addresses(calls[-1])[FIRST] - 1]
         assert used[0] == t.data_ptr() and used[5:7] == (list(t.shape), list(t.stride()))
         return len(filled)
 

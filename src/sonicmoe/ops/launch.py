@@ -13,7 +13,9 @@ from ..notices import say_once
 from ..tuning import Target
 from . import threads  # noqa: F401 (Triton is used by several)
 
-_AS_TRIED = triton.__version__.startswith("3.6.") and torch.version.hip is None
+# Versions whose launcher `_start` knows; 3.7 to 3.9 were not run on a GPU.
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+_AS_READ = (3, 6) <= _VERSION <= (3, 9) and torch.version.hip is None
 
 
 @cache
@@ -135,7 +137,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
         bound.kernel.warmup(*own, grid=grid, **bound.options)
         return None
     compiled = bound.kernel[grid](*own, **bound.options)
-    if _AS_TRIED and index >= 0 and not _profiled():
+    if _AS_READ and index >= 0 and not _profiled():
         again = _start(bound, compiled, index, args)
         if again is not None:
             bound.starts.append(again)
@@ -170,43 +172,55 @@ class _Maps(dict):
 
 @cache
 def _fill_map():
-    return triton.runtime.driver.active.utils.fill_tma_descriptor
+    utils = triton.runtime.driver.active.utils
+    newer = getattr(utils, "fill_tma_descriptor_tiled", None)  # since Triton 3.7
+    return newer or utils.fill_tma_descriptor
 
 
 def _start(bound: Bound, compiled, index: int, args: tuple) -> Callable[..., bool] | None:
     """A function that launches `compiled` for arguments for which Triton would, those like `args`.
 
-    None where Triton 3.6's `CudaLauncher` has more to do at every launch. Its own `launch` is the
-    generated C function, or a closure around it that fills descriptors.
+    None where Triton's `CudaLauncher` has more to do at every launch. Its own `launch` is a C
+    function, or a closure around it that fills descriptors.
     """
     launcher = compiled.run
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
+    checked = getattr(launcher, "gsan_enabled", False)
+    if launcher.global_scratch_size or launcher.profile_scratch_size or checked:
         return None
     run, metas = launcher.launch, []
     if any(type(a) is tuple for a in args):
         cells = zip(run.__code__.co_freevars, run.__closure__, strict=True)
         held = {name: cell.cell_contents for name, cell in cells}
         run, metas = held["launcher"], held["tensordesc_meta"]
-        if not all(metas):  # no copy engine: Triton takes descriptors apart
+        if not metas or not all(metas):  # no copy engine: Triton takes descriptors apart
             return None
-    scratch, hooks = (None, None), (None, None, None)
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    scratch, hooks = (None, None), (None, None, None)
+    # Since Triton 3.7 one C function serves all kernels and takes their arguments as one.
+    one_for_all = hasattr(launcher, "kernel_signature")
+    last: tuple
+    if one_for_all:
+        described = (launcher.arg_annotations, launcher.kernel_signature)
+        last = (compiled.packed_metadata, *hooks, *scratch, *described)
+    else:
+        last = (*scratch, compiled.packed_metadata, *hooks)
     constants = [bound.options[name] for name in bound.kernel.arg_names[len(args) :]]
     return _written_out(
         args, bound.sizes, index, run, list(map(_Maps, metas)),
-        (compiled.function, *flags, *scratch, compiled.packed_metadata, *hooks), constants,
+        (compiled.function, *flags, *last), constants, one_for_all,
     )  # fmt: skip
 
 
 def _written_out(
     args: tuple, sizes: frozenset[int], index: int, run: Callable, maps: Sequence[_Maps],
-    head: Sequence, constants: Sequence,
+    head: Sequence, constants: Sequence, as_one: bool = False,
 ) -> Callable[..., bool]:  # fmt: skip
     """`start(index, stream, grid, *args)`: whether arguments are like `args`; if so, run.
 
     Written out for its arguments, since a loop over them and a lookup take longer: 82 µs for the 14
     launches of a step, on an Arm core, where these take 65. Alike are dtypes, blocks, None,
-    alignment to 16 bytes; of an integer whether it is 1, divides by 16, and has 32 bits.
+    alignment to 16 bytes; of an integer whether it is 1, divides by 16, and has 32 bits. `as_one`:
+    whether `run` takes the kernel's arguments, `args` and `constants`, as one tuple.
     """
     known: dict[str, Any] = {"run": run}
     read, alike, values = [], [f"index == {index}"], []
@@ -239,8 +253,9 @@ def _written_out(
     for group, items in (("head", head), ("constant", constants)):
         known |= {f"{group}{i}": item for i, item in enumerate(items)}
     given = ", ".join(f"a{i}" for i in range(len(args)))
-    passed = [*(f"head{i}" for i in range(len(head))), *values]
-    passed += [f"constant{i}" for i in range(len(constants))]
+    passed = ", ".join([*values, *(f"constant{i}" for i in range(len(constants)))])
+    passed = f"({passed},)" if as_one else passed
+    before = ", ".join(f"head{i}" for i in range(len(head)))
     lines = [
         f"def start(index, stream, grid, {given}):",
         "    try:",
@@ -249,7 +264,7 @@ def _written_out(
         "    except (AttributeError, TypeError, ValueError):",
         "        return False",
         "    if alike:",
-        f"        run(*grid, *(1, 1, 1)[len(grid):], stream, {', '.join(passed)})",
+        f"        run(*grid, *(1, 1, 1)[len(grid):], stream, {before}, {passed})",
         "    return alike",
     ]
     exec("\n".join(lines), known)
