@@ -18,6 +18,7 @@ from .progress import count as counted
 from .progress import human, human_bytes
 from .tables import table
 
+MOE_RECOMPUTED = 2 / 9  # of the MoE layer's step: only up runs again, 4 of its 18 FLOPs
 PAPER = (213e9, "7B", "H100", 64)  # tokens a day, model, GPU, how many
 
 
@@ -107,8 +108,8 @@ def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -
         outside = ("head and loss", "casts of weights and gradients")
         blocks = sum(s for part, s in compute.items() if part not in outside)
         moe = compute["MoE layers"]
-        # A forward pass is a third of a step; of the MoE layer only up runs again, 4 parts of 18.
-        compute["recomputation"] = (blocks - moe) / 3 + moe * 2 / 9
+        # A forward pass is a third of a step.
+        compute["recomputation"] = (blocks - moe) / 3 + moe * MOE_RECOMPUTED
     if config.precision != "autocast" or layout.shard > 1:  # FSDP casts each GPU's own shard
         del compute["casts of weights and gradients"]
     busy = layout.accumulate * sum(compute.values())
