@@ -18,7 +18,7 @@ from helpers import (
 
 import sonicmoe
 from sonicmoe import ActivationType as A
-from sonicmoe.reference.activation import activate, activate_backward
+from sonicmoe.reference.activation import CLAMP_LIMIT, activate, activate_backward
 
 
 def _clamped(gate, up):
@@ -53,6 +53,15 @@ def test_activation_and_its_derivative(activation, concatenated):
     torch.testing.assert_close(activate(z, activation, concatenated), want)
     (dz,) = torch.autograd.grad(want, z, da)
     torch.testing.assert_close(activate_backward(z.detach(), da, activation, concatenated), dz)
+
+
+def test_the_slope_at_a_limit_is_one():
+    """PyTorch's own clamp has changed its mind about it."""
+    z = torch.tensor([[CLAMP_LIMIT, CLAMP_LIMIT], [1.0, -CLAMP_LIMIT]], requires_grad=True)
+    da = torch.ones(2, 1)
+    (dz,) = torch.autograd.grad(activate(z, A.SWIGLU_CLAMPED, True), z, da)
+    torch.testing.assert_close(dz, activate_backward(z.detach(), da, A.SWIGLU_CLAMPED, True))
+    assert (dz != 0).all()
 
 
 # Enough tokens that the error of either side is measured to a few per cent.

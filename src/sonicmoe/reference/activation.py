@@ -60,13 +60,20 @@ def join_gate_up(gate: torch.Tensor, up: torch.Tensor, concatenated: bool) -> to
     return torch.stack([gate, up], dim=-1).flatten(-2)
 
 
+def _clamped(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slope at a limit is one, as in the kernels; of PyTorch's clamp it is zero since 2.15."""
+    gate = torch.where(gate > CLAMP_LIMIT, CLAMP_LIMIT, gate)
+    up = torch.where(up > CLAMP_LIMIT, CLAMP_LIMIT, up)
+    return gate, torch.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up)
+
+
 def activate(z: torch.Tensor, activation: ActivationType, concatenated: bool) -> torch.Tensor:
     """A = act(Z)."""
     if not activation.is_gated:
         return _UNARY[activation.value][0](z)
     gate, up = split_gate_up(z, concatenated)
     if activation is ActivationType.SWIGLU_CLAMPED:
-        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        gate, up = _clamped(gate, up)
         return (up + 1) * gate * torch.sigmoid(CLAMP_ALPHA * gate)
     return _UNARY[_GATE[activation]][0](gate) * up
 
@@ -79,7 +86,7 @@ def activate_backward(
         return _UNARY[activation.value][1](z) * da
     gate, up = split_gate_up(z, concatenated)
     if activation is ActivationType.SWIGLU_CLAMPED:
-        g, u = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        g, u = _clamped(gate, up)
         s = torch.sigmoid(CLAMP_ALPHA * g)
         d_gate = (u + 1) * s * (1 + CLAMP_ALPHA * g * (1 - s)) * (gate <= CLAMP_LIMIT)
         d_up = g * s * (up.abs() <= CLAMP_LIMIT)
