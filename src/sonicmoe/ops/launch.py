@@ -213,7 +213,7 @@ def _start(bound: Bound, compiled, index: int, args: tuple) -> Callable[..., boo
 
 def _written_out(
     args: tuple, sizes: frozenset[int], index: int, run: Callable, maps: Sequence[_Maps],
-    head: Sequence, constants: Sequence, as_one: bool = False,
+    head: Sequence, constants: Sequence, as_one: bool,
 ) -> Callable[..., bool]:  # fmt: skip
     """`start(index, stream, grid, *args)`: whether arguments are like `args`; if so, run.
 
