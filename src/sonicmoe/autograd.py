@@ -116,7 +116,7 @@ class RouterLogits(torch.autograd.Function):
             dx = dlogits @ weight
         elif need_dx:
             # Nobody else holds dx: the second result never leaves the layer.
-            dx = dx.addmm_(dlogits, weight)
+            ops.router_gradient_into(dx, dlogits, weight)
         return dx, dlogits.mT @ x if need_dweight else None, None
 
 

@@ -143,8 +143,7 @@ def router_logits(
     What comes back as X must not be used outside of the layer.
     """
     plain = (
-        torch.compiler.is_compiling()  # fuses the addition itself
-        or torch.is_autocast_enabled(x.device.type)  # two dtypes for dX
+        torch.is_autocast_enabled(x.device.type)  # two dtypes for dX
         or x.dtype != weight.dtype
         or not torch.is_grad_enabled()
         or not (x.requires_grad or (wide and weight.requires_grad))  # else X is kept in fp32

@@ -280,6 +280,27 @@ def test_compiled_without_a_graph_break_for_changing_tokens():
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
+def test_compiled_copies_no_tensor():
+    """A compiled `addmm_` copied dX before the router's share was added to it."""
+    torch._dynamo.reset()
+    moe = _layer()
+    compiled = torch.compile(moe, fullgraph=True)
+    x = torch.randn(1000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        out, aux = compiled(x)
+        upstream = [torch.ones_like(out), torch.ones_like(aux)]
+        torch.autograd.grad([out, aux], [x, *moe.parameters()], upstream)
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events()]
+    assert any("hopper" in name or "product" in name for name in names)
+    assert not [name for name in names if name.startswith("Memcpy DtoD")]
+
+
 def test_the_next_stream_is_honoured():
     """On a side stream that a long kernel holds up, results wait for their inputs."""
     given = make_inputs(CASE, "cuda")

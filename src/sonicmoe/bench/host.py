@@ -12,6 +12,7 @@ from .inputs import Inputs, make_inputs
 from .subjects import Subject, ours
 from .timing import host_ms, in_turns, is_cuda
 
+Call = Callable[[], object]
 STACK = 8
 CALLING_THREAD = "calling_thread_"
 # What begins the name of a figure, and what it is of.
@@ -35,40 +36,41 @@ def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
     """
     inputs = make_inputs(HOST, device=device, dtype=dtype)
     subjects = [
-        ("", ours(inputs, router=True), 1),
-        ("no_router_", ours(inputs, router=False), 1),
-        ("stack_", ours(inputs, router=True, layers=STACK), STACK),
-        (CALLING_THREAD, ours(inputs, router=True), 1),
-        ("module_", _module(inputs), 1),
-        ("dense_", _dense(inputs), 1),
+        ("", _directions(ours(inputs, router=True)), 1),
+        ("no_router_", _directions(ours(inputs, router=False)), 1),
+        ("stack_", _directions(ours(inputs, router=True, layers=STACK)), STACK),
+        (CALLING_THREAD, _directions(ours(inputs, router=True)), 1),
+        ("module_", _module(inputs, captured=False), 1),
+        ("dense_", _directions(_dense(inputs)), 1),
     ]
     if is_cuda(device):
-        subjects.append(("graph_", _captured(inputs), 1))
+        subjects.append(("graph_", _module(inputs, captured=True), 1))
     timers = {}
-    for prefix, subject, layers in subjects:
-        for name, call in (("fwd", subject.forward), ("fwd_bwd", subject.forward_backward)):
+    for prefix, directions, layers in subjects:
+        for name, call in directions.items():
             timers[f"{prefix}host_{name}_ms"] = partial(
                 _ms_of_a_layer, call, device, layers, prefix != CALLING_THREAD
             )
     return in_turns(timers)
 
 
-def _module(inputs: Inputs) -> Subject:
-    """`MoE`, whose loss is added to its output, so that one gradient reaches both."""
-    moe, leaves = _moe(inputs)
-
-    def forward() -> torch.Tensor:
-        out, aux_loss = moe(inputs.x)
-        return out + aux_loss.to(out.dtype)
-
-    return Subject("module", True, forward, leaves, inputs.dout)
+def _directions(subject: Subject) -> dict[str, Call]:
+    return {"fwd": subject.forward, "fwd_bwd": subject.forward_backward}
 
 
-def _captured(inputs: Inputs) -> Subject:
-    """`MoE` as two CUDA graphs, one for each direction."""
-    moe, leaves = _moe(inputs)
-    torch.cuda.make_graphed_callables(moe, (inputs.x,))  # replaces its forward
-    return Subject("captured", True, lambda: moe(inputs.x)[0], leaves, inputs.dout)
+def _module(inputs: Inputs, captured: bool) -> dict[str, Call]:
+    """`MoE` with gradients for its output and its loss, or as two CUDA graphs of that."""
+    p, x = inputs.case.problem, inputs.x
+    moe = MoE(p.E, p.K, p.H, p.I).to(x.device, x.dtype)
+    leaves = (x, *moe.parameters())
+    upstream = (inputs.dout, torch.ones_like(moe(x)[1]))
+    if captured:
+        torch.cuda.make_graphed_callables(moe, (x,))  # replaces its forward
+
+    def forward_backward() -> None:
+        torch.autograd.grad(moe(x), leaves, upstream)
+
+    return {"fwd": partial(moe, x), "fwd_bwd": forward_backward}
 
 
 def _dense(inputs: Inputs) -> Subject:
@@ -84,15 +86,6 @@ def _dense(inputs: Inputs) -> Subject:
     return Subject("dense", False, forward, leaves, inputs.dout)
 
 
-def _moe(inputs: Inputs) -> tuple[MoE, dict[str, torch.Tensor]]:
-    """And what its gradients are asked for."""
-    p, x = inputs.case.problem, inputs.x
-    moe = MoE(p.E, p.K, p.H, p.I).to(x.device, x.dtype)
-    return moe, {"x": x, **dict(moe.named_parameters())}
-
-
-def _ms_of_a_layer(
-    call: Callable[[], object], device: str, layers: int, autograds_thread: bool
-) -> float:
+def _ms_of_a_layer(call: Call, device: str, layers: int, autograds_thread: bool) -> float:
     with torch.autograd.set_multithreading_enabled(autograds_thread):
         return host_ms(call, device, calls=80 // layers, queued=max(1, 10 // layers)) / layers

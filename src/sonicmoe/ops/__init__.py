@@ -1,6 +1,6 @@
 """Operators: every stage of the layer as `torch.ops.sonicmoe.*`, for both backends.
 
-All functional but two: those that end in `_into` add a weight gradient to a buffer.
+All functional but those that end in `_into`, which add a gradient to their first argument.
 """
 
 from .adapted import adapted_down_backward, adapted_product, adapted_up, transposed
@@ -18,6 +18,7 @@ from .routing import (
     balance_backward,
     count,
     permute,
+    router_gradient_into,
     sigmoid_topk,
     sigmoid_topk_backward,
     tiles,
@@ -41,6 +42,7 @@ __all__ = [
     "round_logits",
     "round_logits_backward",
     "round_tokens",
+    "router_gradient_into",
     "sigmoid_topk",
     "sigmoid_topk_backward",
     "tiles",

@@ -13,7 +13,7 @@ from ..notices import say_once
 from ..tuning import Target
 from . import threads  # noqa: F401 (Triton is used by several)
 
-# Versions whose launcher `_start` knows; 3.7 to 3.9 were not run on a GPU.
+# Versions whose launcher `_start` knows; 3.7 and 3.8 were not run on a GPU.
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 _AS_READ = (3, 6) <= _VERSION <= (3, 9) and torch.version.hip is None
 
@@ -86,7 +86,8 @@ class Bound:
     __slots__ = ("kernel", "options", "sizes", "starts")
 
     def __init__(self, kernel, **options) -> None:
-        self.kernel, self.options = kernel, options
+        # Said, since Triton 3.9 warns where it is not, and 3.10 will multiply and add apart.
+        self.kernel, self.options = kernel, {"enable_fp_fusion": True, **options}
         # Places of the integers that Triton compiles nothing anew for, such as the tokens' number.
         self.sizes = frozenset(p.num for p in getattr(kernel, "params", ()) if p.do_not_specialize)
         self.starts: list[Callable[..., bool]] = []  # see `_start`
