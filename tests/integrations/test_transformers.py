@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("transformers")
 
@@ -96,11 +97,15 @@ def test_autocast_and_bf16(name, calls):
 @pytest.mark.tries("Hugging Face transformers", "`torch.compile`")
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_compiled_without_a_graph_break(name):
-    block = with_backend(small(name), NAME).model.layers[0].mlp.experts
+    """What is compiled for one layer serves all layers of the model."""
+    layers = with_backend(small(name), NAME).model.layers
     torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     x, ids, scores = torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2)
-    torch.testing.assert_close(compiled(x, ids, scores), block(x, ids, scores))
+    for block in (layer.mlp.experts for layer in layers):
+        compiled = torch.compile(block, fullgraph=True, backend=counter)
+        torch.testing.assert_close(compiled(x, ids, scores), block(x, ids, scores))
+    assert len(layers) > 1 and counter.frame_count == 1
 
 
 def test_absent_experts_drop_out():

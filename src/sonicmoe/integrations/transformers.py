@@ -4,6 +4,7 @@ transformers calls one function with the experts module, the tokens and the rout
 router, the shared experts and the losses stay those of the model.
 """
 
+import ctypes
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,9 @@ from ..functional import experts
 from ..reference.activation import activate, join_gate_up
 
 _REMEDY = "Load this model with experts_implementation='grouped_mm'."
-_activations: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+# `ActivationType(value)` of a value that was told while compiling is an error in PyTorch 2.11.
+_BY_VALUE = {a.value: a for a in ActivationType}
+_activations: WeakKeyDictionary[nn.Module, ActivationType] = WeakKeyDictionary()
 
 
 def register(name: str = "sonicmoe_experts") -> None:
@@ -51,7 +54,7 @@ def experts_forward(
         w1, w2 = w1.mT, w2.mT
     out = experts(
         hidden_states, top_k_index, top_k_weights, w1, w2, b1, b2,
-        activation=ActivationType(_activation(module)),
+        activation=_activation(module),
         gate_up="concatenated" if module.is_concatenated else "interleaved",
     )  # fmt: skip
     return out.to(hidden_states.dtype)
@@ -62,13 +65,23 @@ def _local(module: Any, name: str) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-@torch.compiler.assume_constant_result
-def _activation(module: Any) -> str:
+def _activation(module: Any) -> ActivationType:
     """Which of our activations is the model's, told by what it computes rather than by its name:
     models override `_apply_gate`, and two with the same `hidden_act` may clamp differently."""
+    if torch.compiler.is_compiling():
+        return _BY_VALUE[_activation_of_kind(type(module), id(module.config))]
     if module not in _activations:
-        _activations[module] = _recognise(module).value
+        _activations[module] = _recognise(module)
     return _activations[module]
+
+
+@torch.compiler.assume_constant_result
+def _activation_of_kind(kind: type[nn.Module], config_id: int) -> str:
+    """By class and configuration, which the layers of a model share: what is compiled for one of
+    them then serves all. An id, since PyTorch 2.11 takes no object for a constant."""
+    config = ctypes.cast(config_id, ctypes.py_object).value
+    with torch.device("meta"):
+        return _recognise(kind(config)).value
 
 
 @torch.no_grad()
