@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import Case, check_zeros, make_inputs, ours, poisoned, run, same_bits
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
@@ -165,13 +166,6 @@ def test_a_captured_module_follows_new_inputs_and_new_weights():
     eager = copy.deepcopy(moe)
     x = torch.randn(4, 250, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     captured = torch.cuda.make_graphed_callables(moe, (x,))
-
-    def gradients(layer, x, dout):
-        out, aux = layer(x)
-        wrt = [x, *layer.parameters()]
-        grads = torch.autograd.grad([out, aux], wrt, [dout, torch.ones_like(aux)])
-        return dict(enumerate([out.detach().clone(), aux.detach().clone(), *grads]))
-
     for seed in (1, 2):
         torch.manual_seed(seed)
         x = torch.randn_like(x).requires_grad_()
@@ -180,7 +174,29 @@ def test_a_captured_module_follows_new_inputs_and_new_weights():
             for mine, theirs in zip(moe.parameters(), eager.parameters(), strict=True):
                 mine.add_(torch.randn_like(mine), alpha=0.1)
                 theirs.copy_(mine)
-        same_bits(gradients(captured, x, dout), gradients(eager, x, dout))
+        same_bits(_gradients(captured, x, dout), _gradients(eager, x, dout))
+
+
+def _gradients(layer, x, dout):
+    out, aux = layer(x)
+    wrt = [x, *layer.parameters()]
+    grads = torch.autograd.grad([out, aux], wrt, [dout, torch.ones_like(aux)])
+    return {i: t.detach().clone() for i, t in enumerate([out, aux, *grads])}
+
+
+@pytest.mark.parametrize("router", ["softmax_over_topk", "token_rounding"])
+def test_compiled_with_reduced_overhead(router):
+    """PyTorch captures all of it: the first call warms up, the second is captured."""
+    torch._dynamo.reset()
+    counters.clear()
+    moe = MoE(8, 2, 128, 64, router=router).to("cuda", torch.bfloat16)
+    compiled = torch.compile(moe, mode="reduce-overhead", fullgraph=True)
+    for _ in range(6):
+        x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        dout = torch.randn_like(x)
+        torch.compiler.cudagraph_mark_step_begin()
+        same_bits(_gradients(compiled, x, dout), _gradients(moe, x, dout))
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.parametrize(

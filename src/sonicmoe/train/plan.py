@@ -18,7 +18,6 @@ from .progress import count as counted
 from .progress import human, human_bytes
 from .tables import table
 
-MOE_RECOMPUTED = 2 / 9  # of the MoE layer's step: only up runs again, 4 of its 18 FLOPs
 PAPER = (213e9, "7B", "H100", 64)  # tokens a day, model, GPU, how many
 
 
@@ -84,20 +83,30 @@ class Prediction:
         return self.tokens_per_step / self.step * 86400
 
 
-def moe_seconds(
-    m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency, element: int = 2
-) -> float:
-    """One layer, forward and backward: the products with their padding, and what they leave visible
-    of the traffic: ten passes over the rows of H, six over Z, three over the weights."""
+def moe_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
+    """One layer, forward and backward: all of its products, ten passes over rows of H, six over Z,
+    three over all weights."""
+    return eff.layer_fixed + _part_of_layer(m, tokens, device, eff, 18, 10, 6, 9)
+
+
+def moe_recomputed_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
+    """What a checkpoint runs again: the routing, and up, which reads X and W1, writes Z and A."""
+    return eff.layer_fixed / 2 + _part_of_layer(m, tokens, device, eff, 4, 1, 1.5, 2)
+
+
+def _part_of_layer(
+    m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency,
+    flops: int, rows_of_h: int, rows_of_z: float, weights: int,
+) -> float:  # fmt: skip
+    """Products with their padding, `flops` for an element of a row's weights, and what they leave
+    visible of the traffic: passes over rows of H, over Z, and over E·H·I weights."""
     rows = tokens * m.experts_per_token
     padding = 1 + eff.empty * 64 * m.num_experts / rows  # half a tile of 128 rows an expert
-    products = (
-        18 * rows * m.hidden_size * m.intermediate_size * padding / (eff.grouped * device.flops)
-    )
-    weights = 3 * m.num_experts * m.hidden_size * m.intermediate_size
-    passes = rows * (10 * m.hidden_size + 6 * 2 * m.intermediate_size) + 3 * weights
-    traffic = eff.uncovered * element * passes / (eff.copy * device.bandwidth)
-    return products + traffic + eff.layer_fixed
+    matrix = m.hidden_size * m.intermediate_size
+    products = flops * rows * matrix * padding / (eff.grouped * device.flops)
+    passes = rows * (rows_of_h * m.hidden_size + rows_of_z * 2 * m.intermediate_size)
+    traffic = eff.uncovered * 2 * (passes + weights * m.num_experts * matrix)
+    return products + traffic / (eff.copy * device.bandwidth)
 
 
 def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -> Prediction:
@@ -108,8 +117,8 @@ def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -
         outside = ("head and loss", "casts of weights and gradients")
         blocks = sum(s for part, s in compute.items() if part not in outside)
         moe = compute["MoE layers"]
-        # A forward pass is a third of a step.
-        compute["recomputation"] = (blocks - moe) / 3 + moe * MOE_RECOMPUTED
+        again = m.num_layers * moe_recomputed_seconds(m, tokens, device, eff)
+        compute["recomputation"] = (blocks - moe) / 3 + again  # forward is a third of a step
     if config.precision != "autocast" or layout.shard > 1:  # FSDP casts each GPU's own shard
         del compute["casts of weights and gradients"]
     busy = layout.accumulate * sum(compute.values())
