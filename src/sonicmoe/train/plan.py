@@ -86,16 +86,20 @@ class Prediction:
 def moe_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
     """One layer, forward and backward: all of its products, ten passes over rows of H, six over Z,
     three over all weights."""
-    return eff.layer_fixed + _part_of_layer(m, tokens, device, eff, 18, 10, 6, 9)
+    return eff.layer_fixed + _part_of_layer(
+        m, tokens, device, eff, flops=18, rows_of_h=10, rows_of_z=6, weights=9
+    )
 
 
 def moe_recomputed_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
     """What a checkpoint runs again: the routing, and up, which reads X and W1, writes Z and A."""
-    return eff.layer_fixed / 2 + _part_of_layer(m, tokens, device, eff, 4, 1, 1.5, 2)
+    return eff.layer_fixed / 2 + _part_of_layer(
+        m, tokens, device, eff, flops=4, rows_of_h=1, rows_of_z=1.5, weights=2
+    )
 
 
 def _part_of_layer(
-    m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency,
+    m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency, *,
     flops: int, rows_of_h: int, rows_of_z: float, weights: int,
 ) -> float:  # fmt: skip
     """Products with their padding, `flops` for an element of a row's weights, and what they leave
