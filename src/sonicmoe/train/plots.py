@@ -144,7 +144,7 @@ def bars(
     label: str, mark: float,
 ) -> None:  # fmt: skip
     """Groups of horizontal bars, each with a length and what is written at its end; a mark."""
-    figure, (axes,) = _figure(1, (9, 1.6 + 0.75 * len(groups)))
+    figure, (axes,) = _figure(1, (9, 2.2 + 0.75 * len(groups)))
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / len(names)
     for i, name in enumerate(names):
@@ -166,9 +166,8 @@ def bars(
     axes.margins(x=0.08)
     _label(axes, label, "")
     axes.grid(visible=False, axis="y")
-    below = -0.8 / len(groups)  # of the axes' height, which grows with the groups
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, below), ncols=len(names))
-    _finish(figure, path, title, subtitle)
+    figure.legend(frameon=False, loc="lower center", ncols=len(names))
+    _finish(figure, path, title, subtitle, below=0.36)
 
 
 def _mean(runs: Sequence[Curve]) -> list[tuple[float, float]]:
@@ -206,7 +205,8 @@ def _label(axes, x: str, y: str) -> None:
         axes.spines[side].set_color(_MUTED)
 
 
-def _finish(figure, path: Path, title: str, subtitle: str) -> None:
+def _finish(figure, path: Path, title: str, subtitle: str, below: float = 0.0) -> None:
+    """`below` inches stay free at the bottom."""
     from matplotlib import pyplot
 
     height = figure.get_figheight()
@@ -215,6 +215,6 @@ def _finish(figure, path: Path, title: str, subtitle: str) -> None:
         0.02, 1 - 0.08 / height, title, va="top", color=_INK, fontsize=13, fontweight="bold"
     )
     figure.text(0.02, below_title, subtitle, va="top", color=_MUTED, fontsize=9.5, linespacing=1.4)
-    figure.tight_layout(rect=(0, 0, 1, top))
+    figure.tight_layout(rect=(0, below / height, 1, top))
     figure.savefig(path)
     pyplot.close(figure)
