@@ -109,6 +109,18 @@ def test_compiled_without_a_graph_break(name):
     assert blocks and counter.frame_count == 1
 
 
+@pytest.mark.parametrize(("name", "changed"), [("GptOss", "limit"), ("Mixtral", "act_fn")])
+def test_compiled_with_a_gate_that_was_changed(name, changed):
+    """What the configuration does not know is not computed as if it had not been changed."""
+    model = with_backend(small(name), NAME)
+    block = model.model.layers[0].mlp.experts
+    setattr(block, changed, 5.0 if changed == "limit" else torch.nn.Tanh())
+    torch._dynamo.reset()
+    given = torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2)
+    with pytest.raises(Exception, match="experts: expected"):
+        torch.compile(block, backend="eager")(*given)
+
+
 def test_absent_experts_drop_out():
     """transformers marks experts of other ranks with the number of local experts, and weight 0."""
     block = with_backend(small("Mixtral"), NAME).model.layers[0].mlp.experts

@@ -69,19 +69,48 @@ def _activation(module: Any) -> ActivationType:
     """Which of our activations is the model's, told by what it computes rather than by its name:
     models override `_apply_gate`, and two with the same `hidden_act` may clamp differently."""
     if torch.compiler.is_compiling():
-        return _BY_VALUE[_activation_of_kind(type(module), id(module.config))]
+        return _activation_while_compiling(module)
     if module not in _activations:
         _activations[module] = _recognise(module)
     return _activations[module]
 
 
+def _activation_while_compiling(module: Any) -> ActivationType:
+    """By what the layers of a model share, so that what is compiled for one of them serves all: its
+    class, its configuration, and what may have been changed on the module itself. The id of a
+    configuration, since PyTorch 2.11 takes no object for a constant."""
+    kind, config_id = type(module), id(module.config)
+    numbers = tuple(getattr(module, name) for name in _numbers(kind, config_id).split())
+    act_fn = type(getattr(module, "act_fn", None))
+    return _BY_VALUE[_activation_of_kind(kind, config_id, numbers, act_fn)]
+
+
 @torch.compiler.assume_constant_result
-def _activation_of_kind(kind: type[nn.Module], config_id: int) -> str:
-    """By class and configuration, which the layers of a model share: what is compiled for one of
-    them then serves all. An id, since PyTorch 2.11 takes no object for a constant."""
-    config = ctypes.cast(config_id, ctypes.py_object).value
+def _numbers(kind: type[nn.Module], config_id: int) -> str:
+    """Names of the module's own numbers, such as a gate's limit."""
+    own = vars(_new(kind, config_id))
+    return " ".join(name for name, value in own.items() if isinstance(value, float))
+
+
+@torch.compiler.assume_constant_result
+def _activation_of_kind(
+    kind: type[nn.Module], config_id: int, numbers: tuple[float, ...], act_fn: type
+) -> str:
+    module = _new(kind, config_id)
+    for name, number in zip(_numbers(kind, config_id).split(), numbers, strict=True):
+        setattr(module, name, number)
+    usual = type(getattr(module, "act_fn", None))
+    if act_fn is not usual:
+        raise bad_argument(
+            "experts", f"the act_fn of their configuration, {usual.__name__}",
+            f"{act_fn.__name__} in {kind.__name__}", "Do not compile them, or: " + _REMEDY,
+        )  # fmt: skip
+    return _recognise(module).value
+
+
+def _new(kind: type[nn.Module], config_id: int) -> Any:
     with torch.device("meta"):
-        return _recognise(kind(config)).value
+        return kind(ctypes.cast(config_id, ctypes.py_object).value)
 
 
 @torch.no_grad()

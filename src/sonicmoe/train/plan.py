@@ -92,7 +92,8 @@ def moe_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> fl
 
 
 def moe_recomputed_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
-    """What a checkpoint runs again: the routing, and up, which reads X and W1, writes Z and A."""
+    """What a checkpoint runs again: the routing, half of what is fixed by guess, and up, which
+    reads X and W1, writes Z and A."""
     return eff.layer_fixed / 2 + _part_of_layer(
         m, tokens, device, eff, flops=4, rows_of_h=1, rows_of_z=1.5, weights=2
     )
