@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+import triton
 from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe.enums import ActivationType
@@ -208,3 +209,12 @@ def test_another_number_of_tokens_compiles_nothing(bias):
         assert [k.metadata.name for k in other] == [k.metadata.name for k in first]
         changed = [a.metadata.name for a, b in zip(first, other, strict=True) if a is not b]
         assert not changed
+
+
+def test_multiplying_and_adding_is_one_step_whatever_the_default():
+    """Triton 3.10 is to leave it to whoever asks."""
+    with triton.knobs.language.scope(), compiling(90) as compiled:
+        triton.knobs.language.default_fp_fusion = False
+        y, slot_row = torch.zeros(64, 72, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32)
+        launch_products.aggregate(y, torch.zeros(32, 2), slot_row, None, 32)
+    assert [k.metadata.enable_fp_fusion for k in compiled] == [True]
