@@ -1,7 +1,9 @@
 """Adapters on experts: factors in PEFT's layout, W + scale·B·A written out, the comparison."""
 
+from functools import partial
+
 import torch
-from helpers import Case, Inputs, check_zeros, compare, make_inputs, plain, poisoned
+from helpers import Case, Inputs, check_zeros, compare, make_inputs, plain, run_poisoned
 
 from sonicmoe.integrations.lora import LowRank, lora_experts
 
@@ -51,8 +53,7 @@ def check_lora(case: Case, rank: int, device: str = "cpu", backend: str | None =
         weights = {"w1": written_out(arguments["w1"], up), "w2": written_out(arguments["w2"], down)}
         return plain(case)(**arguments | weights)
 
-    with poisoned():
-        got = run_adapted(ours, given, *loras)
+    got = run_poisoned(partial(run_adapted, ours, given, *loras), device)
     rough, exact = (run_adapted(formed, i, *loras) for i in (given, given.double()))
     compare(got, rough, exact, case.dtype)
     check_zeros({name: got[name] for name in ("out", "dx", "dscores")}, given)

@@ -9,6 +9,7 @@ from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sonicmoe.ops import launch, memory
+from sonicmoe.ops.here import here
 
 pytestmark = pytest.mark.skipif(
     not launch._AS_READ, reason="only Triton 3.6 to 3.9 are launched past their lookup"
@@ -186,7 +187,7 @@ SAME_KERNEL = ({"x": _zeros(3)}, {"tokens": 1}, {"tokens": 64}, {"n": 32}, {"n":
 def gpu(maps, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
-    monkeypatch.setattr(launch._thread, "knows_the_gpu", True, raising=False)
+    monkeypatch.setattr(here, "knows_the_gpu", True)
 
 
 def test_a_profiler_hears_of_every_launch_from_triton(gpu):
@@ -274,7 +275,7 @@ def test_buffers_on_a_gpu_are_what_torch_would_give(shape, current, monkeypatch)
 
     empty = torch.empty
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
-    monkeypatch.setattr(memory, "_empty_on_current_gpu", on_current_gpu)
+    monkeypatch.setattr(memory, "on_current_gpu", on_current_gpu)
     monkeypatch.setattr(torch, "empty", lambda *args, **how: long.append(how) or empty(shape))
     got = memory.empty(torch.Size(shape), torch.float32, torch.device("cuda", 0))
     assert got.shape == shape and got.stride() == empty(shape).stride()
@@ -285,7 +286,7 @@ def test_buffers_on_a_gpu_are_what_torch_would_give(shape, current, monkeypatch)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_on_a_gpu_lie_as_their_weights(transposed, monkeypatch):
     monkeypatch.setattr(memory, "_is_current_gpu", lambda device: True)
-    monkeypatch.setattr(memory, "_empty_on_current_gpu", _SHORT_WAY)
+    monkeypatch.setattr(memory, "on_current_gpu", _SHORT_WAY)
     weight = torch.zeros(2, 5, 3, dtype=torch.bfloat16)
     weight = weight.mT if transposed else weight
     got = memory.empty_like(weight, torch.float32)

@@ -175,7 +175,7 @@ def test_fakes_of_gpu_tensors_allocate_nothing(name, call, monkeypatch):
         shape, stride, dtype = argument.shape, argument.stride(), argument.dtype
         return torch.empty_strided(shape, stride, dtype=dtype, device="cuda:0")
 
-    monkeypatch.setattr(ops.memory, "_empty_on_current_gpu", allocated)
+    monkeypatch.setattr(ops.memory, "on_current_gpu", allocated)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     with FakeTensorMode():
         out = getattr(ops, name)(*map(on_gpu, ARGUMENTS[name][call]))

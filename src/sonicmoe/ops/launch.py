@@ -1,9 +1,8 @@
 """What every launch needs: the device's facts, a short way into Triton, descriptors, alignment."""
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,6 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..notices import say_once
 from ..tuning import Target
 from . import threads  # noqa: F401 (Triton is used by several)
+from .here import here
+from .recipe import profiled
 
 # Versions whose launcher `_start` knows; 3.7 and 3.8 were not run on a GPU.
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -94,7 +95,6 @@ class Bound:
 
 
 _bound: dict[tuple, Bound] = {}
-_thread = threading.local()
 
 
 def _bind(kernel, options: dict[str, Any]) -> Bound:
@@ -124,30 +124,29 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return launch(bound, grid, *args)
-        if not hasattr(_thread, "knows_the_gpu"):
+        if not here.knows_the_gpu:
             # Autograd's thread may come here before anything called CUDA in it: maps need that.
             torch.cuda.Event().record()
-            _thread.knows_the_gpu = True
-        if not _profiled():
+            here.knows_the_gpu = True
+        if not profiled():
             stream = torch._C._cuda_getCurrentRawStream(index)
             for start in bound.starts:
                 if start(index, stream, grid, *args):
+                    if here.recording is not None:
+                        _note(start, grid, args)
                     return None
+    if here.recording is not None:
+        here.recording.refused = True  # Triton has more to do, at least this time
     own = [a[1].of(a[0]) if type(a) is tuple else a for a in args]
     if first.is_meta:
         bound.kernel.warmup(*own, grid=grid, **bound.options)
         return None
     compiled = bound.kernel[grid](*own, **bound.options)
-    if _AS_READ and index >= 0 and not _profiled():
+    if _AS_READ and index >= 0 and not profiled():
         again = _start(bound, compiled, index, args)
         if again is not None:
             bound.starts.append(again)
     return None
-
-
-def _profiled() -> bool:
-    """Whether somebody wants to hear of launches from Triton itself."""
-    return bool(triton.knobs.runtime.launch_enter_hook.calls)
 
 
 _MOST_MAPS = 256  # of one descriptor: a training step comes back to the same addresses
@@ -178,6 +177,22 @@ def _fill_map():
     return newer or utils.fill_tma_descriptor
 
 
+class Compiled(NamedTuple):
+    """A kernel that Triton compiled, and how it is called: all but grid, stream and arguments."""
+
+    run: Callable
+    head: Sequence
+    maps: Sequence[_Maps]  # one for each descriptor
+    constants: Sequence
+    as_one: bool  # whether `run` takes the kernel's arguments, constants too, as one tuple
+
+    def call(self, grid: str, arguments: Iterable[str], named: Callable[[Any], str]) -> str:
+        """The line that runs it; `named` gives a value a name in that line."""
+        passed = ", ".join([*arguments, *map(named, self.constants)])
+        passed = f"({passed},)" if self.as_one else passed
+        return f"{named(self.run)}({grid}, stream, {', '.join(map(named, self.head))}, {passed})"
+
+
 def _start(bound: Bound, compiled, index: int, args: tuple) -> Callable[..., bool] | None:
     """A function that launches `compiled` for arguments for which Triton would, those like `args`.
 
@@ -206,33 +221,35 @@ def _start(bound: Bound, compiled, index: int, args: tuple) -> Callable[..., boo
     else:
         last = (*scratch, compiled.packed_metadata, *hooks)
     constants = [bound.options[name] for name in bound.kernel.arg_names[len(args) :]]
-    return _written_out(
-        args, bound.sizes, index, run, list(map(_Maps, metas)),
-        (compiled.function, *flags, *last), constants, one_for_all,
-    )  # fmt: skip
+    head = (compiled.function, *flags, *last)
+    found = Compiled(run, head, list(map(_Maps, metas)), constants, one_for_all)
+    return _written_out(found, args, bound.sizes, index)
 
 
 def _written_out(
-    args: tuple, sizes: frozenset[int], index: int, run: Callable, maps: Sequence[_Maps],
-    head: Sequence, constants: Sequence, as_one: bool,
-) -> Callable[..., bool]:  # fmt: skip
+    compiled: Compiled, args: tuple, sizes: frozenset[int], index: int
+) -> Callable[..., bool]:
     """`start(index, stream, grid, *args)`: whether arguments are like `args`; if so, run.
 
     Written out for its arguments, since a loop over them and a lookup take longer: 82 µs for the 14
     launches of a step, on an Arm core, where these take 65. Alike are dtypes, blocks, None,
-    alignment to 16 bytes; of an integer whether it is 1, divides by 16, and has 32 bits. `as_one`:
-    whether `run` takes the kernel's arguments, `args` and `constants`, as one tuple.
+    alignment to 16 bytes; of an integer whether it is 1, divides by 16, and has 32 bits.
     """
-    known: dict[str, Any] = {"run": run}
+    names: dict[str, Any] = {}
+
+    def named(value: Any) -> str:
+        name = f"v{len(names)}"
+        names[name] = value
+        return name
+
     read, alike, values = [], [f"index == {index}"], []
-    remaining = iter(maps)
+    maps = iter(compiled.maps)
     for i, a in enumerate(args):
         name = f"a{i}"
         if type(a) is tuple:
             read.append(f"t{i}, b{i} = {name}")
-            known[f"kind{i}"], known[f"maps{i}"] = a[1].kind, next(remaining)
-            alike.append(f"b{i}.kind is kind{i}")
-            values.append(f"maps{i}[t{i}.data_ptr(), b{i}], *b{i}.values")
+            alike.append(f"b{i}.kind is {named(a[1].kind)}")
+            values.append(f"{named(next(maps))}[t{i}.data_ptr(), b{i}], *b{i}.values")
         elif a is None:
             alike.append(f"{name} is None")
             values.append("None")
@@ -247,16 +264,10 @@ def _written_out(
             values.append(name)
         else:
             read.append(f"p{i} = {name}.data_ptr()")
-            known[f"dtype{i}"] = a.dtype
-            alike.append(f"{name}.dtype is dtype{i}")
+            alike.append(f"{name}.dtype is {named(a.dtype)}")
             alike.append(f"(p{i} & 15 == 0) is {a.data_ptr() & 15 == 0}")
             values.append(f"p{i}")
-    for group, items in (("head", head), ("constant", constants)):
-        known |= {f"{group}{i}": item for i, item in enumerate(items)}
     given = ", ".join(f"a{i}" for i in range(len(args)))
-    passed = ", ".join([*values, *(f"constant{i}" for i in range(len(constants)))])
-    passed = f"({passed},)" if as_one else passed
-    before = ", ".join(f"head{i}" for i in range(len(head)))
     lines = [
         f"def start(index, stream, grid, {given}):",
         "    try:",
@@ -265,11 +276,31 @@ def _written_out(
         "    except (AttributeError, TypeError, ValueError):",
         "        return False",
         "    if alike:",
-        f"        run(*grid, *(1, 1, 1)[len(grid):], stream, {before}, {passed})",
+        f"        {compiled.call('*grid, *(1, 1, 1)[len(grid):]', values, named)}",
         "    return alike",
     ]
-    exec("\n".join(lines), known)
-    return known["start"]
+    exec("\n".join(lines), names)
+    start = names["start"]
+    start.compiled = compiled
+    return start
+
+
+def _note(start: Any, grid: tuple[int, ...], args: tuple) -> None:
+    """Tell the recording what `start` has done: the same call, with nothing open but addresses."""
+    named = here.recording.named
+    maps = iter(start.compiled.maps)
+    tensors, values = [], []
+    for a in args:
+        if type(a) is tuple:
+            tensors.append(a[0])
+            values += [f"{named(next(maps))}[{{}}, {named(a[1])}]", *map(str, a[1].values)]
+        elif isinstance(a, torch.Tensor):
+            tensors.append(a)
+            values.append("{}")
+        else:
+            values.append(named(a))
+    sizes = ", ".join(map(str, (*grid, 1, 1)[:3]))
+    here.recording.launched(start.compiled.call(sizes, values, named), tensors)
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
@@ -284,6 +315,8 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
 
 def dot_precision(t: torch.Tensor) -> str:
     """IEEE for fp32, unless PyTorch was told that its own products may use tf32."""
+    if here.recording is not None and t.dtype == torch.float32:
+        here.recording.refused = True  # it may be told so later
     if t.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return "ieee"

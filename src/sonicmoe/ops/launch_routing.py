@@ -180,7 +180,7 @@ def _bound_permute(experts: int, tile_height: int) -> tuple[Bound, Bound, Bound,
 
 
 def count(ids, num_experts):
-    totals = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
+    totals = memory.empty((num_experts,), torch.int32, ids.device).zero_()
     slots = ids.numel()
     if slots:
         kernel = _bound_permute(num_experts, 1)[0]  # which knows no tiles
@@ -198,7 +198,7 @@ def permute(ids, num_experts, slot_token, tile_height):
     row_token, row_slot, slot_row = new(slots), new(slots), new(slots)
     expert_start = new(num_experts + 1)
     table = new(1 + max_tiles(slots, num_experts, tile_height), 4)
-    totals = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    totals = new(num_experts).zero_()
     if slots == 0:
         return row_token, row_slot, slot_row, expert_start.zero_(), table.zero_(), totals
     spans = ceil_div(slots, _CHUNK)

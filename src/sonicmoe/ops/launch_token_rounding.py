@@ -59,7 +59,7 @@ def _rounded(values, ids, tile, subroutine, uniform, softmax, normalize):
         return memory.empty(shape, dtype, device)
 
     pair_expert, pair_token = new(slots), new(slots)
-    pair_score = new(slots, dtype=torch.promote_types(values.dtype, torch.float32))
+    pair_score = new(slots, dtype=torch.float32)
     token_start, rows, chosen = new(tokens + 1), new(experts), new(experts)
     outputs = (pair_expert, pair_token, pair_score, token_start, rows, chosen)
     if tokens == 0:

@@ -11,6 +11,8 @@ from functools import wraps
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from .recipe import by_recipe
+
 _library = torch.library.Library("sonicmoe", "DEF")
 _PLAIN = frozenset(
     (torch.Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None))
@@ -38,12 +40,14 @@ def operator(
     def register(function: Callable) -> Callable:
         name = schema.split("(")[0]
         _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
-        _library.impl(name, _with_every_result(function), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"sonicmoe::{name}", _with_every_result(fake), lib=_library)
         packet = getattr(torch.ops.sonicmoe, name)
+        overload = packet.default
+        launches = "str backend)" in schema
+        fast = by_recipe(function, overload._schema) if launches else function
+        _library.impl(name, _with_every_result(fast), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"sonicmoe::{name}", _with_every_result(fake), lib=_library)
         if flops is not None:
             register_flop_formula(packet)(flops)
-        overload = packet.default
 
         @wraps(function)
         def call(*args):
@@ -54,7 +58,7 @@ def operator(
                 or torch.autograd._profiler_enabled()
                 or not _PLAIN.issuperset(map(type, args))
             )
-            return overload(*args) if somebody_listens else function(*args)
+            return overload(*args) if somebody_listens else fast(*args)
 
         return call
 

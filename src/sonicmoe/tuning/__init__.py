@@ -2,6 +2,7 @@
 
 from .config import RowConfig, Target, WeightConfig, is_valid
 from .select import row_config, tile_height, weight_config
+from .table import when_forgotten
 
 __all__ = [
     "RowConfig",
@@ -11,4 +12,5 @@ __all__ = [
     "row_config",
     "tile_height",
     "weight_config",
+    "when_forgotten",
 ]

@@ -85,8 +85,13 @@ _forget: list[Callable[[], None]] = []
 def remembered(function: Callable[P, T]) -> Callable[P, T]:
     """`functools.cache` until the table changes: a launch has half a microsecond for its choice."""
     cached = cache(function)
-    _forget.append(cached.cache_clear)
+    when_forgotten(cached.cache_clear)
     return cast(Callable[P, T], cached)
+
+
+def when_forgotten(clear: Callable[[], None]) -> None:
+    """Call `clear` when the table changes."""
+    _forget.append(clear)
 
 
 def forget() -> None:
