@@ -2,7 +2,7 @@
 
 Which buffers and which kernels, the sizes decide, in Python. The second time that arguments of a
 kind come, all of it is written down, and from then on done again by one function that decides
-nothing: a third of the layer's time on the host (docs/log.md).
+nothing. That takes a quarter to a third off the layer's time on the host (docs/log.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -30,14 +30,14 @@ class Efficiency:
     backward pass computes 5 products for every 2 forward, on kernels made for an earlier GPU.
     """
 
-    grouped: float = 0.678  # grouped products of the layer, forward and backward
+    grouped: float = 0.674  # grouped products of the layer, forward and backward
     empty: float = 0.75  # of a row's time, what an empty one in an expert's last tile takes
     dense: float = 0.62  # plain products: the mean of nine shapes
     attention_64: float = 0.20  # heads of less than 128
     attention_128: float = 0.27
     copy: float = 0.90  # 4.3 of 4.8 TB/s on an H200
-    uncovered: float = 0.48  # of the layer's traffic, what the products do not hide
-    layer_fixed: float = 0.22e-3  # seconds a layer: router, top-K, permutation, launches
+    uncovered: float = 0.47  # of the layer's traffic, what the products do not hide
+    layer_fixed: float = 0.16e-3  # seconds a layer: router, top-K, permutation, launches
     node: float = 0.80
     network: float = 0.85
     overlap: float = 0.80  # share of the computation that may hide FSDP's transfers
