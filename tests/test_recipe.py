@@ -214,16 +214,35 @@ def test_who_is_called(gpu):
 
 
 def test_only_so_many_are_remembered(gpu, monkeypatch):
-    monkeypatch.setattr(recipe, "_MOST", 3)
+    monkeypatch.setattr(recipe, "_MOST", 5)
 
     def doubled(x, n, backend):
         return _launched(x, _new(4), n)
 
     operator, recipes = _operator(doubled)
     x = torch.zeros(4)
-    for n in (1, 2, 3, 4, 4, 4, 1):
+    for n in range(1, 8):
         operator(x, n, "triton")
-    assert [kind[-2] for kind in recipes] == [3, 4, 1]
+        assert [kind[-2] for kind in recipes] == list(range(1, n + 1))[-5:]
+    for n in (7, 7, 1):
+        operator(x, n, "triton")
+    assert [kind[-2] for kind in recipes] == [4, 5, 6, 7, 1]
+
+
+def test_other_sizes_are_not_compiled_again(gpu):
+    def planes(x, n, backend):
+        y = _new(n, *x.shape)
+        _launched(x, y, n)
+        return _launched(y[n - 1], _new(*x.shape), n)
+
+    operator, recipes = _operator(planes)
+    for tokens in (16, 32, 48):
+        for _ in range(3):
+            operator(torch.zeros(tokens), 2 * tokens, "triton")
+        if tokens == 16:
+            before = recipe._compiled.cache_info().misses
+    assert recipe._compiled.cache_info().misses == before
+    assert len(recipes) == 3 and None not in recipes.values()
 
 
 def test_what_pytorch_computes_is_refused(gpu):

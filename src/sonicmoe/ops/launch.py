@@ -293,13 +293,13 @@ def _note(start: Any, grid: tuple[int, ...], args: tuple) -> None:
     for a in args:
         if type(a) is tuple:
             tensors.append(a[0])
-            values += [f"{named(next(maps))}[{{}}, {named(a[1])}]", *map(str, a[1].values)]
+            values += [f"{named(next(maps))}[{{}}, {named(a[1])}]", *map(named, a[1].values)]
         elif isinstance(a, torch.Tensor):
             tensors.append(a)
             values.append("{}")
         else:
             values.append(named(a))
-    sizes = ", ".join(map(str, (*grid, 1, 1)[:3]))
+    sizes = ", ".join(map(named, (*grid, 1, 1)[:3]))
     here.recording.launched(start.compiled.call(sizes, values, named), tensors)
 
 
