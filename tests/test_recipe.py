@@ -256,6 +256,7 @@ def test_what_pytorch_computes_is_refused(gpu):
         "knows a tensor": lambda x, n, backend: _launched(everywhere, _new(4), n),
         "returns an argument": lambda x, n, backend: _launched(x, x, n),
         "returns a part": lambda x, n, backend: _launched(x, _new(4), n)[:2],
+        "returns other numbers": lambda x, n, backend: _launched(x, _new(4), n).view(torch.int32),
         "returns nothing": lambda x, n, backend: _launched(x, _new(0), n),
         "rounds as told": lambda x, n, backend: _launched(
             x, _new(4), len(launch.dot_precision(x)) * n

@@ -105,7 +105,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self._names: dict[str, Any] = {"memory": memory}
         self._lines: list[tuple[str, set[str]]] = []  # and the tensors that are needed for it
-        self._buffers: dict[str, tuple] = {}  # shape and strides
+        self._buffers: dict[str, tuple] = {}  # shape, strides, dtype
         self._extents: list[tuple[int, int, str]] = []  # address, bytes, name
         self._parameters = [f"a{i}" for i in range(len(args))]
         for name, a in zip(self._parameters, args, strict=True):
@@ -134,10 +134,10 @@ class Recording(TorchDispatchMode):
 
     def allocated(self, t: torch.Tensor) -> None:
         """It may take the place of a buffer that was given back: the last one is found first."""
-        name, shape, strides = f"t{len(self._buffers)}", tuple(t.shape), t.stride()
-        self._buffers[name] = (shape, strides)
+        name = f"t{len(self._buffers)}"
+        self._buffers[name] = _looks(t)
         self._extents.append((t.data_ptr(), _extent(t), name))
-        how = ", ".join(map(self.named, (shape, strides, t.dtype)))
+        how = ", ".join(map(self.named, _looks(t)))
         self._lines += [
             (f"{name} = memory.on_current_gpu({how})", set()),
             (f"{name}_at = {name}.data_ptr()", {name}),
@@ -190,7 +190,7 @@ class Recording(TorchDispatchMode):
         if t is None:
             return "None"
         name, _ = self._found(t) or ("", 0)
-        self.refused |= t.numel() == 0 or self._buffers.get(name) != (tuple(t.shape), t.stride())
+        self.refused |= t.numel() == 0 or self._buffers.get(name) != _looks(t)
         return name
 
 
@@ -198,6 +198,10 @@ class Recording(TorchDispatchMode):
 def _compiled(text: str) -> CodeType:
     """Which takes Python longer than all the rest: 3 of 5 ms for a step, on an Arm core."""
     return compile(text, "<recipe>", "exec")
+
+
+def _looks(t: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(t.shape), t.stride(), t.dtype
 
 
 def _extent(t: torch.Tensor) -> int:
