@@ -5,6 +5,7 @@ No GPU: tensors on the CPU pass for tensors on one, and launches are written dow
 
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,8 +109,12 @@ def _lazy():
 
 
 # Empty results, and factors that PyTorch copies first, since they do not lie as the weights do.
-REFUSED = {("permute", 2)} | {(f"adapted_{name}", 1) for name in ("product", "down_backward")}
-REFUSED |= {("adapted_down_backward", 0)}
+REFUSED = {
+    ("permute", 2),
+    ("adapted_product", 1),
+    ("adapted_down_backward", 0),
+    ("adapted_down_backward", 1),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -232,7 +237,7 @@ def test_only_so_many_are_remembered(gpu, monkeypatch):
 def test_other_sizes_are_not_compiled_again(gpu):
     def planes(x, n, backend):
         y = _new(n, *x.shape)
-        _launched(x, y, n)
+        _launched(launch.descriptor(y, [4, 16]), x, n)
         return _launched(y[n - 1], _new(*x.shape), n)
 
     operator, recipes = _operator(planes)
@@ -280,6 +285,38 @@ def test_what_pytorch_computes_is_refused(gpu):
     operator(shared[:16], shared[16:32], "triton")
     operator(shared[:16], shared[16:32], "triton")
     assert list(recipes.values())[-1] is not None
+
+
+def test_what_triton_launches_itself_is_refused(gpu, monkeypatch):
+    """Because it has more to do at every launch."""
+    monkeypatch.setattr(launch, "_start", lambda *args: None)
+
+    def doubled(x, n, backend):
+        return _launched(x, _new(4), n)
+
+    operator, recipes = _operator(doubled)
+    for _ in range(3):
+        operator(torch.zeros(4), 1, "triton")
+    assert list(recipes.values()) == [None]
+
+
+def test_a_buffer_where_another_was(gpu, monkeypatch):
+    """Given back and given out again while it was written down, and elsewhere later on."""
+    first, *others = (torch.zeros(4) for _ in range(5))
+    given_out = iter([*others[:2], first, first.view(4), *others[2:]])
+    monkeypatch.setattr(memory, "on_current_gpu", lambda *how: next(given_out))
+
+    def chain(x, n, backend):
+        _launched(x, _new(4), n)
+        return _launched(x, _new(4), n)
+
+    operator, recipes = _operator(chain)
+    for _ in range(2):
+        operator(torch.zeros(4), 1, "triton")
+    assert None not in recipes.values()
+    gpu.launches.clear()
+    assert operator(torch.zeros(4), 1, "triton") is others[3]
+    assert [call[6] for call in gpu.launches] == [t.data_ptr() for t in others[2:]]
 
 
 def test_buffers_are_given_back_when_they_were_needed_last(gpu, monkeypatch):
@@ -376,3 +413,29 @@ def test_threads_write_down_what_they_do_themselves(gpu):
 def _in_a_thread(operator):
     here.knows_the_gpu = True
     operator(torch.zeros(4), 1, "triton")
+
+
+def test_a_thread_meets_the_gpu_by_a_launch(gpu, monkeypatch):
+    """Which no recipe sees to: the first call of a thread, seen or not, is the operator's own."""
+    met, calls = [], []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: met.append(1)))
+    monkeypatch.setattr(here, "knows_the_gpu", False)
+
+    def counted(x, n, backend):
+        calls.append(n)
+        return _launched(x, _new(4), n)
+
+    operator, recipes = _operator(counted)
+
+    def twice():
+        for _ in range(2):
+            operator(torch.zeros(4), 1, "triton")
+
+    twice()
+    assert len(met) == 1 and None not in recipes.values()
+    twice()
+    assert len(calls) == 2
+    thread = threading.Thread(target=twice)
+    thread.start()
+    thread.join()
+    assert len(met) == 2 and len(calls) == 3

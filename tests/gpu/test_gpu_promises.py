@@ -340,14 +340,7 @@ def test_from_the_third_step_on_operators_are_done_by_their_recipes(router, monk
     """With the same bits, in poisoned memory, on another stream."""
     moe = _layer(router=router)
     x = torch.randn(1500, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dout = torch.randn_like(x)
-
-    def step():
-        out, aux = moe(x)
-        grads = torch.autograd.grad(
-            [out, aux], [x, *moe.parameters()], [dout, torch.ones_like(aux)]
-        )
-        return dict(enumerate([out.detach(), aux.detach(), *grads]))
+    step = partial(_gradients, moe, x, torch.randn_like(x))
 
     def launched(*args, **options):
         raise AssertionError("an operator launched a kernel by itself")

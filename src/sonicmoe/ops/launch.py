@@ -12,7 +12,7 @@ from ..notices import say_once
 from ..tuning import Target
 from . import threads  # noqa: F401 (Triton is used by several)
 from .here import here
-from .recipe import profiled
+from .recipe import Names, profiled
 
 # Versions whose launcher `_start` knows; 3.7 and 3.8 were not run on a GPU.
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -235,13 +235,8 @@ def _written_out(
     launches of a step, on an Arm core, where these take 65. Alike are dtypes, blocks, None,
     alignment to 16 bytes; of an integer whether it is 1, divides by 16, and has 32 bits.
     """
-    names: dict[str, Any] = {}
-
-    def named(value: Any) -> str:
-        name = f"v{len(names)}"
-        names[name] = value
-        return name
-
+    names = Names()
+    named = names.of
     read, alike, values = [], [f"index == {index}"], []
     maps = iter(compiled.maps)
     for i, a in enumerate(args):
@@ -287,7 +282,7 @@ def _written_out(
 
 def _note(start: Any, grid: tuple[int, ...], args: tuple) -> None:
     """Tell the recording what `start` has done: the same call, with nothing open but addresses."""
-    named = here.recording.named
+    named = here.recording.names.of
     maps = iter(start.compiled.maps)
     tensors, values = [], []
     for a in args:
@@ -315,11 +310,11 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
 
 def dot_precision(t: torch.Tensor) -> str:
     """IEEE for fp32, unless PyTorch was told that its own products may use tf32."""
-    if here.recording is not None and t.dtype == torch.float32:
-        here.recording.refused = True  # it may be told so later
-    if t.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return "ieee"
+    if t.dtype != torch.float32:
+        return "ieee"
+    if here.recording is not None:
+        here.recording.refused = True  # it may be told something else the next time
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def power_of_two(n: int) -> int:

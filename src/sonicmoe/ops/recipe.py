@@ -2,7 +2,7 @@
 
 Which buffers and which kernels, the sizes decide, in Python. The second time that arguments of a
 kind come, all of it is written down, and from then on done again by one function that decides
-nothing. That takes a quarter to a third off the layer's time on the host (docs/log.md).
+nothing: a third less of the host's time for the experts (docs/log.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -43,15 +43,10 @@ def by_recipe(function: Callable, schema: torch.FunctionSchema) -> Callable:
 
     @wraps(function)
     def call(*args):
-        if (
-            args[-1] != "triton"
-            or not here.knows_the_gpu
-            or here.recording is not None  # a part of another operator
-            or profiled()
-        ):
+        if args[-1] != "triton" or here.recording is not None:  # a part of another operator
             return function(*args)
         index = args[0].get_device()
-        if index < 0 or index != torch._C._cuda_getDevice():
+        if index < 0 or index != torch._C._cuda_getDevice() or profiled():
             return function(*args)
         kind = kind_of(index, *args)
         recipe = recipes.get(kind, _never_seen)
@@ -65,7 +60,7 @@ def by_recipe(function: Callable, schema: torch.FunctionSchema) -> Callable:
                 result = function(*args)
             recipes[kind] = recording.recipe(result)
             return result
-        elif recipe is not None:
+        elif recipe is not None and here.knows_the_gpu:  # else a launch sees to it
             return recipe(torch._C._cuda_getCurrentRawStream(index), *args)
         return function(*args)
 
@@ -95,6 +90,15 @@ def _never_seen() -> None: ...
 def _seen_once() -> None: ...
 
 
+class Names(dict[str, Any]):
+    """What the values in lines of Python are called, which are written out to be run."""
+
+    def of(self, value: Any) -> str:
+        name = f"v{len(self)}"
+        self[name] = value
+        return name
+
+
 class Recording(TorchDispatchMode):
     """What an operator does in this thread: buffers, zeros and launches, a line of Python for each.
 
@@ -103,7 +107,8 @@ class Recording(TorchDispatchMode):
 
     def __init__(self, args: Sequence) -> None:
         super().__init__()
-        self._names: dict[str, Any] = {"memory": memory}
+        # With no size in a line, lines are the same for all of them.
+        self.names = Names(memory=memory)
         self._lines: list[tuple[str, set[str]]] = []  # and the tensors that are needed for it
         self._buffers: dict[str, tuple] = {}  # shape, strides, dtype
         self._extents: list[tuple[int, int, str]] = []  # address, bytes, name
@@ -137,7 +142,7 @@ class Recording(TorchDispatchMode):
         name = f"t{len(self._buffers)}"
         self._buffers[name] = _looks(t)
         self._extents.append((t.data_ptr(), _extent(t), name))
-        how = ", ".join(map(self.named, _looks(t)))
+        how = ", ".join(map(self.names.of, _looks(t)))
         self._lines += [
             (f"{name} = memory.on_current_gpu({how})", set()),
             (f"{name}_at = {name}.data_ptr()", {name}),
@@ -149,15 +154,9 @@ class Recording(TorchDispatchMode):
         for t in tensors:
             name, offset = self._found(t) or ("", 0)
             self.refused |= not name
-            addresses.append(f"{name}_at + {self.named(offset)}" if offset else f"{name}_at")
+            addresses.append(f"{name}_at + {self.names.of(offset)}" if offset else f"{name}_at")
             needed.add(name)
         self._lines.append((line.format(*addresses), needed))
-
-    def named(self, value: Any) -> str:
-        """What to call a value in a line: with none in them, lines are the same for all sizes."""
-        name = f"v{len(self._names)}"
-        self._names[name] = value
-        return name
 
     def _found(self, t: torch.Tensor) -> tuple[str, int] | None:
         """The argument or buffer that `t` lies in, and how far from its beginning."""
@@ -183,8 +182,8 @@ class Recording(TorchDispatchMode):
             body += [f"del {name}" for name in sorted(gone)]
         body.append(f"return {', '.join(returned)}{',' if type(result) is tuple else ''}")
         head = f"def recipe(stream, {', '.join(self._parameters)}):"
-        exec(_compiled("\n    ".join([head, *body])), self._names)
-        return self._names["recipe"]
+        exec(_compiled("\n    ".join([head, *body])), self.names)
+        return self.names["recipe"]
 
     def _returned(self, t: torch.Tensor | None) -> str:
         if t is None:
