@@ -34,7 +34,14 @@ def _kernels_on_cpu_tensors(monkeypatch):
 
 
 def step(layer, router):
-    """The kernels of a forward and backward pass of 999 tokens, through `MoE`."""
+    """The kernels of training steps through `MoE`, one short and one long.
+
+    A short one permutes its slots in one launch and has no expert whose sums could be split.
+    """
+    return [kernel for tokens in (40, 999) for kernel in _step(layer, router, tokens)]
+
+
+def _step(layer, router, tokens):
     moe = MoE(
         E, K, H, I, layer.activation, any(layer.bias), router=router, gate_up=layer.gate_up
     ).bfloat16()
@@ -48,7 +55,7 @@ def step(layer, router):
     autocast = layer.weights is not None
     if autocast:
         moe.to(layer.weights)
-    x = torch.zeros(999, H, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.zeros(tokens, H, dtype=torch.bfloat16, requires_grad=True)
     with compiling(90) as compiled, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out, aux_loss = moe(x, KernelBackendMoE.sonicmoe)
         torch.autograd.backward((out, aux_loss), (torch.ones_like(out), torch.ones_like(aux_loss)))

@@ -2,7 +2,8 @@
 
 Slots are cut into spans of CHUNK. `count_kernel` counts each span's experts, `scan_kernel` turns
 the counts into rows, `place_kernel` sorts a span by expert in registers and gives every slot its
-row. Within an expert rows keep the order of their slots, so the result is the same every time.
+row; where there is only one span, `one_span_kernel` does all of it. Within an expert rows keep the
+order of their slots, so the result is the same every time.
 """
 
 import triton
@@ -41,31 +42,44 @@ def count_kernel(
 
 
 @triton.jit
-def _write_tiles(tiles, rows, mine, HEIGHT: tl.constexpr, BE: tl.constexpr):
-    """The entries of experts `mine` in the tile table, and their first and end row.
+def _write_tiles(
+    tiles, rows, mine, row, end, tile, HEIGHT: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """The tile table's header, by the first program, and the entries of experts `mine`.
 
-    `rows` (BE,) are those of all experts.
+    `rows` are those of all experts; rows row..end of each of `mine` begin with tile number `tile`.
     """
-    e = tl.arange(0, BE)
-    count = (rows + HEIGHT - 1) // HEIGHT
     if tl.program_id(0) == 0:
-        tl.store(tiles, tl.sum(count, 0))
+        tl.store(tiles, tl.sum((rows + HEIGHT - 1) // HEIGHT, 0))
         tl.store(tiles + 1, tl.max(rows, 0))
         tl.store(tiles + 2, 0)
         tl.store(tiles + 3, 0)
-    before = e[None, :] < mine[:, None]
-    row = tl.sum(tl.where(before, rows[None, :], 0), 1)
-    tile = tl.sum(tl.where(before, count[None, :], 0), 1)
-    end = row + tl.sum(tl.where(e[None, :] == mine[:, None], rows[None, :], 0), 1)
     n = (end - row + HEIGHT - 1) // HEIGHT
-    for first in tl.range(0, tl.max(n, 0), 32):
-        i = first + tl.arange(0, 32)[None, :]
+    for first in tl.range(0, tl.max(n, 0), AT_ONCE):
+        i = first + tl.arange(0, AT_ONCE)[None, :]
         entry = tiles + 4 * (1 + tile[:, None] + i)
         tl.store(entry, tl.broadcast_to(mine[:, None], entry.shape), mask=i < n[:, None])
         tl.store(entry + 1, tl.broadcast_to(row[:, None], entry.shape), mask=i < n[:, None])
         tl.store(entry + 2, tl.broadcast_to(end[:, None], entry.shape), mask=i < n[:, None])
         tl.store(entry + 3, tl.broadcast_to(i, entry.shape), mask=i < n[:, None])
-    return row, end
+
+
+@triton.jit
+def _write_my_tiles(
+    tiles, rows, HEIGHT: tl.constexpr, BE: tl.constexpr, EXPERTS: tl.constexpr
+):  # fmt: skip
+    """The part of the table of a program that owns EXPERTS experts: these, their first and end row.
+
+    `rows` (BE,) are those of all experts.
+    """
+    e = tl.arange(0, BE)
+    mine = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    before = e[None, :] < mine[:, None]
+    row = tl.sum(tl.where(before, rows[None, :], 0), 1)
+    tile = tl.sum(tl.where(before, ((rows + HEIGHT - 1) // HEIGHT)[None, :], 0), 1)
+    end = row + tl.sum(tl.where(e[None, :] == mine[:, None], rows[None, :], 0), 1)
+    _write_tiles(tiles, rows, mine, row, end, tile, HEIGHT, 32)
+    return mine, row, end
 
 
 @triton.jit
@@ -77,8 +91,7 @@ def tiles_kernel(
     e = tl.arange(0, BE)
     start = tl.load(expert_start + e, mask=e < num_experts, other=0)
     end = tl.load(expert_start + e + 1, mask=e < num_experts, other=0)
-    mine = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    _write_tiles(tiles, end - start, mine, HEIGHT, BE)
+    _write_my_tiles(tiles, end - start, HEIGHT, BE, EXPERTS)
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -93,8 +106,7 @@ def scan_kernel(
     """
     e = tl.arange(0, BE)
     rows = tl.load(totals + e, mask=e < num_experts, other=0)
-    mine = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    row, end = _write_tiles(tiles, rows, mine, HEIGHT, BE)
+    mine, row, end = _write_my_tiles(tiles, rows, HEIGHT, BE, EXPERTS)
     tl.store(expert_start + mine + 1, end, mask=mine < num_experts)
     if tl.program_id(0) == 0:
         tl.store(expert_start, 0)
@@ -108,6 +120,30 @@ def scan_kernel(
         row += tl.sum(count, 0)
 
 
+@triton.jit
+def _sorted_span(ids, p, slots, num_experts, CHUNK: tl.constexpr):
+    """Experts and slots of span p, sorted by expert, within an expert by slot."""
+    i = tl.arange(0, CHUNK)
+    slot = p * CHUNK + i
+    tagged = _load_ids(ids, slot, slot < slots, num_experts) << _SHIFT
+    tagged = tl.sort(tagged | i)
+    return tagged >> _SHIFT, p * CHUNK + (tagged & _LOWER)
+
+
+@triton.jit
+def _write_maps(
+    slot_token, row_token, row_slot, slot_row, slot, row, here, slots, slots_per_token
+):  # fmt: skip
+    """Of slots `slot` and their rows; without a row those that are not `here`."""
+    if slot_token is None:
+        token = slot // slots_per_token
+    else:
+        token = tl.load(slot_token + slot, mask=here, other=0).to(tl.int32)
+    tl.store(row_token + row, token, mask=here)
+    tl.store(row_slot + row, slot, mask=here)
+    tl.store(slot_row + slot, tl.where(here, row, -1), mask=slot < slots)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def place_kernel(
     ids, slot_token, to_row, row_token, row_slot, slot_row, slots, num_experts, slots_per_token,
@@ -118,18 +154,33 @@ def place_kernel(
     Comparing all pairs of a span instead took 255 registers and 71 µs for 196608 slots.
     """
     p = tl.program_id(0)
-    i = tl.arange(0, CHUNK)
-    slot = p * CHUNK + i
-    tagged = _load_ids(ids, slot, slot < slots, num_experts) << _SHIFT
-    tagged = tl.sort(tagged | i)
-    slot = p * CHUNK + (tagged & _LOWER)
-    expert = tagged >> _SHIFT
+    expert, slot = _sorted_span(ids, p, slots, num_experts, CHUNK)
     here = expert < num_experts
+    i = tl.arange(0, CHUNK)
     row = i + tl.load(to_row + p.to(tl.int64) * num_experts + expert, mask=here, other=0)
-    if slot_token is None:
-        token = slot // slots_per_token
-    else:
-        token = tl.load(slot_token + slot, mask=here, other=0).to(tl.int32)
-    tl.store(row_token + row, token, mask=here)
-    tl.store(row_slot + row, slot, mask=here)
-    tl.store(slot_row + slot, tl.where(here, row, -1), mask=slot < slots)
+    _write_maps(
+        slot_token, row_token, row_slot, slot_row, slot, row, here, slots, slots_per_token
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slots"])
+def one_span_kernel(
+    ids, slot_token, row_token, row_slot, slot_row, expert_start, tiles, totals,
+    slots, num_experts, slots_per_token,
+    HEIGHT: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The whole permutation of at most CHUNK slots: sorted, they are the rows. Grid: 1."""
+    row = tl.arange(0, CHUNK)
+    expert, slot = _sorted_span(ids, 0, slots, num_experts, CHUNK)
+    here = expert < num_experts
+    _write_maps(
+        slot_token, row_token, row_slot, slot_row, slot, row, here, slots, slots_per_token
+    )  # fmt: skip
+    e = tl.arange(0, BE)
+    rows = tl.histogram(expert, BE, mask=here)
+    end = tl.cumsum(rows, 0)
+    count = (rows + HEIGHT - 1) // HEIGHT
+    tl.store(totals + e, rows, mask=e < num_experts)
+    tl.store(expert_start, 0)
+    tl.store(expert_start + e + 1, end, mask=e < num_experts)
+    _write_tiles(tiles, rows, e, end - rows, end, tl.cumsum(count, 0) - count, HEIGHT, 1)
