@@ -119,7 +119,8 @@ def test_equal_logits_go_to_the_lower_id():
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
-    "shape", ["40,8,8,5,3", "300,8,8,3,2", "900,8,8,40,3", "0,8,8,4,2", "1,8,8,4,2"]
+    "shape",
+    ["40,8,8,5,3", "300,8,8,3,2", "512,8,8,40,2", "900,8,8,40,3", "0,8,8,4,2", "1,8,8,4,2"],
 )
 def test_permutation_is_the_reference_one(shape, routing):
     case = Case(shape, routing=routing)
