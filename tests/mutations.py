@@ -115,12 +115,12 @@ MUTATIONS = [
         _ROUTING, interpreted=True,
     ),
     Mutation(
-        "a longer batch waits for its permutation to be compiled", "ops/launch_routing.py",
-        "    if spans > 1 or ids.is_meta:\n", "    if spans > 1:\n", "tests/test_warmup.py",
+        "a long batch waits for its permutation and sums to be compiled", "ahead.py",
+        "BATCHES = (8, 2048)\n", "BATCHES = (8,)\n", "tests/test_warmup.py",
     ),
     Mutation(
-        "a longer batch waits for its sums to be compiled", "ops/launch_products.py",
-        " and (spans.places or out.is_meta):\n", " and spans.places:\n", "tests/test_warmup.py",
+        "a short batch waits for its permutation to be compiled", "ahead.py",
+        "BATCHES = (8, 2048)\n", "BATCHES = (2048,)\n", "tests/test_warmup.py",
     ),
     Mutation(
         "launchers loaded side by side", "ops/threads.py",

@@ -90,6 +90,7 @@ def _arguments() -> dict[str, list[tuple]]:
             (given.ids, 4, None, m, b),
             (given.ids.flatten(), 4, by_token, m, b),
             (given.ids[:0], 4, None, m, b),
+            (given.ids.repeat(100, 1), 4, None, m, b),  # more than one span
         ],
         "router_gradient_into": [(rows[:12].clone(), logits, torch.rand(4, rows.shape[1]))],
         "round_tokens": [

@@ -19,7 +19,9 @@ import torch
 from .enums import ActivationType
 from .notices import say_once
 
-_TOKENS = 64  # nothing that is compiled depends on the number of tokens
+# Tokens of a short and of a long batch: some kernels run in one of them alone. Nothing else that is
+# compiled depends on their number.
+BATCHES = (8, 2048)
 Report = Callable[[int, int, float], None]  # kernels that are compiled, all of them, seconds
 
 
@@ -112,8 +114,8 @@ def _threads() -> int:
 
 
 # --- what runs ------------------------------------------------------------------------------------
-def logits_of(layer: Layer) -> torch.Tensor:
-    return _new(_TOKENS, layer.experts, dtype=layer.dtype)
+def logits_of(layer: Layer, tokens: int) -> torch.Tensor:
+    return _new(tokens, layer.experts, dtype=layer.dtype)
 
 
 class Slots(NamedTuple):
@@ -125,11 +127,11 @@ class Slots(NamedTuple):
     token_start: torch.Tensor | None = None
 
 
-def run_experts(layer: Layer, slots: Slots | None = None) -> torch.Tensor:
+def run_experts(layer: Layer, tokens: int, slots: Slots | None = None) -> torch.Tensor:
     """The forward pass."""
     from .functional import experts  # which asks for its kernels here
 
-    ids, scores, slot_token, token_start = slots or _slots(layer)
+    ids, scores, slot_token, token_start = slots or _slots(layer, tokens)
     hidden, intermediate, number = layer[:3]
     columns = 2 * intermediate if layer.activation.is_gated else intermediate
     sizes = ((number, columns, hidden), (number, hidden, intermediate))
@@ -142,14 +144,14 @@ def run_experts(layer: Layer, slots: Slots | None = None) -> torch.Tensor:
         for size, bias in zip(sizes, layer.bias, strict=True)
     )
     return experts(
-        _new(_TOKENS, hidden, dtype=layer.dtype), ids, scores, w1, w2, b1, b2,
+        _new(tokens, hidden, dtype=layer.dtype), ids, scores, w1, w2, b1, b2,
         slot_token=slot_token, token_start=token_start, activation=layer.activation,
         gate_up=layer.gate_up, backend="triton",
     )  # fmt: skip
 
 
 def run_step(layer: Layer) -> None:
-    """A training step of the experts, and of the auxiliary loss where it follows.
+    """Training steps of the experts, and of the auxiliary loss where it follows.
 
     The nodes are called one by one. `backward()` would import sympy first, which took 2.9 s beside
     six kernels that were compiled, and nothing of the backward pass was until then.
@@ -157,27 +159,28 @@ def run_step(layer: Layer) -> None:
     from . import ops
     from .autograd import Down, Up
 
-    out = run_experts(layer)
-    down = out.grad_fn
-    assert down is not None
-    up = down.next_functions[0][0]
-    with torch.no_grad():
-        dz, *_ = Down.backward(down, _new(*out.shape, dtype=out.dtype))
-        Up.backward(up, dz, None)
-        if layer.logits is not None:
-            logits = _new(_TOKENS, layer.experts, dtype=layer.logits)
-            counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")
-            loss, slope = ops.balance(logits, counts, 1.0, 0.0, "triton")
-            ops.balance_backward(loss, slope, logits, 0.0, "triton")
+    for tokens in BATCHES:
+        out = run_experts(layer, tokens)
+        down = out.grad_fn
+        assert down is not None
+        up = down.next_functions[0][0]
+        with torch.no_grad():
+            dz, *_ = Down.backward(down, _new(*out.shape, dtype=out.dtype))
+            Up.backward(up, dz, None)
+            if layer.logits is not None:
+                logits = _new(tokens, layer.experts, dtype=layer.logits)
+                counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")
+                loss, slope = ops.balance(logits, counts, 1.0, 0.0, "triton")
+                ops.balance_backward(loss, slope, logits, 0.0, "triton")
 
 
-def _slots(layer: Layer) -> Slots:
+def _slots(layer: Layer, tokens: int) -> Slots:
     if layer.k:
-        ids = torch.empty((_TOKENS, layer.k), dtype=layer.ids, device="meta")
+        ids = torch.empty((tokens, layer.k), dtype=layer.ids, device="meta")
         return Slots(ids, _new(*ids.shape, dtype=torch.float32))
-    ids = torch.empty(2 * _TOKENS, dtype=layer.ids, device="meta")
-    token = torch.empty(2 * _TOKENS, dtype=torch.int32, device="meta")
-    start = torch.empty(_TOKENS + 1, dtype=torch.int32, device="meta")
+    ids = torch.empty(2 * tokens, dtype=layer.ids, device="meta")
+    token = torch.empty(2 * tokens, dtype=torch.int32, device="meta")
+    start = torch.empty(tokens + 1, dtype=torch.int32, device="meta")
     return Slots(ids, _new(*ids.shape, dtype=torch.float32), token, start)
 
 

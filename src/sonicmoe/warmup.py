@@ -3,10 +3,11 @@
 import copy
 import sys
 import time
+from itertools import product
 
 import torch
 
-from .ahead import Layer, Slots, compile_together, logits_of, run_experts
+from .ahead import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
 from .enums import ActivationType
 from .errors import bad_argument
 from .routing import Router, auxiliary_loss, make_router
@@ -52,14 +53,15 @@ def warmup(
 
 
 def run_layer(layer: Layer, router: str | Router) -> None:
-    """On the meta device: a training step, then a forward pass without gradients."""
+    """On the meta device: training steps, then forward passes without gradients."""
     with torch.device("meta"):
         routing = make_router(router, layer.experts, layer.k)
     routing = copy.deepcopy(routing).to("meta")
-    for training in (True, False):
+    for training, tokens in product((True, False), BATCHES):
         with torch.set_grad_enabled(training):
-            r = routing.train(training)(logits_of(layer), backend="triton")
-            out = run_experts(layer, Slots(r.ids, r.scores, r.slot_token, r.token_start))
+            r = routing.train(training)(logits_of(layer, tokens), backend="triton")
+            slots = Slots(r.ids, r.scores, r.slot_token, r.token_start)
+            out = run_experts(layer, tokens, slots)
             if training:
                 counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")
                 loss = auxiliary_loss(r.logits, counts, backend="triton")

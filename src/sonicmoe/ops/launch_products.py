@@ -338,8 +338,7 @@ def _weight_gradient(
             M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
             FLATTEN=config.flatten, ADD=main_grad is not None, **_options(config),
         )  # fmt: skip
-    if spans.partial is not None and (spans.places or out.is_meta):
-        # On the meta device always, so that a longer batch finds it compiled.
+    if spans.places:
         launch(
             _bound_sum_spans(m * n, main_grad is not None), (target.processors,),
             spans.partial, out, expert_start, tiles, experts, spans.rows, spans.places,

@@ -165,14 +165,18 @@ def _experts_at_once(experts: int) -> tuple[int, int]:
 
 
 @cache
-def _bound_permute(experts: int, tile_height: int) -> tuple[Bound, Bound, Bound, Bound, int]:
-    """The kernels that do all, or that count, scan and place, and the programs that scan."""
+def _bound_one_span(experts: int, tile_height: int) -> Bound:
+    block, _ = _experts_at_once(experts)
+    return Bound(
+        permute_kernels.one_span_kernel, HEIGHT=tile_height, BE=block, CHUNK=_CHUNK, num_warps=8
+    )
+
+
+@cache
+def _bound_permute(experts: int, tile_height: int) -> tuple[Bound, Bound, Bound, int]:
+    """The kernels that count, scan and place, and the programs of the second."""
     block, columns = _experts_at_once(experts)
     return (
-        Bound(
-            permute_kernels.one_span_kernel,
-            HEIGHT=tile_height, BE=block, CHUNK=_CHUNK, num_warps=8,
-        ),
         Bound(permute_kernels.count_kernel, BE=block, CHUNK=_CHUNK, num_warps=8),
         Bound(
             permute_kernels.scan_kernel,
@@ -187,7 +191,7 @@ def count(ids, num_experts):
     totals = memory.empty((num_experts,), torch.int32, ids.device).zero_()
     slots = ids.numel()
     if slots:
-        kernel = _bound_permute(num_experts, 1)[1]  # which knows no tiles
+        kernel = _bound_permute(num_experts, 1)[0]  # which knows no tiles
         spans = ceil_div(slots, _CHUNK)
         launch(kernel, (spans,), ids.contiguous(), None, totals, slots, num_experts)
     return totals
@@ -210,23 +214,22 @@ def permute(ids, num_experts, slot_token, tile_height):
         return maps
     ids = ids.contiguous()
     per_token = ids.shape[-1] if slot_token is None else 1
-    alone, count, scan, place, scans = _bound_permute(num_experts, tile_height)
     spans = ceil_div(slots, _CHUNK)
-    # On the meta device both ways are compiled: the next batch may be longer.
-    if spans == 1 or ids.is_meta:
+    if spans == 1:
         launch(
-            alone, (1,),
+            _bound_one_span(num_experts, tile_height), (1,),
             ids, slot_token, row_token, row_slot, slot_row, expert_start, table, totals,
             slots, num_experts, per_token,
         )  # fmt: skip
-    if spans > 1 or ids.is_meta:
-        counts = new(spans, num_experts)
-        launch(count, (spans,), ids, counts, totals.zero_(), slots, num_experts)
-        launch(scan, (scans,), counts, totals, expert_start, table, spans, num_experts)
-        launch(
-            place, (spans,),
-            ids, slot_token, counts, row_token, row_slot, slot_row, slots, num_experts, per_token,
-        )  # fmt: skip
+        return maps
+    counts = new(spans, num_experts)
+    count, scan, place, scans = _bound_permute(num_experts, tile_height)
+    launch(count, (spans,), ids, counts, totals.zero_(), slots, num_experts)
+    launch(scan, (scans,), counts, totals, expert_start, table, spans, num_experts)
+    launch(
+        place, (spans,),
+        ids, slot_token, counts, row_token, row_slot, slot_row, slots, num_experts, per_token,
+    )  # fmt: skip
     return maps
 
 
