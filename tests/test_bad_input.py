@@ -7,6 +7,7 @@ import torch
 
 import sonicmoe
 from sonicmoe import ActivationType, KernelBackendMoE, MoE
+from sonicmoe.routing import TokenRounding
 from sonicmoe.shapes import Problem
 
 T, H, I, E, K = 6, 16, 8, 4, 2
@@ -51,11 +52,24 @@ def _general(**wrong):
     return sonicmoe.moe_general_routing_inputs(**good | wrong)
 
 
+def _published(**wrong):
+    good = {
+        "x": torch.randn(T, H),
+        "router_w": torch.randn(E, H),
+        "w1": torch.randn(E, 2 * I, H).permute(1, 2, 0),
+        "b1": None,
+        "w2": torch.randn(E, H, I).permute(1, 2, 0),
+        "b2": None,
+        "K": K,
+    }
+    return sonicmoe.moe_TC_softmax_topk_layer(**good | wrong)
+
+
 def _topk(logits=None, k=K, **options):
     return sonicmoe.topk_scores(torch.randn(T, E) if logits is None else logits, k, **options)
 
 
-def _moe(call=None, **options):
+def _moe(call=None, x=None, **options):
     good = {
         "num_experts": E,
         "num_experts_per_tok": K,
@@ -63,7 +77,7 @@ def _moe(call=None, **options):
         "intermediate_size": I,
     }
     moe = MoE(**good | options)
-    return moe(torch.randn(T, H), **(call or {}))
+    return moe(torch.randn(T, H) if x is None else x, **(call or {}))
 
 
 def odd(h=H, i=I):
@@ -110,7 +124,10 @@ WRONG = {
         _grouped, {"counts": None, "offsets": torch.zeros(E, dtype=long)}, "offsets", "(4,)"),
     "counts of floats": (_grouped, {"counts": torch.ones(E)}, "counts", "torch.float32"),
     "neither counts nor offsets": (_grouped, {"counts": None}, "counts", "neither"),
-    "counts and offsets": (_grouped, {"offsets": torch.zeros(5, dtype=long)}, "counts", "both"),
+    "counts and E+1 offsets": (
+        _grouped, {"offsets": torch.zeros(5, dtype=long)}, "offsets", "(5,)"),
+    "starts without slots": (
+        _experts, {"token_start": torch.zeros(T + 1, dtype=long)}, "token_start", "a tensor"),
     # dtype
     "integer x": (_experts, {"x": torch.ones(T, H, dtype=long)}, "x", "torch.int64"),
     "bf16 x": (_experts, {"x": torch.randn(T, H).to(half)}, "w1", "torch.float32"),
@@ -142,6 +159,27 @@ WRONG = {
     "I = 12": (_experts, odd(i=12), "I", "12"),
     "I = 0": (_experts, odd(i=0), "I", "0"),
     "a shape of four": (Problem.parse, {"text": "1,2,3,4"}, "shape", "1,2,3,4"),
+    "K of floats": (_topk, {"k": 2.0}, "k", "2.0"),
+    "K of bool": (_topk, {"k": True}, "k", "True"),
+    "E of the layer": (_moe, {"num_experts": 4.0}, "num_experts", "4.0"),
+    "E < 1 of the layer": (_moe, {"num_experts": 0}, "num_experts", "0"),
+    "E too large": (_moe, {"num_experts": 32768}, "num_experts", "32768"),
+    "H of the layer": (_moe, {"hidden_size": -16}, "hidden_size", "-16"),
+    "H of the layer, 12": (_moe, {"hidden_size": 12}, "hidden_size", "12"),
+    "I of the layer": (_moe, {"intermediate_size": "8"}, "intermediate_size", "8"),
+    "tile": (TokenRounding, {"num_experts": E, "k": K, "tile": 1.5}, "tile", "1.5"),
+    "two tokens in a vector": (
+        _moe, {"x": torch.randn(3, 2 * H)}, "hidden_states", "(3, 32)"),
+    "half a token in a vector": (_moe, {"x": torch.randn(3, H // 2)}, "hidden_states", "(3, 8)"),
+    "a scalar": (_moe, {"x": torch.randn(())}, "hidden_states", "()"),
+    "bf16 tokens": (_moe, {"x": torch.randn(3, H).to(half)}, "router.weight", "torch.float32"),
+    "integer tokens": (_moe, {"x": torch.ones(3, H, dtype=long)}, "x", "torch.int64"),
+    "published router of other E": (
+        _published, {"router_w": torch.randn(E + 1, H)}, "router_w", "(5, 16)"),
+    "published router of other H": (
+        _published, {"router_w": torch.randn(E, 2 * H)}, "router_w", "(4, 32)"),
+    "published router of another dtype": (
+        _published, {"router_w": torch.randn(E, H).to(half)}, "router_w", "torch.bfloat16"),
     # names
     "activation by name": (_experts, {"activation": "swiglu"}, "activation", "swiglu"),
     "activation of the layer": (_moe, {"activation_function": "gelu"}, "activation", "gelu"),
@@ -164,7 +202,7 @@ WRONG = {
 }  # fmt: skip
 
 
-FORM = re.compile(r"(?P<argument>[\w ]+): expected .+, got (?P<got>.+?)\. (?P<remedy>\S.+\.)")
+FORM = re.compile(r"(?P<argument>[\w. ]+): expected .+, got (?P<got>.+?)\. (?P<remedy>\S.+\.)")
 
 
 @pytest.mark.parametrize("mistake", WRONG)
@@ -180,7 +218,7 @@ def test_message(mistake):
 
 def test_the_good_calls_are_good():
     """Or the table above would prove nothing."""
-    for call in (_experts, _grouped, _general, _topk, _moe):
+    for call in (_experts, _grouped, _general, _published, _topk, _moe):
         call()
 
 

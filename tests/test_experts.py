@@ -8,6 +8,8 @@ from helpers import Case, budget, check_fp32_weights, make_inputs, ours, plain, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sonicmoe
+from sonicmoe import MoE
+from sonicmoe.routing import Sigmoid, TokenRounding, auxiliary_loss
 
 CASE = Case("20,16,8,4,2", torch.float32, bias=True, routing="dropped")
 
@@ -210,9 +212,102 @@ def test_a_graph_can_be_walked_twice():
     same_bits(dict(enumerate(first)), dict(enumerate(second)))
 
 
-def test_second_derivatives_are_refused_not_wrong():
+@pytest.mark.parametrize("name", ["x", "scores", "w1"])
+def test_second_derivatives_are_refused_not_wrong(name):
+    """The gradient from above is a constant here, so autograd alone would return zeros."""
+    given = make_inputs(CASE).arguments()
+    leaf = given[name].requires_grad_()
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(sonicmoe.experts(**given).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.functional.hessian(
+            lambda t: sonicmoe.experts(**given | {name: t}).sum(), leaf.detach()
+        )
+
+
+def test_a_gradient_penalty_is_refused_where_another_term_has_one():
     given = make_inputs(CASE).arguments()
     x = given["x"].requires_grad_()
-    (dx,) = torch.autograd.grad(sonicmoe.experts(**given).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiat"):
-        dx.sum().backward()
+    loss = sonicmoe.experts(**given).sum() + x.square().sum()
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("node", ["topk", "sigmoid", "rounding", "loss", "layer"])
+def test_second_derivatives_of_routers_and_losses_are_refused(node):
+    moe, x = MoE(4, 2, 16, 8), torch.randn(12, 16, requires_grad=True)
+    logits = torch.randn(12, 4, requires_grad=True)
+    function = {
+        "topk": lambda: sonicmoe.topk_scores(logits, 2)[0],
+        "sigmoid": lambda: Sigmoid(4, 2)(logits).scores,
+        "rounding": lambda: TokenRounding(4, 2, tile=2)(logits).scores,
+        "loss": lambda: auxiliary_loss(logits, torch.ones(4)),
+        "layer": lambda: moe(x)[0],
+    }[node]
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(function().sum(), x if node == "layer" else logits, create_graph=True)
+
+
+def test_forward_mode_is_refused_not_zero():
+    given = make_inputs(CASE).arguments()
+    with torch.autograd.forward_ad.dual_level():
+        given["x"] = torch.autograd.forward_ad.make_dual(given["x"], torch.ones_like(given["x"]))
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            sonicmoe.experts(**given)
+
+
+def _as_pairs(given: dict) -> dict:
+    tokens, k = given["ids"].shape
+    token = torch.arange(tokens, dtype=torch.int32).repeat_interleave(k)
+    flat = {name: given[name].flatten() for name in ("ids", "scores")}
+    return given | flat | {"slot_token": token}
+
+
+def test_pairs_of_tokens_that_do_not_exist_drop_out():
+    given = make_inputs(CASE).arguments()
+    pairs = _as_pairs(given)
+    want = sonicmoe.experts(**given)
+    for token in (-1, 20, 2**31 - 1):
+        more = {
+            "ids": torch.zeros(1, dtype=torch.int32),
+            "scores": torch.ones(1),
+            "slot_token": torch.tensor([token], dtype=torch.int32),
+        }
+        order = -1 if token < 0 else 1
+        wider = {name: torch.cat([pairs[name], t][::order]) for name, t in more.items()}
+        assert torch.equal(sonicmoe.experts(**pairs | wider), want)
+
+
+def test_pairs_out_of_order_are_refused():
+    pairs = _as_pairs(make_inputs(CASE).arguments())
+    with pytest.raises(ValueError, match="slot_token: expected tokens in ascending order"):
+        sonicmoe.experts(**pairs | {"slot_token": pairs["slot_token"].flip(0)})
+
+
+def test_a_token_start_that_does_not_fit_is_refused():
+    pairs = _as_pairs(make_inputs(CASE).arguments())
+    start = torch.arange(0, 41, 2, dtype=torch.int32)
+    want = sonicmoe.experts(**pairs)
+    assert torch.equal(sonicmoe.experts(**pairs, token_start=start), want)
+    for wrong in (start + 1, torch.zeros_like(start), start.flip(0), 1000 * start):
+        with pytest.raises(ValueError, match="token_start"):
+            sonicmoe.experts(**pairs, token_start=wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("name", ["x", "w1", "w2", "b1"])
+def test_autocast_takes_floating_point_alone(name, dtype):
+    given = make_inputs(CASE).arguments()
+    given[name] = given[name].to(dtype)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=f"^{name}: "):
+        sonicmoe.experts(**given)
+
+
+def test_autocast_leaves_float64_alone():
+    """As PyTorch's own does: nothing that was float64 is computed in 16 bits."""
+    given = make_inputs(CASE).double().arguments()
+    want = sonicmoe.experts(**given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sonicmoe.experts(**given), want)
+        with pytest.raises(ValueError, match=r"^w1: expected the dtype of x \(torch.float64\)"):
+            sonicmoe.experts(**given | {"w1": given["w1"].float()})

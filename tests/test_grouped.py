@@ -97,3 +97,49 @@ def test_no_rows_at_all():
     got = run(_grouped(torch.zeros(4, dtype=torch.int64)), make_inputs(case))
     assert got["out"].shape == got["dx"].shape == (0, 16)
     assert all((got[name] == 0).all() for name in ("dw1", "dw2", "db1", "db2"))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"counts": [30, 0, 30, 1]},
+        {"counts": [2**31 - 1, 2**31 - 1, 2, 1]},
+        {"counts": [-1, 10, 0, 0]},
+        {"offsets": [0, 5, 4, 10, 20]},
+        {"offsets": [-1, 5, 6, 10, 20]},
+        {"offsets": [0, 5, 6, 10, 61]},
+        {"counts": [5, 6, 5, 5], "offsets": [0, 5, 10, 20]},  # the second reaches into the third
+        {"counts": [5, 5, 5, 5], "offsets": [0, 10, 20, 56]},
+        {"counts": [5, 5, 5, 5], "offsets": [20, 0, 30, 40]},
+    ],
+    ids=str,
+)
+def test_counts_and_offsets_that_do_not_fit_are_refused(sizes):
+    given = make_inputs(CASE)
+    weights = (given.w1, given.w2)
+    tensors = {name: torch.tensor(value) for name, value in sizes.items()}
+    with pytest.raises(ValueError, match="offsets: expected"):
+        sonicmoe.grouped_experts(given.x, tensors.pop("counts", None), *weights, **tensors)
+
+
+@pytest.mark.parametrize("with_scores", [False, True])
+def test_gaps_between_experts(with_scores):
+    """Starts and counts, as symmetric memory delivers them; the gaps hold NaN."""
+    counts, offsets = [5, 0, 17, 8], [4, 12, 12, 40]
+    given = make_inputs(CASE)
+    given.ids.fill_(-1)
+    for e, (start, count) in enumerate(zip(offsets, counts, strict=True)):
+        given.ids[start : start + count] = e
+    if not with_scores:
+        given.scores = torch.ones_like(given.scores)
+        given.differentiable = ("x", "w1", "w2", "b1", "b2")
+    rough, exact = run(plain(CASE), given), run(plain(CASE), given.double())
+    gaps = given.ids[:, 0] < 0
+    for t in (given.x, given.scores, given.dout):
+        t[gaps] = NAN
+    if not with_scores:
+        given.scores[gaps] = 1
+    layer = _grouped(torch.tensor(counts), with_scores, offsets=torch.tensor(offsets))
+    got = run(layer, given)
+    compare(got, rough, exact, torch.float32)
+    assert (got["out"][gaps] == 0).all() and (got["dx"][gaps] == 0).all()

@@ -170,3 +170,74 @@ def test_experts_default_deviation():
     assert experts.bias is None
     assert experts.weight.std().item() == pytest.approx(1 / 8, rel=0.1)
     assert "8, in=64, out=64" in repr(experts) and "top_k=2" in repr(_moe())
+
+
+def _routed(moe: MoE, x: torch.Tensor) -> torch.Tensor:
+    """The logits that `moe` decided on."""
+    seen = []
+    handle = moe.routing.register_forward_hook(lambda module, args, out: seen.append(out.logits))
+    moe(x)
+    handle.remove()
+    return seen[0]
+
+
+def test_a_router_with_a_bias_has_its_bias():
+    moe, x = _moe(), torch.randn(6, 16)
+    moe.router = torch.nn.Linear(16, 5)
+    torch.nn.init.normal_(moe.router.bias)
+    assert torch.equal(_routed(moe, x), moe.router(x))
+    out, aux = moe(x.requires_grad_())
+    (out.square().sum() + aux).backward()
+    assert moe.router.bias.grad.abs().sum() > 0
+
+
+def test_hooks_on_the_router_fire():
+    moe, x = _moe(), torch.randn(6, 16, requires_grad=True)
+    want = moe(x)[0]
+    (dx,) = torch.autograd.grad(want.square().sum(), x)
+    fired = []
+    moe.router.register_forward_hook(lambda *_: fired.append("forward"))
+    moe.router.register_full_backward_hook(lambda *_: fired.append("backward"))
+    got = moe(x)[0]
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.square().sum(), x)[0], dx)
+    assert fired == ["forward", "backward"]
+
+
+def test_a_router_that_is_wrapped_is_called():
+    """As PEFT wraps every linear layer for LoRA."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.more = base, torch.nn.Linear(16, 5, bias=False)
+
+        @property
+        def weight(self):
+            return self.base.weight
+
+        def forward(self, x):
+            return self.base(x) + self.more(x)
+
+    moe, x = _moe(), torch.randn(6, 16)
+    moe.router = Wrapped(moe.router)
+    assert torch.equal(_routed(moe, x), moe.router(x))
+    moe(x)[0].square().sum().backward()
+    assert moe.router.more.weight.grad.abs().sum() > 0
+
+
+def test_fp32_logits_of_a_router_that_is_called():
+    moe, x = _moe(fp32_router_logits=True).bfloat16(), torch.randn(6, 16).bfloat16()
+    moe.router = torch.nn.Linear(16, 5)
+    logits = _routed(moe, x)
+    assert logits.dtype == torch.float32 and torch.equal(logits, moe.router(x.float()))
+    moe.router.bfloat16()
+    with pytest.raises(ValueError, match="fp32_router_logits: expected False, or"):
+        moe(x)
+
+
+def test_a_router_of_another_size_is_refused():
+    moe = _moe()
+    moe.router = torch.nn.Linear(16, 6, bias=False)
+    with pytest.raises(ValueError, match=r"logits: expected \(T, E\) with E = 5"):
+        moe(torch.randn(6, 16))

@@ -8,22 +8,30 @@ from collections.abc import Callable
 from functools import wraps
 
 import torch
-from torch.autograd import function
 
 from . import ops
 from .main_grad import added_to_main_grad, with_main_grad
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """PyTorch's decorator, which only counts where a graph of the backward pass is made.
+    """Refuse to build a graph of this backward pass: second derivatives are not implemented.
 
-    Elsewhere it takes 4 µs to turn gradients off that are off already.
+    PyTorch's decorator raises only where the second derivative reaches the node through its
+    incoming gradient. A Hessian of `experts(x, …).sum()`, whose incoming gradient is constant,
+    would be zero without an error.
     """
-    guarded = function.once_differentiable(backward)
 
     @wraps(backward)
     def call(ctx, *grads):
-        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        # The engine enables gradients for `create_graph=True` alone; a compiled backward pass
+        # refuses by itself.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "sonicmoe: second derivatives are not implemented, so create_graph=True is not"
+                " supported. For a Hessian or a gradient penalty use"
+                " sonicmoe.reference.layer.experts, which is plain differentiable PyTorch."
+            )
+        return backward(ctx, *grads)
 
     return call
 
@@ -145,7 +153,7 @@ class TopK(torch.autograd.Function):
         scores, ids, logits = ctx.saved_tensors
         if logits is None:
             logits = without_bytes(scores, scores.shape[0], ctx.like[0], dtype=ctx.like[1])
-        dlogits = ops.topk_backward(dscores.contiguous(), scores, ids, logits, *ctx.options)
+        dlogits = ops.topk_backward(dscores, scores, ids, logits, *ctx.options)
         return dlogits, None, None, None
 
 
@@ -280,13 +288,13 @@ class Down(torch.autograd.Function):
         need_dz, _, need_dscores, need_dw2, need_db2 = ctx.needs_input_grad[:5]
         if need_dw2 and ctx.main is not None:
             dz, db2, dscores = ops.down_backward_into(
-                ctx.main.main_grad, dout.contiguous(), *ctx.saved_tensors, *options,
+                ctx.main.main_grad, dout, *ctx.saved_tensors, *options,
                 need_dz, need_db2, need_dscores, backend,
             )  # fmt: skip
             dw2 = added_to_main_grad(ctx.main)
         else:
             dz, dw2, db2, dscores = ops.down_backward(
-                dout.contiguous(), *ctx.saved_tensors, *options,
+                dout, *ctx.saved_tensors, *options,
                 need_dz, need_dw2, need_db2, need_dscores, ctx.wide, backend,
             )  # fmt: skip
         grads = (

@@ -10,7 +10,7 @@ from .ahead import Layer, compile_ahead
 from .enums import ActivationType
 from .errors import bad_argument
 from .main_grad import with_main_grad
-from .notices import say_once
+from .ops.layout import dense_weight
 from .permutation import Permutation
 from .tuning import tile_height
 from .validation import (
@@ -19,9 +19,13 @@ from .validation import (
     check_floating,
     check_integer,
     check_k,
+    check_num_experts,
     check_rank,
+    check_router_dtype,
     check_shape,
     check_weights,
+    is_autocast,
+    nan_unless,
     resolve_backend,
 )
 
@@ -47,9 +51,19 @@ def experts(
     output, no gradient; scores (T, K). W1 (E, 2I, H) — (E, I, H) for plain activations — and
     W2 (E, H, I) may be transposed views: no copy is made, gradients come in the same layout.
     Tokens with different numbers of experts: ids and scores (S,) and `slot_token` (S,), ascending,
-    the token of each; `token_start` (T+1,), where it is known, saves finding each token's first.
+    the token of each, outside [0, T) "not here"; `token_start` (T+1,), where it is known, saves
+    finding each token's first slot. Values that break these rules raise a ValueError on a CPU; on a
+    GPU, where reading them would wait for the device, the output is NaN.
     Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
     """
+    if slot_token is None and token_start is not None:
+        raise bad_argument(
+            "token_start", "None without slot_token", "a tensor",
+            "Pass both for tokens with different numbers of experts, or neither.",
+        )  # fmt: skip
+    if slot_token is not None and token_start is not None:
+        _check_pairs(x, ids, scores, slot_token, token_start)
+        scores, token_start = _check_token_start(scores, slot_token, token_start)
     run, _ = prepared_experts(
         x, ids, scores, w1, w2, b1, b2, slot_token, token_start, activation, gate_up, backend
     )
@@ -70,6 +84,8 @@ def prepared_experts(
         check_choice(x, ids, scores)
     else:
         _check_pairs(x, ids, scores, slot_token, token_start)
+        if token_start is None:  # else our own router made both, or `experts` has checked them
+            ids, scores = _check_slot_token(x, ids, scores, slot_token)
     backend = resolve_backend(backend, x)
     if x.is_cuda and backend == "triton":
         _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up, logits)
@@ -99,21 +115,24 @@ def grouped_experts(
     """The experts on rows that are sorted by expert already, as an all-to-all delivers them.
 
     rows (R, H); counts (E,) rows of each expert, or None with `offsets` (E+1,) where expert e has
-    rows [offsets[e], offsets[e+1]). R may exceed their sum: the tail is neither read nor trusted,
-    its output and gradient are zero. scores (R,), optional, multiply the rows of the result.
+    rows [offsets[e], offsets[e+1]). Both, offsets (E,) then, leave gaps between the experts: expert
+    e has rows [offsets[e], offsets[e] + counts[e]). Rows of no expert are neither read nor trusted;
+    their output and gradient are zero. scores (R,), optional, multiply the rows of the result.
+    Counts or offsets that do not fit R rows raise a ValueError on a CPU; on a GPU, where reading
+    them would wait for the device, output and dX are NaN.
     """
     rows, b1, b2 = _autocast(rows, b1, b2)
     check_weights(rows, w1, w2, b1, b2, activation, gate_up)
     num_experts = w1.shape[0]
     backend = resolve_backend(backend, rows)
-    if (counts is None) == (offsets is None):
-        raise bad_argument(
-            "counts", "either counts (E,) or offsets (E+1,)",
-            "both" if counts is not None else "neither", "Pass one of them.",
-        )  # fmt: skip
-    for name, t, size in (("counts", counts, num_experts), ("offsets", offsets, num_experts + 1)):
+    if counts is None and offsets is None:
+        raise bad_argument("counts", "counts, offsets or both", "neither", "Pass counts (E,).")
+    with_gaps = counts is not None and offsets is not None
+    for name, t, size in (
+        ("counts", counts, num_experts), ("offsets", offsets, num_experts + (not with_gaps))
+    ):  # fmt: skip
         if t is not None:
-            check_shape(name, t, (size,), "(E,)" if name == "counts" else "(E+1,)")
+            check_shape(name, t, (size,), "(E,)" if size == num_experts else "(E+1,)")
             check_integer(name, t)
             check_device(name, t, rows)
     if scores is not None:
@@ -121,17 +140,41 @@ def grouped_experts(
         check_floating("scores", scores)
         check_device("scores", scores, rows)
         scores = _score_dtype(scores, rows)
-    if offsets is None:
-        start = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    else:
-        start = offsets.to(torch.int32)
+    if with_gaps:
+        ids, scores = _expert_of_row(rows, counts, offsets, scores)
+        return experts(
+            rows, ids, scores, w1, w2, b1, b2,
+            activation=activation, gate_up=gate_up, backend=backend,
+        )  # fmt: skip
+    start = offsets
+    if start is None:
+        start = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     height = tile_height(rows.dtype, backend)
-    tiles = ops.tiles(start, rows.shape[0], height, backend)
+    start, tiles = ops.tiles(start, rows.shape[0], height, backend)
     maps = Permutation(
         row_token=None, row_slot=None, slot_row=None, expert_start=start, tiles=tiles,
         token_start=None, tile_height=height, counts=None,
     )  # fmt: skip
     return _layer(rows, scores, w1, w2, b1, b2, maps, activation, gate_up, backend)
+
+
+def _expert_of_row(rows, counts, offsets, scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (R, 1), −1 in gaps, and scores (R, 1), NaN where the ranges of experts do not fit."""
+    end = offsets + counts
+    row = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
+    expert = torch.searchsorted(offsets.contiguous(), row, right=True) - 1
+    inside = (expert >= 0) & (row < end[expert])
+    fits = (counts >= 0).all() & (offsets >= 0).all() & (end <= rows.shape[0]).all()
+    fits = fits & (end[:-1] <= offsets[1:]).all()
+    if scores is None:
+        scores = torch.ones_like(row, dtype=torch.promote_types(rows.dtype, torch.float32))
+    scores = nan_unless(
+        fits, scores,
+        "offsets", f"ranges [offsets[e], offsets[e] + counts[e]) in order within {len(row)} rows",
+        "others", "Sort the rows by expert.",
+    )  # fmt: skip
+    ids = torch.where(fits, torch.where(inside, expert, -1), 0)  # each row meets its NaN
+    return ids[:, None], scores[:, None]
 
 
 def router_logits(
@@ -192,6 +235,7 @@ def permute(
     known, `token_start` (T+1,).
     """
     backend = resolve_backend(backend, ids)
+    check_num_experts(num_experts)
     height = tile_height(dtype, backend)
     maps = ops.permute(ids, num_experts, slot_token, height, backend)
     if slot_token is not None and token_start is None:
@@ -206,7 +250,7 @@ def permute(
 
 
 def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backend) -> torch.Tensor:
-    x, w1, w2 = _row_contiguous(x), _dense(w1), _dense(w2)
+    x, w1, w2 = x.contiguous(), dense_weight(w1), dense_weight(w2)  # once, not in each operator
     concatenated = gate_up == "concatenated"
     differentiable = (x, w1, w2, b1, b2, scores)
     keep_z = torch.is_grad_enabled() and any(
@@ -257,32 +301,46 @@ def _check_pairs(x, ids, scores, slot_token, token_start) -> None:
     check_device("scores", scores, x)
 
 
+def _check_slot_token(x, ids, scores, slot_token) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids, −1 for pairs whose token does not exist, and scores, NaN where tokens do not ascend."""
+    ids = torch.where((slot_token >= 0) & (slot_token < x.shape[0]), ids, -1)
+    return ids, nan_unless(
+        (slot_token[1:] >= slot_token[:-1]).all(), scores,
+        "slot_token", "tokens in ascending order", "another order", "Sort the pairs by token.",
+    )  # fmt: skip
+
+
+def _check_token_start(scores, slot_token, token_start) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores and token_start; NaN, and all slots the first token's, where they do not fit."""
+    tokens, slots = token_start.shape[0] - 1, slot_token.shape[0]
+    if tokens == 0:
+        return scores, token_start
+    slot = torch.arange(slots, device=slot_token.device)
+    token = slot_token.clamp(0, tokens - 1)
+    inside = (token_start[token] <= slot) & (slot < token_start[token + 1])
+    absent = (slot_token < 0) | (slot_token >= tokens)
+    fits = (inside | absent).all() & (token_start.diff() >= 0).all()
+    scores = nan_unless(
+        fits, scores,
+        "token_start", "slots of token t in [token_start[t], token_start[t+1])",
+        "others", "Leave token_start out: it is then found.",
+    )  # fmt: skip
+    first = torch.arange(tokens + 1, device=slot_token.device).clamp(max=1) * slots
+    return scores, torch.where(fits, token_start, first)
+
+
 def _score_dtype(scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (scores if scores.dtype == wide else scores.to(wide)).contiguous()
-
-
-def _row_contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x if x.is_contiguous() else x.contiguous()
-
-
-def _dense(w: torch.Tensor) -> torch.Tensor:
-    """Weights as (E, N, K) or (E, K, N) in memory pass as they are; anything else is copied."""
-    if w.is_contiguous() or w.mT.is_contiguous():
-        return w
-    if not torch.compiler.is_compiling():
-        say_once(
-            f"weights of shape {tuple(w.shape)}, strides {w.stride()}, are copied at every call"
-        )
-    return w.contiguous()
+    return scores.to(wide)
 
 
 def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple:
+    """In the dtype of autocast where it is enabled; like PyTorch's, it leaves float64 alone."""
     device = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(device):
         return x, *others
     dtype = torch.get_autocast_dtype(device)
-    return tuple(None if t is None else t.to(dtype) for t in (x, *others))
+    return tuple(t.to(dtype) if is_autocast(t) else t for t in (x, *others))
 
 
 # --- the published interface ----------------------------------------------------------------------
@@ -306,6 +364,10 @@ def moe_TC_softmax_topk_layer(
     Returns the output, the router's logits and the rows of each expert. Kernels run on the current
     stream; `stream_id` is accepted for callers of the published package.
     """
+    check_rank("w1", w1, "(2I, H, E)")
+    check_rank("x", x, "(T, H)")
+    check_shape("router_w", router_w, (w1.shape[2], x.shape[1]), "(E, H)")
+    check_router_dtype("router_w", router_w, x)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
         logits, x = router_logits(x, router_w)
         scores, ids = topk_scores(

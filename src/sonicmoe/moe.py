@@ -9,7 +9,15 @@ from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
 from .functional import prepared_experts, router_logits
 from .routing import Router, Routing, auxiliary_loss, make_router
-from .validation import check_activation, check_gate_up, check_k
+from .validation import (
+    check_activation,
+    check_floating,
+    check_gate_up,
+    check_k,
+    check_num_experts,
+    check_router_dtype,
+    check_size,
+)
 
 
 class Experts(nn.Module):
@@ -73,7 +81,10 @@ class MoE(nn.Module):
         super().__init__()
         check_activation(activation_function)
         check_gate_up(gate_up)
+        check_num_experts(num_experts)
         check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
+        check_size("hidden_size", hidden_size, multiple=8)
+        check_size("intermediate_size", intermediate_size, multiple=8)
         self.num_experts = num_experts
         self.top_k = num_experts_per_tok
         self.hidden_size = hidden_size
@@ -103,6 +114,11 @@ class MoE(nn.Module):
         Without a backend, GPU tensors take the Triton kernels and others plain PyTorch.
         """
         backend = _backend_name(kernel_backend_moe)
+        if hidden_states.dim() == 0 or hidden_states.shape[-1] != self.hidden_size:
+            raise bad_argument(
+                "hidden_states", f"(…, H) with H = {self.hidden_size}, the layer's hidden_size",
+                tuple(hidden_states.shape), "The last dimension is one token's vector.",
+            )  # fmt: skip
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
             flat = hidden_states.dim() == 2  # a view would cost the host a node each way
             x = hidden_states if flat else hidden_states.reshape(-1, self.hidden_size)
@@ -115,8 +131,23 @@ class MoE(nn.Module):
         return out if flat else out.view(hidden_states.shape), aux_loss
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits, and x for the experts."""
-        return router_logits(x, self._router_weight(), wide=self.fp32_router_logits)
+        """The logits, and x for the experts. A plain `nn.Linear` is fused, others are called."""
+        fp32 = self.fp32_router_logits
+        if is_plain_linear(self.router):
+            weight = self._router_weight()
+            if not fp32:
+                check_router_dtype("router.weight", weight, x)
+            return router_logits(x, weight, wide=fp32)
+        if not fp32:
+            return self.router(x), x
+        check_floating("hidden_states", x)
+        if any(p.dtype in (torch.bfloat16, torch.float16) for p in self.router.parameters()):
+            raise bad_argument(
+                "fp32_router_logits", "False, or a router with fp32 weights",
+                f"{type(self.router).__name__} with 16-bit weights", "Call moe.router.float().",
+            )  # fmt: skip
+        with torch.autocast(x.device.type, enabled=False):
+            return self.router(x.to(torch.promote_types(x.dtype, torch.float32))), x
 
     def _router_weight(self) -> torch.Tensor:
         return self.router.weight
@@ -152,6 +183,20 @@ class MoE(nn.Module):
             f"hidden={self.hidden_size}, intermediate={self.intermediate_size}, "
             f"experts={self.num_experts}, top_k={self.top_k}, router={self.router_kind}"
         )
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether reading `weight` does the same as calling `module`: no bias, subclass or hook."""
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks,
+        module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
+    return (
+        type(module) is nn.Linear
+        and module.bias is None
+        and "forward" not in module.__dict__
+        and not any(hooks)
+    )
 
 
 def _backend_name(backend: KernelBackendMoE | None) -> str | None:

@@ -14,8 +14,9 @@ class Permutation:
     slot_row      (S,)    slot -> row, the inverse; -1 where the slot's expert is not here
     expert_start  (E+1,)  rows of expert e are [start[e], start[e+1])
     token_start   (T+1,)  slots of token t are [start[t], start[t+1]); None: K slots each
-    tiles         (1+n,4) row 0: (number of tiles, rows of the longest expert, 0, 0); row 1+i: of
-                  tile i (expert, the expert's first and end row, number among the expert's tiles)
+    tiles         (1+n,4) row 0: (number of tiles, rows of the longest expert, 1 if the offsets of
+                  `grouped_experts` were out of bounds, 0); row 1+i: of tile i (expert, the expert's
+                  first and end row, number among the expert's tiles)
     counts        (E,)    rows of each expert
 
     row_token, row_slot, slot_row and counts are None for rows that arrive sorted: row i is token i

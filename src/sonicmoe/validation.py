@@ -1,4 +1,4 @@
-"""Every check of a caller's arguments. No check looks at values on the device."""
+"""Every check of a caller's arguments. No check waits for values on a GPU: see `nan_unless`."""
 
 import torch
 
@@ -7,7 +7,8 @@ from .errors import bad_argument
 
 LAYOUTS = ("interleaved", "concatenated")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_ALIGNMENT = 8  # elements: rows of 16 bytes in bf16, what wide loads and the copy engine ask for
+_ALIGNMENT = 8  # elements: rows of 16 bytes in bf16, what wide loads and TMA ask for
+_MOST_EXPERTS = 32767  # the permutation sorts int32 keys with 16 bits for the slot
 
 
 def resolve_backend(backend: str | None, x: torch.Tensor) -> str:
@@ -42,7 +43,24 @@ def _interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def check_size(name: str, value: int, multiple: int = 1) -> None:
+    """A positive integer, divisible by `multiple`."""
+    integer = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    if not integer or value < 1 or value % multiple:
+        kind = "integer" if multiple == 1 else f"multiple of {multiple}"
+        raise bad_argument(name, f"a positive {kind}", repr(value), f"Choose another {name}.")
+
+
+def check_num_experts(num_experts: int, name: str = "num_experts") -> None:
+    check_size(name, num_experts)
+    if num_experts > _MOST_EXPERTS:
+        raise bad_argument(
+            name, f"at most {_MOST_EXPERTS} experts", num_experts, "Use fewer, larger experts."
+        )
+
+
 def check_k(k: int, num_experts: int, name: str = "k") -> None:
+    check_size(name, k)
     if not 1 <= k <= num_experts:
         raise bad_argument(
             name, f"between 1 and the number of experts ({num_experts})", k,
@@ -67,6 +85,25 @@ def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], dims: str) -
             name, f"shape {dims} = {tuple(shape)}", tuple(t.shape),
             "Check it against the shapes of x and the weights.",
         )  # fmt: skip
+
+
+def nan_unless(
+    holds: torch.Tensor, scores: torch.Tensor, argument: str, expected: str, got: str, remedy: str
+) -> torch.Tensor:
+    """`scores`, if the values of `argument` are what they must be: `holds` () is true.
+
+    On a CPU a ValueError otherwise. On a GPU reading `holds` would wait for the device: the scores
+    become NaN, and so does the output.
+    """
+    if holds.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_fake(holds):
+        if not holds:
+            raise bad_argument(argument, expected, got, remedy)
+        return scores
+    return torch.where(holds, scores, torch.nan)
+
+
+def _is_fake(t: torch.Tensor) -> bool:
+    return type(t) is not torch.Tensor
 
 
 def check_activation(activation: ActivationType) -> None:
@@ -104,14 +141,12 @@ def check_weights(
     check_rank("x", x, "(T, H)")
     check_rank("w1", w1, "(E, N, H)")
     check_rank("w2", w2, "(E, H, I)")
-    if x.dtype not in _DTYPES:
-        raise bad_argument(
-            "x", "bfloat16, float16, float32 or float64", x.dtype, "Cast x and the weights."
-        )
+    check_floating("x", x)
     experts, hidden, intermediate = w2.shape
-    columns = 2 * intermediate if activation.is_gated else intermediate
     if experts < 1:
         raise bad_argument("w2", "at least one expert", tuple(w2.shape), "Pass (E, H, I), E ≥ 1.")
+    check_num_experts(experts, "E of w2")
+    columns = 2 * intermediate if activation.is_gated else intermediate
     if x.shape[1] != hidden:
         raise bad_argument(
             "x", f"(T, H) with H = {hidden}, the H of w2", tuple(x.shape), "x and w2 share H."
@@ -135,7 +170,8 @@ def check_weights(
     for name, t in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
         if t is None:
             continue
-        if t.dtype != dtype and not (name in ("w1", "w2") and _is_rounded(x)):
+        check_floating(name, t)
+        if t.dtype != dtype and not (name in ("w1", "w2") and _is_rounded(x, t)):
             raise bad_argument(
                 name,
                 f"the dtype of x ({dtype})",
@@ -145,9 +181,31 @@ def check_weights(
         check_device(name, t, x)
 
 
-def _is_rounded(x: torch.Tensor) -> bool:
-    """The meta device only compiles, for weights that have been checked."""
-    return x.is_meta or torch.is_autocast_enabled(x.device.type)
+def _is_rounded(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the layer itself casts `weight` to the dtype of x.
+
+    The meta device only compiles, for weights that have been checked.
+    """
+    autocast = torch.is_autocast_enabled(x.device.type) and is_autocast(x) and is_autocast(weight)
+    return x.is_meta or autocast
+
+
+def is_autocast(t: torch.Tensor | None) -> bool:
+    """Whether autocast changes the dtype of `t`: as in PyTorch, not that of float64 or integers."""
+    return t is not None and t.dtype in _DTYPES and t.dtype != torch.float64
+
+
+def check_router_dtype(name: str, weight: torch.Tensor, x: torch.Tensor) -> None:
+    """Of the router's weight, for x (·, H), unless autocast casts both."""
+    check_floating("x", x)
+    check_floating(name, weight)
+    casts = torch.is_autocast_enabled(x.device.type)
+    if weight.dtype != x.dtype and not (casts and is_autocast(x) and is_autocast(weight)):
+        raise bad_argument(
+            name, f"the dtype of x ({x.dtype})", weight.dtype,
+            "Cast one of them, or use torch.autocast.",
+        )  # fmt: skip
+    check_device(name, weight, x)
 
 
 def check_device(name: str, t: torch.Tensor, x: torch.Tensor) -> None:
@@ -185,5 +243,7 @@ def check_integer(name: str, t: torch.Tensor) -> None:
 
 
 def check_floating(name: str, t: torch.Tensor) -> None:
-    if not t.dtype.is_floating_point:
-        raise bad_argument(name, "a floating-point dtype", t.dtype, f"Cast: {name}.float().")
+    if t.dtype not in _DTYPES:
+        raise bad_argument(
+            name, "bfloat16, float16, float32 or float64", t.dtype, f"Cast: {name}.float()."
+        )

@@ -362,7 +362,7 @@ def test_a_thread_that_has_not_called_cuda_yet():
     w2 = torch.randn(2, 128, 64, device="cuda", dtype=torch.bfloat16)
     start = torch.tensor([0, 100, 256], device="cuda", dtype=torch.int32)
     height = tile_height(a.dtype, "triton")
-    tiles = ops.tiles(start, 256, height, "triton")
+    _, tiles = ops.tiles(start, 256, height, "triton")
 
     def down():
         return ops.down(a, w2, None, None, start, tiles, height, False, "triton")

@@ -137,11 +137,47 @@ def test_permutation_is_the_reference_one(shape, routing):
     assert torch.equal(got.tiles[: 1 + tiles], want.tiles[: 1 + tiles])
 
 
-@pytest.mark.parametrize("start", [[0, 0, 0], [0, 5, 5], [0, 0, 130], [0, 128, 300]], ids=str)
+@pytest.mark.parametrize(
+    "start", [[0, 0, 0], [0, 5, 5], [0, 0, 130], [0, 128, 300], [7, 140, 290]], ids=str
+)
 def test_tiles_of_rows_that_arrive_sorted(start):
-    expert_start = torch.tensor(start, dtype=torch.int32)
-    want = ops.tiles(expert_start, 300, 128, "torch")
+    offsets = torch.tensor(start, dtype=torch.int32)
+    expert_start, want = ops.tiles(offsets, 300, 128, "torch")
     with poisoned():
-        got = ops.tiles(expert_start, 300, 128, "triton")
+        got_start, got = ops.tiles(offsets, 300, 128, "triton")
     count = int(want[0, 0])
     assert torch.equal(got[: 1 + count], want[: 1 + count])
+    assert torch.equal(got_start, expert_start)
+    assert expert_start.tolist() == start and want[0, 2] == 0
+
+
+OUT_OF_BOUNDS = [[0, 128, 301], [0, 10, 9], [-1, 5, 9], [0, 0, 2**40], [0, -(2**40), 5]]
+
+
+@pytest.mark.parametrize("start", OUT_OF_BOUNDS, ids=str)
+def test_offsets_out_of_bounds_give_no_tiles(start):
+    with poisoned():
+        expert_start, tiles = ops.tiles(torch.tensor(start), 300, 128, "triton")
+    assert expert_start.tolist() == [0, 0, 0] and tiles[0].tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("start", OUT_OF_BOUNDS[:3], ids=str)
+def test_offsets_out_of_bounds_poison_the_output(start):
+    given = make_inputs(Case("300,16,8,2,1", torch.float32))
+    x, w1 = given.x.requires_grad_(), given.w1.requires_grad_()
+    with poisoned():
+        out = sonicmoe.grouped_experts(
+            x, None, w1, given.w2, offsets=torch.tensor(start), backend="triton"
+        )
+        dx, dw1 = torch.autograd.grad(out, (x, w1), given.dout)
+    assert out.isnan().all() and dx.isnan().all() and (dw1 == 0).all()
+
+
+def test_the_largest_number_of_experts():
+    ids = torch.tensor([[32766, 0], [40000, 32766], [-1, 16384]])
+    with poisoned():
+        got = permute(ids, 32767, backend="triton")
+    assert got.row_slot[:4].tolist() == [1, 5, 0, 3]
+    assert got.expert_start[-1] == 4 and got.counts[32766] == 2
+    with pytest.raises(ValueError, match="num_experts: expected at most 32767 experts, got 32768"):
+        permute(ids, 32768, backend="triton")

@@ -64,7 +64,7 @@ def _tiles_kernel(
 @pytest.mark.parametrize("depth", [8, 1 << 10, 1 << 20], ids=["light", "small", "large"])
 def test_experts_one_after_the_other(depth, n_tiles):
     start = torch.tensor([0, 1, 1, 5000, 5128, 6100], dtype=torch.int32)
-    tiles = ops.tiles(start, 6100, 128, "triton")
+    _, tiles = ops.tiles(start, 6100, 128, "triton")
     out = torch.full((int(tiles[0, 0]) * n_tiles, 4), -1, dtype=torch.int32)
     _tiles_kernel[(1,)](tiles, out, depth, n_tiles * 256, 128, 256)
     found = [tuple(work) for work in out.tolist()]

@@ -149,3 +149,10 @@ def test_whole_layer():
         found.append([out, aux, *grads])
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("subroutine", SUBROUTINES)
+def test_experts_named_twice_or_not_here(subroutine):
+    scores = torch.rand(40, 5)
+    ids = torch.randint(-1, 7, (40, 3))
+    same(scores, ids, 8, subroutine)

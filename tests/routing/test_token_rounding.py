@@ -1,11 +1,14 @@
 """Every guarantee of token rounding, and each subroutine against the rule written the long way."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from score_matrices import SCORES, kept_pairs, top
 
+from sonicmoe import notices
 from sonicmoe.reference.routers import rounded_rows
 from sonicmoe.reference.token_rounding import (
     STOCHASTIC,
@@ -244,3 +247,25 @@ def test_mistakes_are_named(mistake):
     message = str(raised.value)
     assert message.startswith(f"{argument}: expected ") and f"got {came}" in message.replace(
         "shape ", "").replace("torch.", "")  # fmt: skip
+
+
+def test_fewer_tokens_than_a_tile_are_said_once():
+    notices.say_once.cache_clear()
+    router = TokenRounding(4, 2, tile=16)
+    with pytest.warns(UserWarning, match="fewer tokens than its tile of 16 drops every token"):
+        routing = router(torch.randn(12, 4))
+    assert (routing.ids == -1).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        router(torch.randn(11, 4))
+        router.eval()(torch.randn(12, 4))
+
+
+def test_an_expert_named_twice_is_chosen_once():
+    scores = torch.rand(12, 4)
+    ids = torch.tensor([[0, 1]]).repeat(12, 1)
+    twice = torch.tensor([[0, 1, 1, -1], [0, 1, 0, 7]]).repeat(6, 1)
+    for subroutine in ("nr-f", "balance-f", "up"):
+        want = round_tokens(scores, ids, tile=5, subroutine=subroutine)
+        got = round_tokens(scores, twice, tile=5, subroutine=subroutine)
+        assert torch.equal(want[4], got[4]) and torch.equal(want[5], got[5])

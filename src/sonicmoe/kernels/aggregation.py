@@ -6,10 +6,10 @@ import triton.language as tl
 from .tile import load_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def aggregate_kernel(
     y, scores, slot_row, token_start, out,
-    K, H: tl.constexpr, UNROLL: tl.constexpr, BH: tl.constexpr,
+    K, slots, H: tl.constexpr, UNROLL: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """out[t] = Σ_k score · y[row], in fp32, in the order of the slots. Grid: (T, H/BH).
 
@@ -21,8 +21,8 @@ def aggregate_kernel(
         first = token * K
         last = first + K
     else:
-        first = tl.load(token_start + token).to(tl.int64)
-        last = tl.load(token_start + token + 1).to(tl.int64)
+        first = tl.maximum(tl.load(token_start + token).to(tl.int64), 0)
+        last = tl.minimum(tl.load(token_start + token + 1).to(tl.int64), slots)
     acc = tl.zeros((BH,), tl.float32)
     for slot in tl.range(first, last, UNROLL):
         for j in tl.static_range(UNROLL):
@@ -92,9 +92,14 @@ def bias_score_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def zero_tail_kernel(
-    y, expert_start, count, num_experts, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr
-):
-    """y[r] = 0 for rows of no expert. Grid: R/BR; a program owns BR rows."""
+    y, expert_start, tiles, count, num_experts,
+    N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """y[r] = 0 for rows of no expert, NaN where the tile table is invalid. Grid: R/BR.
+
+    A program owns BR rows.
+    """
+    fill = tl.where(tl.load(tiles + 2) != 0, float("nan"), 0.0)
     start = tl.load(expert_start)
     end = tl.load(expert_start + num_experts)
     first = tl.program_id(0) * BR
@@ -104,6 +109,5 @@ def zero_tail_kernel(
         for n0 in tl.range(0, N, BN):
             n = n0 + tl.arange(0, BN)
             ptr = y + rows.to(tl.int64)[:, None] * N + n[None, :]
-            tl.store(
-                ptr, tl.zeros((BR, BN), y.dtype.element_ty), mask=ok[:, None] & (n < N)[None, :]
-            )
+            value = tl.full((BR, BN), 1.0, tl.float32) * fill
+            tl.store(ptr, value.to(y.dtype.element_ty), mask=ok[:, None] & (n < N)[None, :])

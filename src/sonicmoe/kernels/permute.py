@@ -43,7 +43,7 @@ def count_kernel(
 
 @triton.jit
 def _write_tiles(
-    tiles, rows, mine, row, end, tile, HEIGHT: tl.constexpr, AT_ONCE: tl.constexpr
+    tiles, rows, invalid, mine, row, end, tile, HEIGHT: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """The tile table's header, by the first program, and the entries of experts `mine`.
 
@@ -52,7 +52,7 @@ def _write_tiles(
     if tl.program_id(0) == 0:
         tl.store(tiles, tl.sum((rows + HEIGHT - 1) // HEIGHT, 0))
         tl.store(tiles + 1, tl.max(rows, 0))
-        tl.store(tiles + 2, 0)
+        tl.store(tiles + 2, invalid)
         tl.store(tiles + 3, 0)
     n = (end - row + HEIGHT - 1) // HEIGHT
     for first in tl.range(0, tl.max(n, 0), AT_ONCE):
@@ -66,32 +66,49 @@ def _write_tiles(
 
 @triton.jit
 def _write_my_tiles(
-    tiles, rows, HEIGHT: tl.constexpr, BE: tl.constexpr, EXPERTS: tl.constexpr
+    tiles, first_row, rows, invalid, HEIGHT: tl.constexpr, BE: tl.constexpr, EXPERTS: tl.constexpr
 ):  # fmt: skip
     """The part of the table of a program that owns EXPERTS experts: these, their first and end row.
 
-    `rows` (BE,) are those of all experts.
+    `rows` (BE,) are those of all experts, one expert behind the other from `first_row` on.
     """
     e = tl.arange(0, BE)
     mine = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     before = e[None, :] < mine[:, None]
-    row = tl.sum(tl.where(before, rows[None, :], 0), 1)
+    row = first_row + tl.sum(tl.where(before, rows[None, :], 0), 1)
     tile = tl.sum(tl.where(before, ((rows + HEIGHT - 1) // HEIGHT)[None, :], 0), 1)
     end = row + tl.sum(tl.where(e[None, :] == mine[:, None], rows[None, :], 0), 1)
-    _write_tiles(tiles, rows, mine, row, end, tile, HEIGHT, 32)
+    _write_tiles(tiles, rows, invalid, mine, row, end, tile, HEIGHT, 32)
     return mine, row, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def tiles_kernel(
-    expert_start, tiles, num_experts,
+    offsets, expert_start, tiles, rows, num_experts,
     HEIGHT: tl.constexpr, BE: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """The tile table from expert_start. Grid: E/EXPERTS; a program owns EXPERTS experts."""
+    """expert_start and the tile table from offsets (E+1,). Grid: E/EXPERTS.
+
+    A program owns EXPERTS experts. Offsets that do not ascend within [0, rows] would be out of
+    bounds: the table is then marked as invalid, and no expert has a row.
+    """
     e = tl.arange(0, BE)
-    start = tl.load(expert_start + e, mask=e < num_experts, other=0)
-    end = tl.load(expert_start + e + 1, mask=e < num_experts, other=0)
-    _write_my_tiles(tiles, end - start, HEIGHT, BE, EXPERTS)
+    known = e < num_experts
+    start = tl.load(offsets + e, mask=known, other=0).to(tl.int64)
+    end = tl.load(offsets + e + 1, mask=known, other=0).to(tl.int64)
+    outside = known & ((start < 0) | (end < start) | (end > rows))
+    invalid = tl.max(outside.to(tl.int32), 0)
+    first_row = tl.where(invalid > 0, 0, tl.load(offsets)).to(tl.int32)
+    count = tl.where(invalid > 0, 0, end - start).to(tl.int32)
+    mine, _, last = _write_my_tiles(tiles, first_row, count, invalid, HEIGHT, BE, EXPERTS)
+    _write_expert_start(expert_start, first_row, mine, last, num_experts)
+
+
+@triton.jit
+def _write_expert_start(expert_start, first_row, mine, end, num_experts):
+    tl.store(expert_start + mine + 1, end, mask=mine < num_experts)
+    if tl.program_id(0) == 0:
+        tl.store(expert_start, first_row)
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -106,10 +123,8 @@ def scan_kernel(
     """
     e = tl.arange(0, BE)
     rows = tl.load(totals + e, mask=e < num_experts, other=0)
-    mine, row, end = _write_my_tiles(tiles, rows, HEIGHT, BE, EXPERTS)
-    tl.store(expert_start + mine + 1, end, mask=mine < num_experts)
-    if tl.program_id(0) == 0:
-        tl.store(expert_start, 0)
+    mine, row, end = _write_my_tiles(tiles, 0, rows, 0, HEIGHT, BE, EXPERTS)
+    _write_expert_start(expert_start, 0, mine, end, num_experts)
     for first in tl.range(0, spans, BP):
         p = first + tl.arange(0, BP)
         ok = (p < spans)[:, None] & (mine < num_experts)[None, :]
@@ -183,4 +198,4 @@ def one_span_kernel(
     tl.store(totals + e, rows, mask=e < num_experts)
     tl.store(expert_start, 0)
     tl.store(expert_start + e + 1, end, mask=e < num_experts)
-    _write_tiles(tiles, rows, e, end - rows, end, tl.cumsum(count, 0) - count, HEIGHT, 1)
+    _write_tiles(tiles, rows, 0, e, end - rows, end, tl.cumsum(count, 0) - count, HEIGHT, 1)

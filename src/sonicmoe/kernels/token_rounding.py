@@ -85,7 +85,11 @@ def keys_kernel(
     key = tl.load(at, mask=id >= 0, other=0)
     tl.store(at, _bits(key), mask=id >= 0)
     if counts is not None:
-        tl.atomic_add(counts + id, 1, mask=id >= 0, sem="relaxed")
+        tl.debug_barrier()
+        # From the keys, not from the ids: a token that names an expert twice has chosen it once.
+        key = tl.load(row + e.to(tl.int64) * length, mask=ok & known, other=_NOTHING)
+        chosen = tl.sum((key >= 0).to(tl.int32), 0)[None, :]
+        tl.atomic_add(counts + e, chosen, mask=known & (chosen > 0), sem="relaxed")
 
 
 # --- selection ------------------------------------------------------------------------------------

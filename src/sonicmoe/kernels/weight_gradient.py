@@ -70,7 +70,7 @@ def _spans_at(place, expert_start, num_experts, span):
     start = tl.load(expert_start + expert)
     end = tl.load(expert_start + expert + 1)
     spans = (end - start) // span
-    taken = (spans >= 2) & (row < end) & (place < start // span + spans)
+    taken = (spans >= 2) & (row >= start) & (row < end) & (place < start // span + spans)
     return expert, start, end, tl.where(taken, spans, 0)
 
 

@@ -1,4 +1,4 @@
-"""What every launch needs: the device's facts, a short way into Triton, descriptors, alignment."""
+"""What every launch needs: the device's facts, a short way into Triton, descriptors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
@@ -8,7 +8,6 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..notices import say_once
 from ..tuning import Target
 from . import threads  # noqa: F401 (Triton is used by several)
 from .here import here
@@ -296,16 +295,6 @@ def _note(start: Any, grid: tuple[int, ...], args: tuple) -> None:
             values.append(named(a))
     sizes = ", ".join(map(named, (*grid, 1, 1)[:3]))
     here.recording.launched(start.compiled.call(sizes, values, named), tensors)
-
-
-def aligned(t: torch.Tensor) -> torch.Tensor:
-    """`t`, or a copy where it does not start on 16 bytes (a slice of a flat buffer may not)."""
-    if t.data_ptr() % 16 == 0:
-        return t
-    say_once(
-        f"a tensor of shape {tuple(t.shape)} does not start on 16 bytes and is copied each time"
-    )
-    return t.clone(memory_format=torch.preserve_format)
 
 
 def dot_precision(t: torch.Tensor) -> str:

@@ -10,7 +10,7 @@ from ..tuning import RowConfig, Target, row_config
 from ..tuning.select import default_row_config
 from . import launch_products as products
 from . import memory
-from .launch import aligned, dot_precision, launch
+from .launch import dot_precision, launch
 from .launch_products import Adapter
 
 
@@ -26,7 +26,6 @@ def _config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target: Tar
 
 def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
     """Z and A."""
-    x, w1 = aligned(x), aligned(w1)
     n, hidden = w1.shape[1:]
     count = u.shape[0]
     z = memory.empty((count, n), x.dtype, x.device)
@@ -73,7 +72,7 @@ def down_backward(
         products.target_of(z),
     )  # fmt: skip
     return products._score_gradient(
-        aligned(dout), z, aligned(w2), b2, scores, row_token, row_slot, slot_row, expert_start,
+        dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start,
         tiles, tile_height, activation, concatenated, True, True, True, config, Adapter(u, factor),
     )  # fmt: skip
 

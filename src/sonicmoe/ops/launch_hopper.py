@@ -11,7 +11,7 @@ from ..kernels.hopper_score_gradient import SLICE, hopper_score_gradient_kernel
 from ..kernels.hopper_up import hopper_up_kernel
 from ..kernels.hopper_weight_gradient import hopper_weight_gradient_kernel
 from ..tuning import RowConfig, WeightConfig
-from .launch import Bound, Boxes, aligned, launch
+from .launch import Bound, Boxes, launch
 from .launch_products import NO_ADAPTER, Adapter
 
 _ROWS = 64  # rows of one computing warpgroup
@@ -146,7 +146,7 @@ def _adapter(adapter: Adapter, transposed: bool, n: int, k: int, two_halves: boo
     u, b = adapter
     if u is None or b is None:
         return adapter
-    b = aligned(b.mT.contiguous().mT if transposed else b.contiguous())
+    b = b.mT.contiguous().mT if transposed else b.contiguous()
     boxes = _factor_boxes(b.dtype, b.shape, b.stride(), n, k, two_halves)
     return row_boxes(u, _ROWS, k), (b, boxes)
 

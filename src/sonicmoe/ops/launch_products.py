@@ -10,7 +10,7 @@ from ..kernels.activation import derivative_of, value_of
 from ..shapes import ceil_div
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from . import memory
-from .launch import Bound, aligned, descriptor, dot_precision, launch, power_of_two, target_of
+from .launch import Bound, descriptor, dot_precision, launch, power_of_two, target_of
 
 _SLOTS = 1024  # whose partial scores one program sums
 SHORTEST_SPAN = 1024  # rows of an expert that are summed on their own, at least
@@ -97,7 +97,6 @@ def up(
     config=None,
 ):  # fmt: skip
     """Z (None unless `keep_z`) and A."""
-    x, w1 = aligned(x), aligned(w1)
     _, n, hidden = w1.shape
     count = (x if row_token is None else row_token).shape[0]
     z = memory.empty((count, n), x.dtype, x.device) if keep_z else None
@@ -129,7 +128,6 @@ def up(
 
 def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAPTER):
     """(R, N) = A Wᵀ for (E, N, K) weights, and the adapter."""
-    a, w = aligned(a), aligned(w)
     _, n, k = w.shape
     y = memory.empty((a.shape[0], n), a.dtype, a.device)
     if a.shape[0] == 0:
@@ -154,7 +152,7 @@ def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAP
 def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail, config=None):
     """Y, its rows past the last expert zero where asked."""
     y = _product("down", a, w2, b2, row_scores, tiles, config)
-    return _zero_tail(y, expert_start) if zero_tail else y
+    return _zero_tail(y, expert_start, tiles) if zero_tail else y
 
 
 @cache
@@ -175,7 +173,7 @@ def aggregate(y, scores, slot_row, token_start, tokens):
         return out
     per_token = slots // tokens if token_start is None else 0
     programs, kernel = _bound_aggregate(hidden, per_token)
-    launch(kernel, (tokens, programs), y, scores, slot_row, token_start, out, per_token)
+    launch(kernel, (tokens, programs), y, scores, slot_row, token_start, out, per_token, slots)
     return out
 
 
@@ -185,7 +183,6 @@ def down_backward(
     main_grad=None, wide=False,
 ):  # fmt: skip
     """dZ, dW2, db2, dscores; dW2 in fp32 if `wide`, or added to `main_grad` if there is one."""
-    dout, w2 = aligned(dout), aligned(w2)
     dz = a = dscores = dw2 = db2 = None
     if need_dz or need_dw2 or need_dscores:
         dz, a, dscores = _score_gradient(
@@ -268,14 +265,13 @@ def up_backward(
     need_dx, need_dw1, need_db1, config=None, weights=None, main_grad=None, wide=False,
 ):  # fmt: skip
     """dX, dW1, db1; dW1 in fp32 if `wide`, or added to `main_grad` if there is one."""
-    x, dz, w1 = aligned(x), aligned(dz), aligned(w1)
     dx = dw1 = db1 = None
     if need_dx:
         dx = _product("dx", dz, w1.mT, None, None, tiles, config)
         if row_token is not None:
             dx = aggregate(dx, None, slot_row, token_start, x.shape[0])
         else:
-            dx = _zero_tail(dx, expert_start)
+            dx = _zero_tail(dx, expert_start, tiles)
     if need_dw1:
         dw1 = _weight_gradient(
             dz, None, x, row_token, w1, expert_start, tiles, weights, main_grad, wide
@@ -286,13 +282,13 @@ def up_backward(
     return dx, dw1, db1
 
 
-def _zero_tail(y: torch.Tensor, expert_start: torch.Tensor) -> torch.Tensor:
-    """Rows that belong to no expert, in place."""
+def _zero_tail(y, expert_start, tiles) -> torch.Tensor:
+    """Zero the rows of no expert, in place; NaN everywhere where the tile table is invalid."""
     count, n = y.shape
     if count:
         launch(
             aggregation.zero_tail_kernel, (ceil_div(count, 32),),
-            y, expert_start, count, expert_start.shape[0] - 1,
+            y, expert_start, tiles, count, expert_start.shape[0] - 1,
             N=n, BR=32, BN=128, num_warps=4,
         )  # fmt: skip
     return y

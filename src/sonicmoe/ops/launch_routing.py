@@ -62,7 +62,7 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk):
             logits = _with_dense_rows(logits)
         launch(
             kernel, (ceil_div(tokens, block),),
-            dscores.contiguous(), scores, ids, None if softmax_over_topk else logits, dlogits,
+            dscores, scores, ids, None if softmax_over_topk else logits, dlogits,
             tokens, logits.stride(0),
         )  # fmt: skip
     return dlogits
@@ -107,7 +107,7 @@ def sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale):
     if tokens:
         block, _, kernel = _bound_sigmoid(experts, ids.shape[1], 1, 1, normalize)
         grid = (ceil_div(tokens, block),)
-        launch(kernel, grid, dscores.contiguous(), affinity, ids, dlogits, scale, tokens)
+        launch(kernel, grid, dscores, affinity, ids, dlogits, scale, tokens)
     return dlogits
 
 
@@ -193,7 +193,7 @@ def count(ids, num_experts):
     if slots:
         kernel = _bound_permute(num_experts, 1)[0]  # which knows no tiles
         spans = ceil_div(slots, _CHUNK)
-        launch(kernel, (spans,), ids.contiguous(), None, totals, slots, num_experts)
+        launch(kernel, (spans,), ids, None, totals, slots, num_experts)
     return totals
 
 
@@ -212,7 +212,6 @@ def permute(ids, num_experts, slot_token, tile_height):
         for t in (expert_start, table, totals):
             t.zero_()
         return maps
-    ids = ids.contiguous()
     per_token = ids.shape[-1] if slot_token is None else 1
     spans = ceil_div(slots, _CHUNK)
     if spans == 1:
@@ -233,15 +232,18 @@ def permute(ids, num_experts, slot_token, tile_height):
     return maps
 
 
-def tiles(expert_start, rows, tile_height):
-    num_experts = expert_start.shape[0] - 1
-    table = memory.empty(
-        (1 + max_tiles(rows, num_experts, tile_height), 4), torch.int32, expert_start.device
-    )
+def tiles(offsets, rows, tile_height):
+    num_experts = offsets.shape[0] - 1
+
+    def new(*shape):
+        return memory.empty(shape, torch.int32, offsets.device)
+
+    expert_start = new(num_experts + 1)
+    table = new(1 + max_tiles(rows, num_experts, tile_height), 4)
     block, columns = _experts_at_once(num_experts)
     launch(
         permute_kernels.tiles_kernel, (ceil_div(num_experts, columns),),
-        expert_start, table, num_experts,
+        offsets, expert_start, table, rows, num_experts,
         HEIGHT=tile_height, BE=block, EXPERTS=columns, num_warps=4,
     )  # fmt: skip
-    return table
+    return expert_start, table

@@ -77,7 +77,7 @@ def _rounded(values, ids, tile, subroutine, uniform, softmax, normalize):
     block, make_keys, select, emit = _bound_rounding(experts, k, subroutine, softmax, normalize)
     launch(
         make_keys, (length // block,),
-        values, ids.contiguous(), keys, counts, block_pairs,
+        values, ids, keys, counts, block_pairs,
         tokens, length, experts, k, values.stride(0),
     )  # fmt: skip
     launch(
@@ -108,8 +108,7 @@ def round_logits_backward(dscore, logits, ids, pair_expert, token_start):
         block, kernel = _bound_gradient(experts)
         launch(
             kernel, (ceil_div(tokens, block),),
-            dscore.contiguous(), logits, None if ids is None else ids.contiguous(),
-            pair_expert, token_start, dlogits,
+            dscore, logits, ids, pair_expert, token_start, dlogits,
             tokens, experts, 0 if ids is None else ids.shape[1], logits.stride(0),
         )  # fmt: skip
     return dlogits

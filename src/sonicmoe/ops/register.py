@@ -11,6 +11,7 @@ from functools import wraps
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from .layout import dense_arguments
 from .recipe import by_recipe
 
 _library = torch.library.Library("sonicmoe", "DEF")
@@ -43,9 +44,13 @@ def operator(
         packet = getattr(torch.ops.sonicmoe, name)
         overload = packet.default
         launches = overload._schema.arguments[-1].name == "backend"
-        fast = by_recipe(function, overload._schema) if launches else function
+        fast, shapes = function, fake
+        if launches:
+            for_kernels, for_fakes = dense_arguments(overload._schema)
+            fast = for_kernels(by_recipe(function, overload._schema))
+            shapes = for_fakes(fake)
         _library.impl(name, _with_every_result(fast), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"sonicmoe::{name}", _with_every_result(fake), lib=_library)
+        torch.library.register_fake(f"sonicmoe::{name}", _with_every_result(shapes), lib=_library)
         if flops is not None:
             register_flop_formula(packet)(flops)
 

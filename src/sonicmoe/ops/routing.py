@@ -151,14 +151,20 @@ def permute(ids, num_experts, slot_token, tile_height, backend):
     return _triton().permute(ids, num_experts, slot_token, tile_height)
 
 
+def _tiles_fake(offsets, rows, tile_height, backend):
+    def new(*shape):
+        return offsets.new_empty(shape, dtype=torch.int32)
+
+    num_experts = offsets.shape[0] - 1
+    return new(num_experts + 1), new(1 + max_tiles(rows, num_experts, tile_height), 4)
+
+
 @operator(
-    "tiles(Tensor expert_start, SymInt rows, int tile_height, str backend) -> Tensor",
-    fake=lambda expert_start, rows, tile_height, backend: expert_start.new_empty(
-        1 + max_tiles(rows, expert_start.shape[0] - 1, tile_height), 4
-    ),
+    "tiles(Tensor offsets, SymInt rows, int tile_height, str backend) -> (Tensor, Tensor)",
+    fake=_tiles_fake,
 )
-def tiles(expert_start, rows, tile_height, backend):
-    """The tile table of `Permutation` for rows that arrive sorted by expert."""
+def tiles(offsets, rows, tile_height, backend):
+    """expert_start and tiles of `Permutation`, from offsets (E+1,) of rows sorted by expert."""
     if backend == "torch":
-        return reference.tiles(expert_start, rows, tile_height).to(torch.int32)
-    return _triton().tiles(expert_start, rows, tile_height)
+        return reference.grouped_tiles(offsets, rows, tile_height)
+    return _triton().tiles(offsets, rows, tile_height)

@@ -4,6 +4,7 @@ import itertools
 
 import torch
 
+from ..errors import bad_argument
 from ..shapes import ceil_div, max_tiles
 
 
@@ -135,6 +136,20 @@ def permute(
 
     maps = (token, order, slot_row, start, tiles(start, flat.numel(), tile_height), counts)
     return tuple(m.to(torch.int32) for m in maps)
+
+
+def grouped_tiles(
+    offsets: torch.Tensor, rows: int, tile_height: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """expert_start and the tile table; a ValueError where offsets are out of bounds."""
+    bounds = [0, *offsets.tolist(), rows]
+    if any(start > end for start, end in itertools.pairwise(bounds)):
+        raise bad_argument(
+            "counts or offsets", f"rows of each expert, {rows} in all at most",
+            f"offsets {bounds[1:-1]}", "Count the rows that are passed.",
+        )  # fmt: skip
+    table = tiles(offsets, rows, tile_height)
+    return offsets.to(torch.int32, copy=True), table.to(torch.int32)
 
 
 def tiles(expert_start: torch.Tensor, rows: int, tile_height: int) -> torch.Tensor:

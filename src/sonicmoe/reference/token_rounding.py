@@ -35,7 +35,9 @@ def round_tokens(
 ) -> tuple[torch.Tensor, ...]:
     """What `ops.round_tokens` returns, in its order."""
     tokens, experts = scores.shape
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ids.long(), True)
+    here = torch.where((ids >= 0) & (ids < experts), ids, experts).long()
+    chosen = scores.new_zeros(tokens, experts + 1, dtype=torch.bool).scatter_(1, here, True)
+    chosen = chosen[:, :experts]
     count = chosen.sum(0)
     order = _by_preference(scores, chosen)
     down = count - count % tile

@@ -6,6 +6,7 @@ from .. import ops
 from ..autograd import apply, once_differentiable
 from ..errors import bad_argument
 from ..functional import topk_scores
+from ..notices import say_once
 from ..reference.token_rounding import STOCHASTIC, SUBROUTINES, spread_pairs
 from ..validation import (
     check_device,
@@ -13,6 +14,7 @@ from ..validation import (
     check_integer,
     check_rank,
     check_shape,
+    check_size,
     resolve_backend,
 )
 from .base import Router, Routing, widened
@@ -64,6 +66,7 @@ class TokenRounding(Router):
                 logits, self.k, softmax_over_topk=False, renormalize=self.normalize, backend=backend
             )
             return Routing(logits, ids, scores)
+        _warn_of_few_tokens(logits.shape[0], self.tile)
         backend = resolve_backend(backend, logits)
         with torch.no_grad():
             _, ids = ops.topk(logits, self.k, True, backend)
@@ -106,17 +109,25 @@ def round_tokens(
             "Take the K largest scores of each token.",
         )  # fmt: skip
     _check_rounding(tile, subroutine)
+    _warn_of_few_tokens(scores.shape[0], tile)
     uniform = _checked_uniform(uniform, subroutine, scores)
     backend = resolve_backend(backend, scores)
     return apply(_RoundTokens, widened(scores), ids, tile, subroutine, uniform, backend)
 
 
 def _check_rounding(tile: int, subroutine: str) -> None:
-    if tile < 1:
-        raise bad_argument("tile", "at least 1 row", tile, "Take the tile of the kernels, 128.")
+    check_size("tile", tile)
     if subroutine not in SUBROUTINES:
         raise bad_argument(
             "subroutine", f"one of {', '.join(SUBROUTINES)}", repr(subroutine), "Default: nr-f."
+        )
+
+
+def _warn_of_few_tokens(tokens: int, tile: int) -> None:
+    if not torch.compiler.is_compiling() and 0 < tokens < tile:
+        say_once(
+            f"token rounding of fewer tokens than its tile of {tile} drops every token, since no"
+            " expert can fill a tile: pass more tokens at once or a smaller tile"
         )
 
 
