@@ -120,7 +120,9 @@ def test_nothing_to_load_is_said(tmp_path):
         checkpoint.load_latest(tmp_path)
 
 
-def test_only_what_does_not_change_the_run_may_change(trained):
-    assert run.continued(trained[0], {"steps": 50}).steps == 50
-    with pytest.raises(ValueError, match="learning_rate"):
-        run.continued(trained[0], {"learning_rate": 1.0})
+def test_a_continued_run_may_change_its_schedule_but_not_its_model(trained):
+    changed = run.continued(trained[0], {"steps": 50, "learning_rate": 1e-4})
+    assert (changed.steps, changed.learning_rate) == (50, 1e-4)
+    for key, value in {"hidden_size": 64, "weight_decay": 0.0, "seed": 1}.items():
+        with pytest.raises(ValueError, match=key):
+            run.continued(trained[0], {key: value})

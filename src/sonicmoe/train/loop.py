@@ -219,6 +219,11 @@ class Trainer:
                 "data", f"the corpus {state['corpus']} of the checkpoint", self.corpus_key,
                 "Continue with the data the run began with.",
             )  # fmt: skip
+        if state["step"] > self.config.steps:
+            raise bad_argument(
+                "steps", f"at least {state['step']}, which the run has done already",
+                self.config.steps, "Leave --steps out, or ask for more.",
+            )  # fmt: skip
         checkpoint.restore(state, self.model, self.optimizer, self.world)
         self.step, self.seconds = state["step"], state["seconds"]
         self.pending = [p.to(self.world.device) for p in state["pending"]]
