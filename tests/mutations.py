@@ -184,6 +184,83 @@ MUTATIONS = [
         "        column = n0\n        if wide",
         "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
     ),
+    Mutation(
+        "two runs get the same folder", "train/run.py",
+        "            folder.mkdir(parents=True)\n",
+        "            folder.mkdir(parents=True, exist_ok=True)\n",
+        "tests/train/test_run_folder.py -k same_folder",
+    ),
+    Mutation(
+        "a run in progress is resumed", "train/run.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "tests/train/test_run_folder.py -k in_progress",
+    ),
+    Mutation(
+        "an error of the first rank stays there", "train/parallel.py",
+        "            both = [result, error]\n", "            both = [result, None]\n",
+        "tests/train/test_run_folder.py -k every_rank",
+    ),
+    Mutation(
+        "the manifest has no checksum of its own", "train/checkpoint.py",
+        "found != _manifest(files) or ", "", "tests/train/test_damage.py -k flipped_bit",
+    ),
+    Mutation(
+        "an empty manifest is accepted", "train/checkpoint.py",
+        " or files.keys() != {_STATE}", "", "tests/train/test_damage.py -k manifest",
+    ),
+    Mutation(
+        "damaged checkpoints count as kept", "train/checkpoint.py",
+        "        elif step <= newest and _is_sound(path):\n", "        else:\n",
+        "tests/train/test_damage.py -k displace",
+    ),
+    Mutation(
+        "a checkpoint may run code", "train/checkpoint.py",
+        "weights_only=True", "weights_only=False", "tests/train/test_damage.py -k run_code",
+    ),
+    Mutation(
+        "a checkpoint is not flushed to the disk", "train/checkpoint.py",
+        "        os.fsync(handle)\n", "        pass\n", "tests/train/test_damage.py -k on_the_disk",
+    ),
+    Mutation(
+        "the random state is not restored", "train/checkpoint.py",
+        '    torch.set_rng_state(state["rng"].cpu())\n', "",
+        "tests/train/test_step.py -k random_router",
+    ),
+    Mutation(
+        "validation in training mode", "train/loop.py",
+        "        self.model.eval()\n", "", "tests/train/test_step.py -k eval_mode",
+    ),
+    Mutation(
+        "gradients are not clipped", "train/loop.py",
+        "parallel.clip_gradients(self.model.parameters(), c.gradient_clip)",
+        "parallel.clip_gradients(self.model.parameters(), math.inf)",
+        "tests/train/test_step.py -k clipped",
+    ),
+    Mutation(
+        "weight decay on the norms", "train/optim.py",
+        '"params": scales, "weight_decay": 0.0', '"params": scales, "weight_decay": 0.1',
+        "tests/train/test_step.py -k decay",
+    ),
+    Mutation(
+        "a loss that is not finite goes unnoticed", "train/loop.py",
+        "            if not math.isfinite(loss + norm):\n", "            if False:\n",
+        "tests/train/test_not_finite.py -k advice",
+    ),
+    Mutation(
+        "weights that are not finite are saved", "train/loop.py",
+        "            if name is not None:\n", "            if False:\n",
+        "tests/train/test_not_finite.py -k after_it",
+    ),
+    Mutation(
+        "a validation loss that is not finite goes unnoticed", "train/loop.py",
+        "        if not math.isfinite(self.validation_loss):\n", "        if False:\n",
+        "tests/train/test_not_finite.py -k after_it",
+    ),
+    Mutation(
+        "the checkpoint right before a bad step is offered again", "train/loop.py",
+        "        if bad_step is not None:\n", "        if False:\n",
+        "tests/train/test_not_finite.py -k advice",
+    ),
 ]  # fmt: skip
 
 

@@ -51,6 +51,23 @@ def tiny(text_folder):
     return preset("demo").override({**TINY, "data": [str(text_folder)], "target_loss": None})
 
 
+@pytest.fixture
+def command(text_folder, cache, tmp_path, monkeypatch):
+    """`command(steps=4, …)`: the arguments of a tiny `sonicmoe train` below tmp_path/runs.
+
+    Without pictures, which take longer than the training.
+    """
+    monkeypatch.setattr("sonicmoe.train.plots.available", lambda: False)
+
+    def arguments(**changes) -> list[str]:
+        settings = TINY | {"data": str(text_folder)} | changes
+        pairs = [x for k, v in settings.items() for x in ("--set", f"{k}={v}")]
+        return ["train", "--preset", "demo", "--cache", str(cache), "--runs",
+                str(tmp_path / "runs"), *pairs]  # fmt: skip
+
+    return arguments
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Small products gain nothing from threads, and one is the same on every machine."""

@@ -96,7 +96,8 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(trained, tmp_path, damag
     said = []
     assert checkpoint.load_latest(folder, said.append)["step"] == 20
     assert len(said) == 1
-    assert "step-00000030" in said[0]
+    assert "step-00000030 is damaged" in said[0]
+    assert "falling back to step 20" in said[0]
 
 
 def test_a_write_that_was_cut_short_is_never_seen(tmp_path, monkeypatch):
@@ -120,7 +121,9 @@ def test_nothing_to_load_is_said(tmp_path):
         checkpoint.load_latest(tmp_path)
 
 
-def test_only_what_does_not_change_the_run_may_change(trained):
-    assert run.continued(trained[0], {"steps": 50}).steps == 50
-    with pytest.raises(ValueError, match="learning_rate"):
-        run.continued(trained[0], {"learning_rate": 1.0})
+def test_a_continued_run_may_change_its_schedule_but_not_its_model(trained):
+    changed = run.continued(trained[0], {"steps": 50, "learning_rate": 1e-4})
+    assert (changed.steps, changed.learning_rate) == (50, 1e-4)
+    for key, value in {"hidden_size": 64, "weight_decay": 0.0, "seed": 1}.items():
+        with pytest.raises(ValueError, match=key):
+            run.continued(trained[0], {key: value})

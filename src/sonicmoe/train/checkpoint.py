@@ -1,14 +1,16 @@
 """Checkpoints that can be trusted.
 
-A checkpoint is a folder step-00001234 with state.pt and manifest.json, which holds the size and CRC
-of every file. It is written under another name, flushed to the disk and renamed: a kill at any
-moment leaves the earlier ones as they were. Loading skips, with a message, what is damaged.
+A checkpoint is a folder step-00001234 with state.pt and manifest.json, which holds the size and
+SHA-256 of state.pt and a checksum of its own. It is written under another name, flushed to the disk
+and renamed: a kill at any moment leaves the earlier ones as they were. A damaged checkpoint is
+never loaded, and never counts among those that are kept.
 """
 
+import hashlib
 import json
 import os
+import pickle
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,73 +28,168 @@ from .parallel import World
 
 _PREFIX = "step-"
 _UNFINISHED = ".writing-"
+_STATE, _MANIFEST = "state.pt", "manifest.json"
+# Checkpoints that this process wrote or verified, with the stamps of their files at that time:
+# pruning does not read gigabytes again.
+_verified: dict[Path, list[tuple[int, int]] | None] = {}
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write `state` as the checkpoint of `step`, then remove all but the newest `keep`."""
+    """Write `state` as the checkpoint of `step`, then remove all but the newest `keep` sound ones.
+
+    OSError if that fails, a full disk for example; the earlier checkpoints then are untouched.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{_PREFIX}{step:08d}"
-    work, final = folder / f"{_UNFINISHED}{name}", folder / name
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    torch.save(state, work / "state.pt")
-    manifest = {p.name: {"bytes": p.stat().st_size, "crc32": _crc(p)} for p in work.iterdir()}
-    (work / "manifest.json").write_text(json.dumps(manifest))
-    for path in (*work.iterdir(), work):
-        _flush(path)
-    if final.exists():
-        shutil.rmtree(final)
-    os.rename(work, final)
-    _flush(folder)
-    for old in steps(folder)[:-keep]:
-        shutil.rmtree(folder / f"{_PREFIX}{old:08d}")
+    for left_by_a_kill in folder.glob(f"{_UNFINISHED}*"):
+        _remove(left_by_a_kill)
+    final = _path(folder, step)
+    work = folder / f"{_UNFINISHED}{final.name}"
+    try:
+        _write(work, state)
+        _remove(final)
+        os.rename(work, final)
+        _flush(folder)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"The checkpoint of step {step} could not be written: {error.strerror or error}. "
+            "Earlier checkpoints are intact",
+            str(final),
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    _verified[final] = _stamp(final)
+    _prune(folder, step, keep)
     return final
 
 
+def _write(work: Path, state: dict[str, Any]) -> None:
+    work.mkdir()
+    with open(work / _STATE, "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch.save hides a full disk behind one of its own
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    (work / _MANIFEST).write_bytes(_manifest({_STATE: _describe(work / _STATE)}))
+    for path in (work / _STATE, work / _MANIFEST, work):
+        _flush(path)
+
+
+def _prune(folder: Path, newest: int, keep: int) -> None:
+    """Remove what is older than the `keep` newest sound checkpoints up to step `newest`.
+
+    Later ones do not count: the run continued before them because they could not be loaded.
+    """
+    sound = 0
+    for step in reversed(steps(folder)):
+        path = _path(folder, step)
+        if sound >= keep:
+            _remove(path)
+        elif step <= newest and _is_sound(path):
+            sound += 1
+
+
+def _is_sound(path: Path) -> bool:
+    stamp = _stamp(path)
+    return stamp is not None and (stamp == _verified.get(path) or _fault(path) is None)
+
+
 def steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint, ascending; whether it is sound is not looked at."""
-    names = (p.name.removeprefix(_PREFIX) for p in folder.glob(f"{_PREFIX}*"))
-    return sorted(int(n) for n in names if n.isdigit())
+    """The steps that have a checkpoint, sound or not, ascending."""
+    names = (p.name.removeprefix(_PREFIX) for p in folder.glob(f"{_PREFIX}*") if p.is_dir())
+    # step-5 is not one of ours: it would be step-00000005.
+    return sorted(int(n) for n in names if n.isdecimal() and n == f"{int(n):08d}")
+
+
+def latest_sound(folder: Path) -> int | None:
+    """The step that `load_latest` would load."""
+    return next((s for s in reversed(steps(folder)) if _is_sound(_path(folder, s))), None)
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoint of `step`, if there is one, so that no run continues from it."""
+    path = _path(folder, step)
+    if path.is_dir():
+        aside = path.with_name(f"refused-{path.name}")
+        _remove(aside)
+        os.rename(path, aside)
 
 
 def load_latest(
     folder: Path, say: Callable[[str], None] = print, device: str | torch.device = "cpu"
 ) -> dict[str, Any]:
-    """The state of the newest sound checkpoint."""
+    """The state of the newest sound checkpoint. `say` is told which ones are damaged."""
+    damaged: list[str] = []
     for step in reversed(steps(folder)):
-        path = folder / f"{_PREFIX}{step:08d}"
+        path = _path(folder, step)
         fault = _fault(path)
         if fault is None:
-            return torch.load(path / "state.pt", map_location=device, weights_only=True, mmap=True)
-        say(f"Skipping checkpoint {path}: {fault}.")
+            try:
+                state = torch.load(path / _STATE, map_location=device, weights_only=True, mmap=True)
+            except pickle.UnpicklingError:
+                fault = f"{_STATE} holds Python objects, which are not loaded: they can run code"
+            else:
+                for message in damaged:
+                    say(f"{message}, falling back to step {step}.")
+                return state
+        damaged.append(f"Checkpoint {path} is damaged: {fault}")
     raise bad_argument(
-        "checkpoint", f"a sound checkpoint in {folder}", "none",
+        "checkpoint", f"a sound checkpoint in {folder}", "; ".join(damaged) or "none",
         "Check the path, or start a new run.",
     )  # fmt: skip
 
 
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"{_PREFIX}{step:08d}"
+
+
 def _fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint, None if it is as it was written."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError):
-        return "its manifest is missing or damaged"
-    for name, expected in manifest.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
-        if _crc(file) != expected["crc32"]:
-            return f"{name} does not have the checksum it was written with"
+        found = (path / _MANIFEST).read_bytes()
+        files = json.loads(found)["files"]
+        # Byte for byte: a change that JSON would not notice is damage too.
+        if found != _manifest(files) or files.keys() != {_STATE}:
+            return f"{_MANIFEST} is not as it was written"
+    except OSError as error:
+        return f"{_MANIFEST} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{_MANIFEST} is not as it was written"
+    try:
+        if files[_STATE] != _describe(path / _STATE):
+            return f"{_STATE} does not have the size and checksum it was written with"
+    except OSError as error:
+        return f"{_STATE} cannot be read ({error.strerror})"
+    _verified[path] = _stamp(path)
     return None
 
 
-def _crc(path: Path) -> int:
-    value = 0
+def _manifest(files: Any) -> bytes:
+    """The content of manifest.json: the files, and a checksum of this list itself."""
+    own = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return json.dumps({"files": files, "sha256": own}).encode()
+
+
+def _describe(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def _stamp(path: Path) -> list[tuple[int, int]] | None:
+    """Size and time of change of the files of a checkpoint; None if one is missing."""
+    try:
+        found = [(path / name).stat() for name in (_STATE, _MANIFEST)]
+    except OSError:
+        return None
+    return [(f.st_size, f.st_mtime_ns) for f in found]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:
@@ -101,6 +198,17 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def find_not_finite(state: dict[str, Any]) -> str | None:
+    """The name of a tensor of the model or the optimizer that holds an infinity or a NaN."""
+    tensors = dict(state["model"])
+    for name, moments in state["optimizer"]["state"].items():
+        tensors |= {f"{kind} of {name}": value for kind, value in moments.items()}
+    for name, value in tensors.items():
+        if isinstance(value, torch.Tensor) and not value.isfinite().all():
+            return name
+    return None
 
 
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """The subcommands train, compare, generate, export and plan."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..errors import bad_argument
 from .extras import MissingExtra
 
+_RUNS = Path("runs")
 # Flags for what is changed most; everything else is --set key=value.
 _FLAGS = (
     ("steps", int, "optimizer steps"),
@@ -48,7 +51,7 @@ def _reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
     def guarded(args: argparse.Namespace) -> int:
         try:
             return run(args)
-        except (ValueError, MissingExtra, FloatingPointError) as error:
+        except (ValueError, MissingExtra, FloatingPointError, OSError) as error:
             print(f"sonicmoe: {error}", file=sys.stderr)
             return 2
 
@@ -74,7 +77,7 @@ def _configuration_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="any other setting, repeatable; an unknown key lists all of them",
     )  # fmt: skip
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    parser.add_argument("--runs", type=Path, help="where runs are kept; default: runs")
     parser.add_argument("--name", help="folder below --runs; default: the preset")
     parser.add_argument("--cache", type=Path, help="where tokenised text is kept")
 
@@ -112,16 +115,20 @@ def _train(args: argparse.Namespace) -> int:
         if getattr(args, key) is not None:
             overrides[key] = getattr(args, key)
     if args.resume:
+        _refuse_with_resume(args)
         folder, config = args.resume, run.continued(args.resume, overrides)
+        cache = args.cache or run.cache_of(folder)
     else:
         preset = overrides.pop("preset", None)
         config = run.configure(args.preset or preset, overrides)
-        folder = run.fresh_folder(args.runs, args.name or config.preset)
-    numbers = run.train(config, folder, args.cache or run.default_cache(), bool(args.resume))
+        folder = (args.runs or _RUNS) / (args.name or config.preset)
+        cache = args.cache or run.default_cache()
+    numbers = run.train(config, folder, cache, bool(args.resume), numbered=not args.resume)
+    folder = Path(numbers["folder"])
     if numbers["rank"] > 0:
         return 0 if numbers["finished"] else 130
     if not numbers["finished"]:
-        saved = f"and saved. Continue: sonicmoe train --resume {folder}"
+        saved = f"and saved. Continue: sonicmoe train --resume {shlex.quote(str(folder))}"
         print(f"Stopped after step {numbers['steps']} {saved if config.keep else '(keep=0).'}")
         return 130
     reached, sentence = summary.verdict(numbers)
@@ -131,6 +138,15 @@ def _train(args: argparse.Namespace) -> int:
         f"Next: sonicmoe generate {folder}",
     ])))  # fmt: skip
     return 0 if reached else 1
+
+
+def _refuse_with_resume(args: argparse.Namespace) -> None:
+    for flag in ("preset", "name", "runs"):
+        if getattr(args, flag) is not None:
+            raise bad_argument(
+                f"--{flag}", "to be absent with --resume, which names the folder of the run",
+                getattr(args, flag), f"Leave --{flag} out, or start a new run without --resume.",
+            )  # fmt: skip
 
 
 # --- compare --------------------------------------------------------------------------------------
@@ -148,8 +164,8 @@ def _compare(args: argparse.Namespace) -> int:
 
     overrides = _overrides(args)
     config = run.configure(args.preset or overrides.pop("preset", None), overrides)
-    folder = run.fresh_folder(args.runs, args.name or f"compare-{config.preset}")
     variants = compare.variants(config, args.routers, args.backends, args.seeds)
+    folder = run.fresh_folder(args.runs or _RUNS, args.name or f"compare-{config.preset}")
     print(compare.compare(variants, folder, args.cache or run.default_cache()))
     return 0
 

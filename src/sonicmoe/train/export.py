@@ -5,7 +5,9 @@ and computes the same logits. Experts are written one tensor each, as checkpoint
 """
 
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +36,28 @@ _PER_BLOCK = {
 
 def export(folder: Path, output: Path) -> None:
     """Write the newest sound checkpoint of the run in `folder` to `output`."""
-    if output.exists() and any(output.iterdir()):
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise bad_argument("output", "a new or empty folder", str(output), "Choose another name.")
     safetensors = need("safetensors.torch", "Exporting")
     config = load_config(folder)
-    weights = checkpoint.load_latest(folder / "checkpoints")["model"]
-    output.mkdir(parents=True, exist_ok=True)
-    safetensors.save_file(tensors(weights), output / "model.safetensors", metadata={"format": "pt"})
     dtype = "bfloat16" if config.precision == "bf16" else "float32"
     description = hf_config(config.model, dtype, _end_id(folder))
-    (output / "config.json").write_text(json.dumps(description, indent=1))
-    shutil.copy(folder / "tokenizer.json", output / "tokenizer.json")
-    (output / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
-    )
+    weights = checkpoint.load_latest(folder / "checkpoints")["model"]
+    output = output.resolve()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Complete or not there at all: a failure leaves nothing behind.
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".exporting-") as temporary:
+        work = Path(temporary) / output.name
+        work.mkdir()  # with the permissions of a plain folder, which the temporary one has not
+        safetensors.save_file(
+            tensors(weights), work / "model.safetensors", metadata={"format": "pt"}
+        )
+        (work / "config.json").write_text(json.dumps(description, indent=1))
+        shutil.copy(folder / "tokenizer.json", work / "tokenizer.json")
+        (work / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
+        )
+        os.rename(work, output)
 
 
 def tensors(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

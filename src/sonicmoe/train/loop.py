@@ -1,15 +1,17 @@
 """The training loop: one step after the other, and what surrounds it."""
 
 import contextlib
+import functools
 import math
 import os
 import resource
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,6 +22,7 @@ from .batches import Batches
 from .config import TrainConfig
 from .corpus import Corpus
 from .model import Decoder
+from .presets import PRESETS
 from .progress import Plain, human_bytes
 from .runlog import RunLog
 
@@ -27,8 +30,8 @@ from .runlog import RunLog
 class Trainer:
     """A model, its optimizer and its place in the text.
 
-    After step n everything that step n+1 depends on is in `state()`: the run that continues from it
-    is the run that was never interrupted, bit for bit on one device.
+    A checkpoint after step n holds everything that step n+1 depends on: a run that continues from
+    it repeats the run that was never interrupted, bit for bit on one device.
     """
 
     def __init__(
@@ -48,7 +51,8 @@ class Trainer:
         self.corpus_key = corpus.key
         self.step = 0
         self.seconds = 0.0  # in training steps; validation and checkpoints do not count
-        self.pending: list[torch.Tensor] = []  # (loss, aux loss) of steps not yet logged
+        # (loss, aux loss, norm of the gradient) of steps not yet logged
+        self.pending: list[torch.Tensor] = []
         self.first_loss = self.last_loss = self.validation_loss = math.nan
         self.steady: list[tuple[int, float]] = []  # (tokens, seconds) of logged intervals
 
@@ -70,9 +74,8 @@ class Trainer:
     def train(self) -> bool:
         """Run to the last step. False when a signal ended it early; it is saved either way."""
         c = self.config
-        self.display.start(self.step, c.steps)
         stopped = False
-        with _stop_signals() as wanted:
+        with _stop_signals() as wanted, self._open():
             self._mark = time.perf_counter()
             step = self._first_step
             while self.step < c.steps and not stopped:
@@ -86,10 +89,17 @@ class Trainer:
                     self._off_the_clock(self._validate)
                 if self.step % c.checkpoint_every == 0 or last or stopped:
                     self._off_the_clock(self._save)
-        self.display.stop()
-        if self.log:
-            self.log.close()
         return self.step == c.steps
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator:
+        self.display.start(self.step, self.config.steps)
+        try:
+            yield
+        finally:
+            self.display.stop()
+            if self.log:
+                self.log.close()
 
     def _first_step(self) -> None:
         """It builds code, which can take half a minute: say so, and when it is done."""
@@ -116,32 +126,27 @@ class Trainer:
             ((loss + aux_loss) / len(pieces)).backward()
             total += torch.stack([loss.detach().float(), aux_loss.detach().float()]) / len(pieces)
         parallel.average_over_experts(self.model, c.expert_parallel)
-        parallel.clip_gradients(self.model.parameters(), c.gradient_clip)
+        norm = parallel.clip_gradients(self.model.parameters(), c.gradient_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = optim.learning_rate(c, self.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.pending.append(total)
+        self.pending.append(torch.cat([total, norm.to(total)[None]]))
         self.step += 1
 
     def _report(self) -> None:
         """Read the losses since the last report: the one place where the host waits for the GPU."""
         c, steps = self.config, len(self.pending)
-        mean = self.world.mean(torch.stack(self.pending).mean(0)).tolist()
+        pending = self._read_pending()
+        self.last_loss, aux_loss, _ = pending.mean(0).tolist()
         if math.isnan(self.first_loss):
-            self.first_loss = self.world.mean(self.pending[0]).tolist()[0]
+            self.first_loss = pending[0, 0].item()
         self.pending.clear()
         now = time.perf_counter()
         elapsed, self._mark = now - self._mark, now
         self.seconds += elapsed
         tokens = steps * c.tokens_per_step
         self.steady.append((tokens, elapsed))
-        self.last_loss, aux_loss = mean
-        if not math.isfinite(self.last_loss):
-            raise FloatingPointError(
-                f"The loss is {self.last_loss} at step {self.step}. Lower learning_rate (now "
-                f"{c.learning_rate}) or lengthen warmup_steps, and continue with --resume."
-            )
         flops = accounting.flops_per_token(c.model) * tokens / elapsed
         record = {
             "step": self.step,
@@ -176,6 +181,9 @@ class Trainer:
             total += torch.stack([loss.double() * x.shape[0], loss.new_tensor(x.shape[0]).double()])
         summed, count = self.world.sum(total).tolist()
         self.validation_loss = summed / count
+        if not math.isfinite(self.validation_loss):
+            message = f"The validation loss is {self.validation_loss} after step {self.step}."
+            self.world.from_first(lambda: self._fail(message))
         record = {"step": self.step, "loss": self.validation_loss, "seconds": self.seconds}
         if self.log:
             self.log.write("validation", record)
@@ -196,6 +204,7 @@ class Trainer:
     def _save(self) -> None:
         if not self.config.keep:
             return
+        pending = self._read_pending()
         state = checkpoint.gather(self.model, self.optimizer, self.world)
         state |= {
             "config": self.config.to_dict(),
@@ -204,14 +213,50 @@ class Trainer:
             "seconds": self.seconds + time.perf_counter() - self._mark
             if self.pending
             else self.seconds,
-            "pending": [p.cpu() for p in self.pending],
+            "pending": pending,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
             "validation_loss": self.validation_loss,
         }
-        if self.world.first:
+
+        def save() -> None:  # on the first rank, which alone has the whole state
+            name = checkpoint.find_not_finite(state)
+            if name is not None:
+                self._fail(f"{name} is not finite after step {self.step}.")
             checkpoint.save(self.checkpoints, self.step, state, self.config.keep)
-        self.world.wait()
+
+        self.world.from_first(save)
+
+    def _read_pending(self) -> torch.Tensor:
+        """(steps, 3): `pending` over all ranks. FloatingPointError if one is not finite."""
+        if not self.pending:
+            return torch.zeros(0, 3)
+        found = self.world.mean(torch.stack(self.pending)).cpu()
+        for step, (loss, _, norm) in enumerate(found.tolist(), self.step - len(found) + 1):
+            if not math.isfinite(loss + norm):
+                message = f"Step {step} has loss {loss:g} and a gradient of norm {norm:g}."
+                self.world.from_first(functools.partial(self._fail, message, step))
+        return found
+
+    def _fail(self, what: str, bad_step: int | None = None) -> NoReturn:
+        """Raise FloatingPointError with a command that continues from before it happened.
+
+        No run continues from right before `bad_step`: it would repeat that step at any rate.
+        """
+        c = self.config
+        if bad_step is not None:
+            checkpoint.set_aside(self.checkpoints, bad_step - 1)
+        usual = PRESETS.get(c.preset, c).learning_rate
+        lower = f"--learning-rate {min(c.learning_rate / 10, usual):.2g}"
+        sound = checkpoint.latest_sound(self.checkpoints)
+        if sound is None:
+            advice = f"There is no sound checkpoint: start again at a lower rate, with {lower}"
+        else:
+            advice = (
+                f"The last sound checkpoint is that of step {sound}. Continue from it at a lower "
+                f"rate: sonicmoe train --resume {shlex.quote(str(self.folder))} {lower}"
+            )
+        raise FloatingPointError(f"{what} The learning rate is {c.learning_rate:g}. {advice}")
 
     def _load(self, state: dict[str, Any]) -> None:
         if state["corpus"] != self.corpus_key:
@@ -219,9 +264,14 @@ class Trainer:
                 "data", f"the corpus {state['corpus']} of the checkpoint", self.corpus_key,
                 "Continue with the data the run began with.",
             )  # fmt: skip
+        if state["step"] > self.config.steps:
+            raise bad_argument(
+                "steps", f"at least {state['step']}, which the run has done already",
+                self.config.steps, "Leave --steps out, or ask for more.",
+            )  # fmt: skip
         checkpoint.restore(state, self.model, self.optimizer, self.world)
         self.step, self.seconds = state["step"], state["seconds"]
-        self.pending = [p.to(self.world.device) for p in state["pending"]]
+        self.pending = list(state["pending"].to(self.world.device))
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
         self.validation_loss = state["validation_loss"]
 

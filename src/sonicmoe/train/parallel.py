@@ -2,9 +2,9 @@
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from ..errors import bad_argument
 from ..moe import MoE
 from .backends import LAYER_BACKENDS
 from .config import TrainConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,26 @@ class World:
     def wait(self) -> None:
         if self.size > 1:
             dist.barrier()
+
+    def from_first(self, action: Callable[[], T]) -> T:
+        """What `action` returns on the first rank, which alone runs it.
+
+        An exception is raised on every rank, so that none waits for one that has failed.
+        """
+        result: T | None = None
+        error: Exception | None = None
+        if self.first:
+            try:
+                result = action()
+            except Exception as caught:
+                error = caught
+        if self.size > 1:
+            both = [result, error]
+            dist.broadcast_object_list(both, src=0)
+            result, error = cast("tuple[T | None, Exception | None]", both)
+        if error is not None:
+            raise error
+        return cast(T, result)
 
 
 def start(device: str) -> World:
@@ -117,8 +139,8 @@ def average_over_experts(model: nn.Module, expert_parallel: int) -> None:
         torch._foreach_mul_(gradients, 1 / expert_parallel)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> None:
-    """Scale all gradients so that their norm, over all ranks, is at most `limit`.
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
+    """Scale all gradients so that their norm, over all ranks, is at most `limit`; the norm before.
 
     What lives on different meshes is added up by hand: PyTorch does it within one.
     """
@@ -127,12 +149,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> None:
         if p.grad is not None:
             by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
     if len(by_mesh) < 2:
-        nn.utils.clip_grad_norm_(itertools.chain(*by_mesh.values()), limit)
-        return
+        norm = nn.utils.clip_grad_norm_(itertools.chain(*by_mesh.values()), limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
     norms = [nn.utils.get_total_norm(_gradients(group)) for group in by_mesh.values()]
     total = torch.stack([cast(DTensor, norm).full_tensor() for norm in norms]).norm()
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, limit, total)
+    return total
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

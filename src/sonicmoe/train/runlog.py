@@ -1,17 +1,20 @@
 """The record of a run: JSON lines, one a measurement, and TensorBoard where it is installed."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from .extras import have
+
+_NAME = "log.jsonl"
 
 
 class RunLog:
     """Appends to log.jsonl. A resumed run drops what lies past the step it continues from."""
 
     def __init__(self, folder: Path, tensorboard: bool, resume_step: int = 0) -> None:
-        self.path = folder / "log.jsonl"
+        self.path = folder / _NAME
         kept = [r for r in read(folder) if r["step"] <= resume_step] if resume_step else []
         rewritten = self.path.with_suffix(".new")
         rewritten.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
@@ -39,14 +42,31 @@ class RunLog:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All records of a run; a last line cut short by a kill is left out."""
-    path = folder / "log.jsonl"
+    """All records of a run. Lines that are none, for example one cut short by a kill, are skipped
+    with a warning."""
+    path = folder / _NAME
     if not path.is_file():
         return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    records, skipped = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if _is_record(record):
+            records.append(record)
+        else:
+            skipped.append(number)
+    if skipped:
+        lines = ", ".join(map(str, skipped[:5])) + (", …" if len(skipped) > 5 else "")
+        print(f"Skipped in {path}, not a record: line {lines}.", file=sys.stderr)
     return records
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it has what every reader of the log uses."""
+    return (
+        isinstance(value, dict)
+        and value.get("kind") in ("train", "validation")
+        and all(type(value.get(k)) in (int, float) for k in ("step", "loss", "seconds"))
+    )
