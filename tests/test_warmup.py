@@ -255,7 +255,7 @@ def test_only_the_number_of_tokens_may_be_zero():
 
 @pytest.mark.parametrize("text", ["", "6,16,8,4", "6,16,8,4,²", "6,16,8,4,-2", "6,16,8,4,2.0", 6])
 def test_a_shape_is_five_integers(text):
-    with pytest.raises(ValueError, match="^shape: expected five integers"):
+    with pytest.raises(ValueError, match=r"^shape: expected five integers"):
         Problem.parse(text)
 
 
