@@ -182,11 +182,13 @@ def test_a_file_that_may_not_be_read_is_said_once(here, monkeypatch):
     assert len(said) == 1
 
 
-JUNK = (math.nan, -math.inf, None, True, False, 0, -1, 3, 1.5, 10**30, "", "128", [], [64], {},
-        {"config": {}}, "\ud800")  # fmt: skip
+JUNK: tuple = (
+    math.nan, -math.inf, None, True, False, 0, -1, 3, 1.5, 10**30, "", "128", [], [64], {},
+    {"config": {}}, "\ud800",
+)  # fmt: skip
 
 
-def damage(draw: random.Random, document: dict) -> bytes:
+def damage(draw, document):
     """The document as bytes, with one value replaced, removed or added, or the text itself cut."""
     node = document
     while True:
