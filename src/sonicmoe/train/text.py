@@ -43,7 +43,7 @@ _DOCSTRING = re.compile(
     r"""(?P<quote>\"{3}|'{3})(?P<text>.*?)(?P=quote)""",
     re.S,
 )
-LARGEST_UNPACKED = 8 * 2**30  # bytes that one gzip file may unpack to
+LARGEST_UNPACKED = 4 * 2**30  # bytes of one gzip file; presets take at most 2 GB in all
 _LONGEST_DOCUMENT = 64 * 2**20  # characters; a longer file is cut into sections
 _SECTION = 16384  # characters
 _LONGEST_SECTION = 2**20  # characters; a paragraph that goes on for longer is cut at a line end
