@@ -30,6 +30,7 @@ class Mutation(NamedTuple):
 _SYNC = ("    target = target_of(x)\n", "    int(expert_start[-1])\n    target = target_of(x)\n")
 _LAYER = "tests/interpreted/test_interpreted_layer.py"
 _ROUTING = "tests/interpreted/test_interpreted_routing.py"
+_DATA = "tests/train/test_data.py"
 
 MUTATIONS = [
     Mutation(
@@ -260,6 +261,47 @@ MUTATIONS = [
         "the checkpoint right before a bad step is offered again", "train/loop.py",
         "        if bad_step is not None:\n", "        if False:\n",
         "tests/train/test_not_finite.py -k advice",
+    ),
+    Mutation(
+        "validation windows from the start of the text only", "train/batches.py",
+        "chosen = [i * self.windows // count for i in range(count)]", "chosen = list(range(count))",
+        f"{_DATA} -k validation_windows",
+    ),
+    Mutation(
+        "a corpus folder written without an atomic rename", "train/corpus.py",
+        "try:\n        os.rename(work, folder)\n", "try:\n        shutil.copytree(work, folder)\n",
+        f"{_DATA} -k one_rename",
+    ),
+    Mutation(
+        "a continued run may build another corpus than it began with", "train/corpus.py",
+        "    if key and key != wanted:\n", "    if False:\n", f"{_DATA} -k began_with",
+    ),
+    Mutation(
+        "a checkpoint is continued on another corpus", "train/loop.py",
+        'if state["corpus"] != self.corpus_key:', "if False:", f"{_DATA} -k another_corpus",
+    ),
+    Mutation(
+        "checksums of a cached corpus are not compared", "train/corpus.py",
+        "if _size_and_sha256(folder / name) != expected:", "if False:",
+        f"{_DATA} -k damaged_cache",
+    ),
+    Mutation(
+        "two processes build a corpus at once", "train/corpus.py",
+        "            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "            pass\n",
+        f"{_DATA} -k two_at_once",
+    ),
+    Mutation(
+        "a gzip file may unpack to any size", "train/text.py",
+        "if is_gzip and size > LARGEST_UNPACKED:", "if False:", f"{_DATA} -k bomb",
+    ),
+    Mutation(
+        "the statistics count added pairs as dropped", "routing/statistics.py",
+        "dropped=(choice - rows)", "dropped=(rows - choice)",
+        "tests/routing/test_routers.py -k dropped_and_added",
+    ),
+    Mutation(
+        "a tuned table may hold values of other types", "tuning/table.py",
+        "if type(values[name]) is not kind:", "if False:", "tests/tuning/test_table.py",
     ),
 ]  # fmt: skip
 

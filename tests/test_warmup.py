@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import math
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from sonicmoe.ahead import Layer, compile_together, run_step
 from sonicmoe.ops import threads
 from sonicmoe.ops.launch import launch
 from sonicmoe.routing import TokenRounding
+from sonicmoe.shapes import Problem
 from sonicmoe.warmup import run_layer
 
 H, I, E, K = 64, 32, 48, 2
@@ -209,6 +211,52 @@ def _broken_kernel(x):
 def test_warmup_needs_a_gpu():
     with pytest.raises(ValueError, match="device: expected a GPU, got cpu"):
         sonicmoe.warmup(H, I, E, K, device="cpu")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7", torch.device("cuda")])
+def test_warmup_without_a_gpu_is_a_clear_error(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device: expected a GPU of this machine, got cuda.* 0 G"):
+        sonicmoe.warmup(H, I, E, K, device=device)
+
+
+@pytest.mark.parametrize("device", ["gpu", 1.5, None])
+def test_warmup_for_something_that_is_not_a_device(device):
+    with pytest.raises(ValueError, match="device: expected a GPU, got "):
+        sonicmoe.warmup(H, I, E, K, device=device)
+
+
+@pytest.mark.parametrize("value", [0, -8, True, 64.0, math.nan, "64", None, [64]], ids=repr)
+@pytest.mark.parametrize(
+    "argument", ["hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok"]
+)
+def test_warmup_takes_positive_integers(argument, value):
+    sizes = {
+        "hidden_size": H, "intermediate_size": I, "num_experts": E, "num_experts_per_tok": K
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=rf"^{argument}: expected an integer of at least 1, got"):
+        sonicmoe.warmup(**sizes | {argument: value})
+
+
+@pytest.mark.parametrize("value", [-1, True, 64.0, "64", None], ids=repr)
+@pytest.mark.parametrize("argument", ["T", "H", "I", "E", "K"])
+def test_a_problem_takes_positive_integers(argument, value):
+    sizes = {"T": 6, "H": 16, "I": 8, "E": 4, "K": 2}
+    with pytest.raises(ValueError, match=rf"^{argument}: expected an integer of at least [01], go"):
+        Problem(**sizes | {argument: value})
+
+
+def test_only_the_number_of_tokens_may_be_zero():
+    assert Problem.parse("0,16,8,4,2") == Problem(0, 16, 8, 4, 2)
+    for text in ("6,0,8,4,2", "6,16,0,4,2", "6,16,8,0,2", "6,16,8,4,0"):
+        with pytest.raises(ValueError, match=r"^[HIEK]: expected an integer of at least 1, got 0"):
+            Problem.parse(text)
+
+
+@pytest.mark.parametrize("text", ["", "6,16,8,4", "6,16,8,4,²", "6,16,8,4,-2", "6,16,8,4,2.0", 6])
+def test_a_shape_is_five_integers(text):
+    with pytest.raises(ValueError, match=r"^shape: expected five integers"):
+        Problem.parse(text)
 
 
 def test_launchers_are_loaded_one_at_a_time():

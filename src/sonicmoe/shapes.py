@@ -6,6 +6,7 @@ W1 is (E, 2I, H) for gated activations and (E, I, H) for plain ones; W2 is (E, H
 """
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from .errors import bad_argument
 
@@ -21,10 +22,15 @@ class Problem:
     K: int
     gated: bool = True
 
+    def __post_init__(self) -> None:
+        check_size("T", self.T, least=0)
+        for name in ("H", "I", "E", "K"):
+            check_size(name, getattr(self, name))
+
     @classmethod
     def parse(cls, text: str, gated: bool = True) -> "Problem":
-        fields = text.split(",")
-        if len(fields) != 5 or not all(field.strip().isdigit() for field in fields):
+        fields = text.split(",") if isinstance(text, str) else []
+        if len(fields) != 5 or not all(field.strip().isdecimal() for field in fields):
             raise bad_argument(
                 "shape",
                 "five integers T,H,I,E,K",
@@ -46,6 +52,14 @@ class Problem:
     def N(self) -> int:
         """Columns of Z: 2I for gated activations, I for plain ones."""
         return 2 * self.I if self.gated else self.I
+
+
+def check_size(argument: str, value: object, least: int = 1) -> None:
+    """Raise ValueError unless `value` is an integer (not a bool) and at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise bad_argument(
+            argument, f"an integer of at least {least}", repr(value), f"Pass {argument} as an int."
+        )
 
 
 def ceil_div(a: int, b: int) -> int:

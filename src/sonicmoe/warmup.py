@@ -11,6 +11,7 @@ from .ahead import BATCHES, Layer, Slots, compile_together, logits_of, run_exper
 from .enums import ActivationType
 from .errors import bad_argument
 from .routing import Router, auxiliary_loss, make_router
+from .shapes import check_size
 from .validation import check_activation, check_gate_up, check_k
 
 
@@ -34,22 +35,40 @@ def warmup(
 
     Weights are taken as (E, N, K) in memory, `router` as by `MoE`; `main_grad` says that weights
     bring one; `weights` is their dtype where it is not that of the data, as under autocast. No
-    memory of the device is needed.
+    memory of the device is needed. Raises ValueError where there is no GPU to compile for.
     """
+    check_size("hidden_size", hidden_size)
+    check_size("intermediate_size", intermediate_size)
+    check_size("num_experts", num_experts)
+    check_size("num_experts_per_tok", num_experts_per_tok)
     check_activation(activation)
     check_gate_up(gate_up)
     check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
-    device = torch.device(device)
-    if device.type != "cuda":
-        raise bad_argument("device", "a GPU", device, "On the CPU there is nothing to compile.")
+    index = _gpu_index(device)
     layer = Layer(
         hidden_size, intermediate_size, num_experts, num_experts_per_tok, dtype, activation,
         gate_up, bias=(add_bias,) * 2, main_grad=(main_grad,) * 2, weights=weights,
     )  # fmt: skip
-    index = torch.cuda.current_device() if device.index is None else device.index
     begin = time.perf_counter()
     compile_together(lambda: run_layer(layer, router), index, _say if progress else None)
     return time.perf_counter() - begin
+
+
+def _gpu_index(device: str | torch.device) -> int:
+    """The index of `device`, checked to be a GPU of this machine."""
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise bad_argument("device", "a GPU", repr(device), "Pass 'cuda' or 'cuda:0'.") from None
+    if device.type != "cuda":
+        raise bad_argument("device", "a GPU", device, "On the CPU there is nothing to compile.")
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= present:
+        raise bad_argument(
+            "device", "a GPU of this machine", f"{device} where PyTorch sees {present} GPUs",
+            "Call warmup only where torch.cuda.is_available(); without a GPU nothing is compiled.",
+        )  # fmt: skip
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def run_layer(layer: Layer, router: str | Router) -> None:

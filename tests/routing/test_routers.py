@@ -229,6 +229,15 @@ def test_statistics_of_rounding():
     )
 
 
+@pytest.mark.parametrize("subroutine", ["down", "up"])
+def test_dropped_and_added_differ_where_rounding_goes_one_way(subroutine):
+    logits = torch.randn(256, 8)
+    s = statistics(TokenRounding(8, 2, tile=32, subroutine=subroutine)(logits), tile=32)
+    lost = 2 * 256 - s.rows.sum()
+    assert lost != 0
+    assert (s.dropped, s.added) == ((lost, 0) if subroutine == "down" else (0, -lost))
+
+
 def test_statistics_without_rounding_and_without_tokens():
     s = statistics(route(torch.zeros(64, 4), 1))
     assert s.rows.tolist() == [64, 0, 0, 0] and s.padding_before == s.padding_after == 0.5

@@ -1,8 +1,11 @@
 """Tables on disk: what is read, what is left out and said, what the selection makes of it."""
 
 import json
+import math
+import os
+import random
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 
@@ -16,6 +19,7 @@ DEVICE = "NVIDIA H200"
 UP = RowKey("up", 2, 1536, 512, True)
 DW1 = WeightKey(2, 512, 1536, False, True)
 ROWS = RowConfig(128, 128, 64, warps=8, stages=5, tma=True, hopper=True)
+PLAIN = RowConfig(128, 128, 64, warps=8, stages=3, tma=True)
 WEIGHTS = WeightConfig(128, 256, 32, warps=8, stages=6, tma=True, hopper=True)
 
 
@@ -70,7 +74,7 @@ def test_a_named_file_comes_first_and_empty_means_none(here, tmp_path, monkeypat
     assert table.tuned(H200) == Table()
     monkeypatch.setenv(table.VARIABLE, str(tmp_path / "gone.json"))
     table.forget()
-    with pytest.warns(UserWarning, match=r"SONICMOE_TUNED names .*gone.json, which is not there"):
+    with pytest.warns(UserWarning, match=r"gone.json: named by SONICMOE_TUNED, but there is no"):
         assert table.tuned(H200) == Table()
 
 
@@ -92,7 +96,25 @@ def broken(**changes):
         {name: value for name, value in broken().items() if name != "K"},
         table.encode(UP._replace(kernel="score_gradient"), replace(ROWS, stages=6)),
         table.encode(DW1, replace(WEIGHTS, block_m=64)),
+        table.encode(UP, replace(PLAIN, programs=0)),
+        table.encode(UP, replace(PLAIN, programs=10**6)),  # memory for partial sums of each
+        table.encode(UP, replace(PLAIN, warps=64)),  # more threads than a block may have
+        table.encode(UP, replace(PLAIN, block_n=512, block_k=16, warps=16)),  # too wide for TMA
+        table.encode(DW1, WeightConfig(8, 64, 32, warps=4, stages=2, tma=False)),  # for tl.dot
+        table.encode(UP._replace(kernel="sideways"), ROWS),
+        broken(kernel=["up"]),
+        broken(gated=1),
+        broken(K=True),
+        broken(K=1536.0),
+        broken(config=asdict(ROWS) | {"tma": 1}),
+        broken(config=asdict(ROWS) | {"slices": True}),
+        broken(config=asdict(ROWS) | {"stages": math.nan}),
+        broken(config=None),
+        broken(ms=math.nan),
+        broken(ms="fast"),
         "up",
+        None,
+        [],
     ],
 )
 def test_what_cannot_run_is_left_out_and_said_once(here, entry):
@@ -110,15 +132,104 @@ def test_what_cannot_run_is_left_out_and_said_once(here, entry):
     "change, complaint",
     [
         ({"format": 2}, "a table of format 2, this version reads 1"),
-        ({"device": "NVIDIA H100"}, "tuned for NVIDIA H100, the device here is NVIDIA H200"),
-        (None, "not a table"),
+        ({"format": True}, "a table of format True"),
+        ({"format": math.nan}, "a table of format nan"),
+        ({"device": "NVIDIA H100"}, "tuned for 'NVIDIA H100', the device here is 'NVIDIA H200'"),
+        ({"device": None}, "tuned for None"),
+        ({"entries": 3}, "entries are 3, expected a list"),
+        ({"entries": {"up": 1}}, "entries are {'up': 1}, expected a list"),
+        (b"", "not a table"),
+        (b"{", "not a table"),
+        (b"[]", "not a table"),
+        (b"{}", "not a table"),
+        (b"\xff\xfe\0", "not a table"),
+        (b"[" * 100_000, "not a table"),
     ],
+    ids=lambda value: repr(value)[:20],
 )
 def test_a_table_of_something_else_is_ignored(here, change, complaint):
     write(here, (UP, ROWS))
-    here.write_text("{" if change is None else json.dumps(json.loads(here.read_text()) | change))
-    with pytest.warns(UserWarning, match=complaint):
+    if isinstance(change, bytes):
+        here.write_bytes(change)
+    else:
+        here.write_text(json.dumps(json.loads(here.read_text()) | change))
+    with pytest.warns(UserWarning, match=complaint) as said:
         assert table.tuned(H200) == Table()
+        assert row_config(*UP, H200) == default_config(UP, H200)
+    assert len(said) == 1 and str(here) in str(said[0].message)
+
+
+@pytest.mark.parametrize("name", ["a folder", "n" * 300, "~nobody-of-that-name/tuned.json", "a/b"])
+def test_a_named_file_that_cannot_be_read_is_said_once(here, tmp_path, monkeypatch, name):
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a").touch()
+    named = name if name.startswith("~") else str(tmp_path / name)
+    monkeypatch.setenv(table.VARIABLE, named)
+    with pytest.warns(UserWarning, match="This is ignored") as said:
+        assert row_config(*UP, H200) == default_config(UP, H200)
+    assert len(said) == 1 and named in str(said[0].message)
+
+
+def test_a_file_that_may_not_be_read_is_said_once(here, monkeypatch):
+    write(here, (UP, ROWS))
+
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, os.strerror(13), str(path))
+
+    monkeypatch.setattr(type(here), "read_text", refuse)
+    with pytest.warns(UserWarning, match=r"PermissionError.*This is ignored") as said:
+        assert row_config(*UP, H200) == default_config(UP, H200)
+    assert len(said) == 1
+
+
+JUNK: tuple = (
+    math.nan, -math.inf, None, True, False, 0, -1, 3, 1.5, 10**30, "", "128", [], [64], {},
+    {"config": {}}, "\ud800",
+)  # fmt: skip
+
+
+def damage(draw, document):
+    """The document as bytes, with one value replaced, removed or added, or the text itself cut."""
+    node = document
+    while True:
+        name = draw.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        below = node[name]
+        if not (isinstance(below, dict | list) and below) or draw.random() < 0.2:
+            break
+        node = below
+    match draw.randrange(4):
+        case 0:
+            del node[name]
+        case 1 if isinstance(node, dict):
+            node[draw.choice(("cluster", "ms", "kernel", "K"))] = draw.choice(JUNK)
+        case _:
+            node[name] = draw.choice(JUNK)
+    data = json.dumps(document).encode()
+    if draw.random() < 0.2:
+        place = draw.randrange(len(data))
+        data = data[:place] + draw.choice((b"", b"\xff", b"9", b'"', data[place + 1 :]))
+    return data
+
+
+def test_a_damaged_table_never_raises_and_is_never_used_silently(here):
+    write(here, (UP, ROWS), (DW1, WEIGHTS))
+    sound = here.read_text()
+    draw = random.Random(0)
+    for _ in range(600):
+        data = damage(draw, json.loads(sound))
+        here.write_bytes(data)
+        table.forget()
+        notices.say_once.cache_clear()
+        with warnings.catch_warnings(record=True, action="always") as said:
+            found = table.tuned(H200)
+            rows, weights = row_config(*UP, H200), weight_config(*DW1, H200)
+        pairs = [*found.rows.items(), *found.weights.items()]
+        for key, config in [*pairs, (UP, rows), (DW1, weights)]:
+            assert table.allowed(key, config, H200), data
+            assert all(type(getattr(config, f.name)) is f.type for f in fields(config)), data
+        assert len(said) <= 1 and all(str(here) in str(w.message) for w in said), data
+        if not said:
+            assert len(pairs) == len(json.loads(data)["entries"]), data
 
 
 def test_tuning_again_replaces_what_was_measured_again(here):

@@ -1,9 +1,12 @@
 """From documents to token files: deduplicate, split by document, train a BPE, encode, cache.
 
-A corpus is a folder: tokenizer.json, train.tokens and validation.tokens (int32), corpus.json (what
-was found). It is made in a temporary folder and renamed, so a folder that is there is complete.
+A corpus is a folder: tokenizer.json, train.tokens and validation.tokens (int32), and corpus.json
+(what was found, and the size and SHA-256 of every file). It is written to a temporary folder and
+renamed. Every load verifies the checksums, at about 1 GB/s; a damaged corpus is built again.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -24,7 +27,7 @@ from .config import TrainConfig
 from .extras import need
 
 END_OF_TEXT = "<|endoftext|>"
-_FORMAT = 1
+_FORMAT = 2
 _SMALLEST_VOCABULARY = 257
 _SAMPLE_BYTES = 32 * 2**20  # what the tokenizer learns from; more changes its merges little
 _DUPLICATE = 100  # characters: shorter paragraphs may repeat, they are headings and phrases
@@ -37,7 +40,7 @@ class TooLittleText(ValueError):
 @dataclass(frozen=True, slots=True)
 class Corpus:
     folder: Path
-    found: dict[str, Any]  # corpus.json
+    found: dict[str, Any]  # counts of bytes, documents and tokens, from corpus.json
 
     @property
     def key(self) -> str:
@@ -63,6 +66,8 @@ class Corpus:
             f"{held['tokens'] / 1e6:.3f}M of {held['documents']}; "
             f"{self.found['bytes_per_token']:.2f} bytes a token"
         )
+        if skipped := self.found["not_text"]:
+            lines.append(f"  not UTF-8 text, left out: {len(skipped)} files, first {skipped[0]!r}")
         return "\n".join(lines)
 
 
@@ -72,26 +77,79 @@ def prepare(
     say: Callable[[str], None] = print,
     key: str | None = None,
 ) -> Corpus:
-    """The corpus of this configuration, from the cache if it was made before.
+    """The corpus of this configuration, from the cache if a sound one is there.
 
     `key` asks for the very corpus of an earlier run and no other.
     """
     wanted = _key(config)
     folder = cache / (key or wanted)
-    if (folder / "corpus.json").is_file():
-        corpus = Corpus(folder, json.loads((folder / "corpus.json").read_text()))
-        say(f"Text (cached in {folder}):\n{corpus.describe()}")
-    else:
-        if key and key != wanted:
-            raise bad_argument(
-                "data", f"the corpus {key} of the run in {cache}", "none, and the text has changed",
-                "Start a new run, or point --cache at the folder that holds it.",
-            )  # fmt: skip
-        say(f"Text from {', '.join(config.data)}, up to {config.data_megabytes:g} MB …")
-        corpus = _build(config, folder)
+    corpus, _ = _load(folder)
+    if corpus is None:
+        with _locked(folder, say):
+            corpus, fault = _load(folder)  # another process may have built it meanwhile
+            if corpus is None:
+                _check_can_build(key, wanted, cache, fault)
+                if fault:
+                    say(f"Warning: the cached text in {folder} is damaged ({fault}): rebuilding it")
+                say(f"Text from {', '.join(config.data)}, up to {config.data_megabytes:g} MB …")
+                corpus = _build(config, folder)
         say(corpus.describe())
+    else:
+        say(f"Text (cached in {folder}):\n{corpus.describe()}")
     _check_enough(config, corpus)
     return corpus
+
+
+def _check_can_build(key: str | None, wanted: str, cache: Path, fault: str | None) -> None:
+    """A run that continues must get the corpus that it began with."""
+    if key and key != wanted:
+        raise bad_argument(
+            "data", f"the corpus {key} of the run in {cache}",
+            f"{f'a damaged one ({fault})' if fault else 'none'}, and its text has changed or is "
+            "gone",
+            "Start a new run, restore the text, or point --cache at the folder that holds it.",
+        )  # fmt: skip
+
+
+def _load(folder: Path) -> tuple[Corpus | None, str | None]:
+    """The corpus in `folder`, or what is damaged in it; neither if there is no such folder."""
+    if not folder.exists():
+        return None, None
+    try:
+        stored = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+        found, files = stored["found"], stored["files"]
+        if stored["sha256"] != _sha256_of(found, files):
+            return None, "corpus.json does not have its checksum"
+        for name, expected in files.items():
+            if _size_and_sha256(folder / name) != expected:
+                return None, f"{name} does not have its size and checksum"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    return Corpus(folder, found), None
+
+
+def _size_and_sha256(path: Path) -> list[Any]:
+    with open(path, "rb") as file:
+        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _sha256_of(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Let one process at a time build the corpus in `folder`."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / f".lock-{folder.name}", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("Waiting for another process that prepares the same text …")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a network file system without locks: the text may be prepared twice
+        yield
 
 
 def unique(documents: Iterable[text.Document]) -> Iterator[tuple[text.Document, int]]:
@@ -120,8 +178,9 @@ def _build(config: TrainConfig, folder: Path) -> Corpus:
     budget = config.data_megabytes * 1e6
     splits: dict[str, list[str]] = {"train": [], "validation": []}
     kinds: dict[str, list[int]] = {}
+    not_text: list[str] = []
     taken = duplicate = 0
-    for document, dropped in unique(text.documents(config.data, config.include_code)):
+    for document, dropped in unique(text.documents(config.data, config.include_code, not_text)):
         duplicate += dropped
         size = len(document.text.encode())
         if size < 200:
@@ -141,17 +200,20 @@ def _build(config: TrainConfig, folder: Path) -> Corpus:
                 f"{name}. Pass more text with --data."
             )
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
     try:
         tokenizer = _train_tokenizer(splits["train"], config.model.vocab_size)
         tokenizer.save(str(work / "tokenizer.json"))
-        found: dict[str, Any] = {"kinds": kinds, "duplicate_bytes": duplicate}
+        found: dict[str, Any] = {
+            "kinds": kinds, "duplicate_bytes": duplicate, "not_text": not_text,
+        }  # fmt: skip
         for name, documents in splits.items():
             tokens = _encode(tokenizer, documents, work / f"{name}.tokens")
             found[name] = {"tokens": tokens, "documents": len(documents)}
         found["bytes_per_token"] = taken / sum(found[name]["tokens"] for name in splits)
-        (work / "corpus.json").write_text(json.dumps(found, indent=1))
+        files = {path.name: _size_and_sha256(path) for path in sorted(work.iterdir())}
+        stored = {"found": found, "files": files, "sha256": _sha256_of(found, files)}
+        (work / "corpus.json").write_text(json.dumps(stored, indent=1), encoding="utf-8")
         _rename(work, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -159,11 +221,16 @@ def _build(config: TrainConfig, folder: Path) -> Corpus:
 
 
 def _rename(work: Path, folder: Path) -> None:
+    """Put `work` in the place of `folder`, which may hold a damaged corpus."""
     try:
         os.rename(work, folder)
     except OSError:
-        if not (folder / "corpus.json").is_file():  # another process may have been faster
-            raise
+        if _load(folder)[0]:
+            return  # where there are no locks, another process may have been faster
+        damaged = work.with_name(f"{work.name}-damaged")
+        os.rename(folder, damaged)
+        os.rename(work, folder)
+        shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _train_tokenizer(documents: list[str], vocab_size: int):

@@ -1,14 +1,18 @@
 """Where text comes from: this installation, files and folders, or a Hugging Face dataset.
 
 Every source is a stream of `Document`s in an order that depends on nothing but the names of the
-files, so that two runs on one machine see the same text.
+files, so that two runs on one machine see the same text. Files are read in pieces, so that memory
+depends neither on their size nor on what they unpack to.
 """
 
+import codecs
 import gzip
 import inspect
+import io
 import itertools
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +43,16 @@ _DOCSTRING = re.compile(
     r"""(?P<quote>\"{3}|'{3})(?P<text>.*?)(?P=quote)""",
     re.S,
 )
-_LARGEST_FILE = 64 * 2**20
+LARGEST_UNPACKED = 4 * 2**30  # bytes of one gzip file; presets take at most 2 GB in all
+_LONGEST_DOCUMENT = 64 * 2**20  # characters; a longer file is cut into sections
 _SECTION = 16384  # characters
+_LONGEST_SECTION = 2**20  # characters; a paragraph that goes on for longer is cut at a line end
+_PIECE = 2**20  # bytes read at a time
 _SHORTEST = 200  # characters; shorter documents teach nothing
+
+
+class NotText(ValueError):
+    """The file is not UTF-8 text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +62,18 @@ class Document:
     text: str
 
 
-def documents(sources: Iterable[str], include_code: bool) -> Iterator[Document]:
-    """The documents of every source in `sources`, one source after the other."""
+def documents(
+    sources: Iterable[str], include_code: bool, not_text: list[str] | None = None
+) -> Iterator[Document]:
+    """The documents of every source in `sources`, one source after the other.
+
+    Files of a folder that are not UTF-8 text are left out; their names are added to `not_text`.
+    """
     for source in sources:
         if source == "local":
             yield from installation(include_code)
         elif Path(source).expanduser().exists():
-            yield from files(Path(source).expanduser())
+            yield from files(Path(source).expanduser(), not_text)
         elif source.count("/") == 1 and not source.startswith((".", "/", "~")):
             yield from dataset(source)
         else:
@@ -82,19 +98,26 @@ def installation(include_code: bool) -> Iterator[Document]:
     )
 
 
-def files(path: Path) -> Iterator[Document]:
-    """Of a folder, everything below it that looks like text or source. A single file is cut into
-    sections at paragraph ends, so that there is something to hold out."""
+def files(path: Path, not_text: list[str] | None = None) -> Iterator[Document]:
+    """A file as sections, so that some can be held out; a folder as one document for each file
+    below it that looks like text or source by its name.
+
+    Raises ValueError for a file that cannot be read or unpacked.
+    """
     if path.is_file():
-        text = read_text(path)
-        if text is None:
-            raise bad_argument("data", "a text file", f"{path}, which is not text", "Convert it.")
-        for i, section in enumerate(_sections(text)):
-            yield from _document("files", f"{path}#{i}", section)
+        yield from _read_documents("files", path, longest=0)
         return
     for file in walk(path):
         if _stem_suffix(file) in _PROSE | _CODE or _is_prose_name(file):
-            yield from _document("files", file, read_text(file))
+            found = _read_documents("files", file, _LONGEST_DOCUMENT)
+            try:
+                first = list(itertools.islice(found, 1))
+            except NotText:
+                if not_text is not None:
+                    not_text.append(str(file))
+                continue
+            yield from first
+            yield from found
 
 
 def dataset(name: str) -> Iterator[Document]:
@@ -108,21 +131,74 @@ def dataset(name: str) -> Iterator[Document]:
                 "data", "a dataset with a column named text", f"{name} with {', '.join(row)}",
                 "Save the column you want as text files and pass the folder.",
             )  # fmt: skip
-        if len(row["text"]) >= _SHORTEST:
-            yield Document("dataset", f"{name}#{i}", row["text"])
+        text = io.IncrementalNewlineDecoder(None, translate=True).decode(row["text"], final=True)
+        yield from _document("dataset", f"{name}#{i}", text)
 
 
-def read_text(path: Path) -> str | None:
-    """The text of a file, unpacked if it is gzip or dictzip; None if it is not text."""
+def read_pieces(path: Path) -> Iterator[str]:
+    """The text of a file in pieces, unpacked if it is gzip or dictzip, with \\n as line end.
+
+    Raises ValueError, possibly after the first pieces, if the file cannot be read, is a damaged or
+    too large gzip, or (`NotText`) is not UTF-8.
+    """
+    text = codecs.getincrementaldecoder("utf-8")()
+    decoder = io.IncrementalNewlineDecoder(text, translate=True)
+    size = 0
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            return None
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        return None if b"\0" in data[:4096] else data.decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError, gzip.BadGzipFile):
+        with open(path, "rb") as packed:
+            is_gzip = packed.peek(2)[:2] == b"\x1f\x8b"
+            file = gzip.GzipFile(fileobj=packed) if is_gzip else packed
+            while data := file.read(_PIECE):
+                if size == 0 and b"\0" in data[:4096]:
+                    raise _not_text(path)
+                size += len(data)
+                if is_gzip and size > LARGEST_UNPACKED:
+                    raise bad_argument(
+                        "data", f"gzip files that unpack to at most {LARGEST_UNPACKED:,} bytes",
+                        f"{path}, which unpacks to more",
+                        "If it is meant to be that long, unpack it with gunzip and pass the text.",
+                    )  # fmt: skip
+                yield decoder.decode(data)
+            yield decoder.decode(b"", final=True)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise bad_argument(
+            "data", "sound gzip files", f"{path}, which is damaged or cut short ({error})",
+            "Fetch it again, or remove it.",
+        ) from error  # fmt: skip
+    except OSError as error:
+        raise bad_argument(
+            "data", "files that can be read", f"{path} ({error.strerror})", "Check its permissions."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _not_text(path) from error
+
+
+def _not_text(path: Path) -> NotText:
+    message = bad_argument("data", "UTF-8 text", f"{path}, which is not", "Convert or remove it.")
+    return NotText(*message.args)
+
+
+def _read_documents(kind: str, path: Path, longest: int) -> Iterator[Document]:
+    """A file as one document, or as sections if it has more than `longest` characters."""
+    pieces = read_pieces(path)
+    head: list[str] = []
+    for piece in pieces:
+        head.append(piece)
+        if sum(map(len, head)) > longest:
+            for i, section in enumerate(_sections(itertools.chain(head, pieces))):
+                yield from _document(kind, f"{path}#{i}", section)
+            return
+    yield from _document(kind, path, "".join(head))
+
+
+def _read_installed(path: Path) -> str | None:
+    """The text of a file that happens to be on this machine; None if it is of no use, that is
+    unreadable, damaged, not text or longer than a document may be."""
+    try:
+        found = list(itertools.islice(_read_documents("", path, _LONGEST_DOCUMENT), 2))
+    except ValueError:
         return None
+    return found[0].text if len(found) == 1 else None
 
 
 def docstrings(source: str) -> str:
@@ -139,14 +215,28 @@ def _document(kind: str, path: Path | str, text: str | None) -> Iterator[Documen
         yield Document(kind, str(path), text)
 
 
-def _sections(text: str) -> Iterator[str]:
-    section: list[str] = []
-    for paragraph in text.split("\n\n"):
-        section.append(paragraph)
-        if sum(map(len, section)) >= _SECTION:
-            yield "\n\n".join(section)
-            section = []
-    yield "\n\n".join(section)
+def _sections(pieces: Iterable[str]) -> Iterator[str]:
+    """The text cut at the first paragraph end after every `_SECTION` characters.
+
+    Where there is none in `_LONGEST_SECTION`, at the last line end within, or else right there.
+    """
+    rest = ""
+    for piece in pieces:
+        rest += piece
+        start = 0
+        while True:
+            limit = start + _LONGEST_SECTION
+            end, gap = rest.find("\n\n", start + _SECTION, limit), 2
+            if end < 0 and len(rest) >= limit:
+                end, gap = rest.rfind("\n", start + _SECTION, limit), 1
+                if end < 0:
+                    end, gap = limit, 0
+            if end < 0:
+                break
+            yield rest[start:end]
+            start = end + gap
+        rest = rest[start:]
+    yield rest
 
 
 def _prose_files(kind: str, folders: list[Path], packed: bool = False) -> Iterator[Document]:
@@ -155,17 +245,17 @@ def _prose_files(kind: str, folders: list[Path], packed: bool = False) -> Iterat
         if "changelog" in path.name.lower() or path.name.endswith("requirements.txt"):
             continue
         if suffix in _PROSE or _is_prose_name(path) or (packed and suffix in (".gz", ".dict")):
-            yield from _document(kind, path, read_text(path))
+            yield from _document(kind, path, _read_installed(path))
 
 
 def _docstrings(kind: str, folders: list[Path]) -> Iterator[Document]:
     for path in _python_files(folders):
-        yield from _document(kind, path, docstrings(read_text(path) or ""))
+        yield from _document(kind, path, docstrings(_read_installed(path) or ""))
 
 
 def _sources(kind: str, folders: list[Path]) -> Iterator[Document]:
     for path in _python_files(folders):
-        yield from _document(kind, path, read_text(path))
+        yield from _document(kind, path, _read_installed(path))
 
 
 def _python_files(folders: list[Path]) -> Iterator[Path]:

@@ -1,12 +1,14 @@
 """Tables that `sonicmoe tune` wrote: a JSON file for each device, read once, when first needed.
 
 The file is `$SONICMOE_TUNED` where that is set (set and empty: none), else
-`$XDG_CACHE_HOME/sonicmoe/tuned-<device>.json`, by default under ~/.cache. What no kernel of this
-version can run is left out, and said once.
+`$XDG_CACHE_HOME/sonicmoe/tuned-<device>.json`, by default under ~/.cache. A malformed file never
+raises: entries that are wrong, or that no kernel of this version can run, are ignored with one
+warning, and the built-in configurations are used in their place.
 """
 
 import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +25,7 @@ from .config import RowConfig, Target, WeightConfig, is_valid
 FORMAT = 1
 VARIABLE = "SONICMOE_TUNED"
 WEIGHT_GRADIENT = "weight_gradient"
+ROW_KERNELS = ("up", "down", "dx", "score_gradient")
 
 
 class RowKey(NamedTuple):
@@ -68,9 +71,15 @@ class Table:
 
 def allowed(key: Key, config: Config, target: Target) -> bool:
     """Whether the kernel behind `key` can run with `config`, whatever the layout of the weights."""
+    # tl.dot takes at least 16, a TMA box at most 256; a block has at most 32 warps, and a
+    # multiprocessor holds at most 32 blocks.
+    if not all(16 <= b <= 256 for b in (config.block_m, config.block_n, config.block_k)):
+        return False
+    if config.warps > 32 or not 1 <= config.programs <= 32:
+        return False
     if isinstance(key, WeightKey):
         return isinstance(config, WeightConfig) and is_valid(config, key.itemsize, target)
-    if not isinstance(config, RowConfig):
+    if not isinstance(config, RowConfig) or key.kernel not in ROW_KERNELS:
         return False
     return is_valid(config, key.itemsize, target, key.kernel)
 
@@ -124,15 +133,11 @@ def _on_disk(target: Target) -> Table:
     path = device and path_of(device)
     if not device or not path:
         return Table()
-    if not path.exists():
-        if VARIABLE in os.environ:
-            say_once(f"{VARIABLE} names {path}, which is not there: nothing is tuned")
-        return Table()
     entries, complaints = read(path, device, target)
     if complaints:
         say_once(
-            f"{path}: {complaints[0]}; {len(complaints)} such in all, ignored. "
-            "Run `sonicmoe tune` again"
+            f"{path}: {complaints[0]} ({len(complaints)} such in all). This is ignored, and "
+            "built-in configurations are used. Run `sonicmoe tune` again"
         )
     return Table.of(decode(entry) for entry in entries)
 
@@ -141,8 +146,8 @@ def path_of(device: str) -> Path | None:
     """Where the table of a device is looked for; None where the user wants none."""
     named = os.environ.get(VARIABLE)
     if named is not None:
-        return Path(named).expanduser() if named else None
-    cache_folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(os.path.expanduser(named)) if named else None
+    cache_folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return Path(cache_folder) / "sonicmoe" / f"tuned-{slug}.json"
 
@@ -164,37 +169,61 @@ def encode(key: Key, config: Config, **figures: float) -> Entry:
     return kernel | key._asdict() | {"config": asdict(config)} | figures
 
 
-def decode(entry: Entry) -> tuple[Key, Config]:
-    """Raises KeyError, TypeError or ValueError for what another version may have written."""
-    weights = entry["kernel"] == WEIGHT_GRADIENT
+def decode(entry: Any) -> tuple[Key, Config]:
+    """Raises ValueError for anything but what `encode` returns."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
+        raise ValueError("not an entry with a config")
+    weights = entry.get("kernel") == WEIGHT_GRADIENT
     key_type, config = (WeightKey, WeightConfig) if weights else (RowKey, RowConfig)
-    key = key_type(**{name: entry[name] for name in key_type._fields})
-    if set(entry["config"]) != {f.name for f in fields(config)}:
+    key = key_type(**_typed(entry, key_type.__annotations__))
+    types = {f.name: f.type for f in fields(config)}
+    if set(entry["config"]) != set(types):
         raise ValueError("a configuration of another version")
-    numbers = [*entry["config"].values(), *(v for n, v in key._asdict().items() if n != "kernel")]
-    if not all(isinstance(number, int) for number in numbers):
-        raise ValueError("sizes that are no integers")
-    return key, config(**entry["config"])
+    for name in entry.keys() - {"kernel", "config", *key_type._fields}:
+        if type(entry[name]) not in (int, float) or not math.isfinite(entry[name]):
+            raise ValueError(f"{name} is {_short(entry[name])}, expected a finite number")
+    return key, config(**_typed(entry["config"], types))
+
+
+def _typed(values: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
+    """The fields named in `types`, each of exactly that type: True is not an int here."""
+    for name, kind in types.items():
+        if name not in values:
+            raise ValueError(f"{name} is missing")
+        if type(values[name]) is not kind:
+            raise ValueError(f"{name} is {_short(values[name])}, expected {kind.__name__}")
+    return {name: values[name] for name in types}
+
+
+def _short(value: object) -> str:
+    return f"{value!r:.80}"
 
 
 def read(path: Path, device: str, target: Target) -> tuple[list[Entry], list[str]]:
-    """What holds for this device and this version, and a sentence for all that does not."""
+    """The entries that hold for this device and this version, and what is wrong with the others.
+
+    A file that is not there is wrong only where the user named it.
+    """
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
         stated, found, entries = document["format"], document["device"], document["entries"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        return [], [f"named by {VARIABLE}, but there is no such file"] * (VARIABLE in os.environ)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [], [f"not a table of `sonicmoe tune` ({type(error).__name__}: {error})"]
-    if stated != FORMAT:
-        return [], [f"a table of format {stated}, this version reads {FORMAT}"]
+    if type(stated) is not int or stated != FORMAT:
+        return [], [f"a table of format {_short(stated)}, this version reads {FORMAT}"]
     if found != device:
-        return [], [f"tuned for {found}, the device here is {device}"]
+        return [], [f"tuned for {_short(found)}, the device here is {device!r}"]
+    if not isinstance(entries, list):
+        return [], [f"entries are {_short(entries)}, expected a list"]
     good, complaints = [], []
     for entry in entries:
         try:
             if not allowed(*decode(entry), target):
                 raise ValueError("a configuration that cannot run here")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            complaints.append(f"{type(error).__name__}: {error} in {json.dumps(entry)[:80]}…")
+        except ValueError as error:
+            complaints.append(f"{error}, in {_short(entry)}")
         else:
             good.append(entry)
     return good, complaints
@@ -204,7 +233,7 @@ def write(
     path: Path, device: str, target: Target, measured: Iterable[Key], entries: Iterable[Entry]
 ) -> list[Entry]:
     """Put `entries` into the file, in the place of all that it said about what was `measured`."""
-    known = read(path, device, target)[0] if path.exists() else []
+    known, _ = read(path, device, target)
     replaced = set(measured)
     kept = [entry for entry in known if decode(entry)[0] not in replaced] + list(entries)
     path.parent.mkdir(parents=True, exist_ok=True)
