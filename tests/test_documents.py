@@ -13,8 +13,9 @@ from helpers import PUBLISHED_QUICK_START
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Without a GPU, examples run with these: plain PyTorch, and sizes that a CPU likes.
@@ -44,7 +45,7 @@ def test_published_quick_start():
     assert names["output"].isfinite().all() and names["aux_loss"].isfinite()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_python_blocks_run(document):
     """Block after block in one namespace, as a reader would type them; lines as in the document."""
     text, names = document.read_text(), {}
@@ -53,7 +54,7 @@ def test_python_blocks_run(document):
         run("\n" * line + block[1], names, str(document))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_what_is_named_exists(document):
     """Links with their anchors, paths, make targets and subcommands."""
     text = document.read_text()
@@ -84,7 +85,7 @@ def sonicmoe_help() -> str:
     ).stdout
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_no_path_of_one_machine(document):
     assert not re.search(r"(?<![\w.])/(?:work|home|root|opt|tmp|usr)/", document.read_text())
 

@@ -2,7 +2,7 @@
 
 Which buffers and which kernels, the sizes decide, in Python. The second time that arguments of a
 kind come, all of it is written down, and from then on done again by one function that decides
-nothing: a third less of the host's time for the experts (docs/log.md).
+nothing: a third less of the host's time for the experts (docs/log/host-time.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -72,7 +72,7 @@ def _ways(key: Key, target: Target) -> list[tuple[bool, bool, tuple[int, ...]]]:
     if key.itemsize > 2 or not target.has_tma:
         return [(False, False, (32, 64))]
     if target.arch == 90 and target.gluon:
-        # Plain kernels seldom win where there are Hopper ones: docs/log.md.
+        # Plain kernels seldom win where there are Hopper ones: docs/log/grouped-gemm.md.
         return [(True, True, (32, 64)), (False, True, (64,))]
     if target.arch == 90:
         return [(False, True, (32, 64))]

@@ -1,4 +1,4 @@
-"""(kernel, dtype, sizes, device) → configuration. Pure, over measurements kept in docs/log.md.
+"""(kernel, dtype, sizes, device) → configuration. Pure, over measurements kept in docs/log/.
 
 What `sonicmoe tune` found on this device comes first, see `table`. Nothing here depends on the
 number of tokens: a new T never compiles anything.
@@ -59,7 +59,7 @@ def _copies_wide_tiles(target: Target) -> bool:
 
 
 def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
-    """Measured on an H200 at the shapes of docs/log.md.
+    """Measured on an H200 at the shapes of docs/log/.
 
     Wide tiles fetch less for the same product, which saves power, and power is what a layer runs
     out of: 256 columns, except where the sums of `down` are so short that they are all epilogue.
