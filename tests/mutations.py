@@ -84,7 +84,7 @@ MUTATIONS = [
     ),
     Mutation(
         "another expert's rows in a weight gradient", "kernels/weight_gradient.py",
-        "    ok = rows < end\n", "    ok = rows < end + BK\n",
+        "    ok = rows < end\n    if TMA:\n", "    ok = rows < end + BK\n    if TMA:\n",
         f"{_LAYER} -k zipf", interpreted=True,
     ),
     Mutation(

@@ -326,6 +326,7 @@ def _check_token_start(scores, slot_token, token_start) -> tuple[torch.Tensor, t
         "others", "Leave token_start out: it is then found.",
     )  # fmt: skip
     first = torch.arange(tokens + 1, device=slot_token.device).clamp(max=1) * slots
+    first = first.to(token_start.dtype)
     return scores, torch.where(fits, token_start, first)
 
 

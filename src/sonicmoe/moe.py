@@ -9,6 +9,7 @@ from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
 from .functional import prepared_experts, router_logits
 from .routing import Router, Routing, auxiliary_loss, make_router
+from .shapes import check_size
 from .validation import (
     check_activation,
     check_floating,
@@ -16,7 +17,6 @@ from .validation import (
     check_k,
     check_num_experts,
     check_router_dtype,
-    check_size,
 )
 
 

@@ -6,7 +6,6 @@ W1 is (E, 2I, H) for gated activations and (E, I, H) for plain ones; W2 is (E, H
 """
 
 from dataclasses import dataclass
-from numbers import Integral
 
 from .errors import bad_argument
 
@@ -54,12 +53,14 @@ class Problem:
         return 2 * self.I if self.gated else self.I
 
 
-def check_size(argument: str, value: object, least: int = 1) -> None:
-    """Raise ValueError unless `value` is an integer (not a bool) and at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+def check_size(argument: str, value: object, least: int = 1, multiple: int = 1) -> None:
+    """Raise ValueError unless `value` is an int, at least `least` and divisible by `multiple`."""
+    if type(value) is bool or not isinstance(value, int) or value < least or value % multiple:
+        kind = "an integer" if multiple == 1 else f"a multiple of {multiple}"
         raise bad_argument(
-            argument, f"an integer of at least {least}", repr(value), f"Pass {argument} as an int."
-        )
+            argument, f"{kind} of at least {max(least, multiple)}", repr(value),
+            f"Pass {argument} as such an int.",
+        )  # fmt: skip
 
 
 def ceil_div(a: int, b: int) -> int:

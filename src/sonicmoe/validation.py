@@ -4,6 +4,7 @@ import torch
 
 from .enums import ActivationType
 from .errors import bad_argument
+from .shapes import check_size
 
 LAYOUTS = ("interleaved", "concatenated")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -41,14 +42,6 @@ def _interpreting() -> bool:
     except ImportError:
         return False
     return bool(triton.knobs.runtime.interpret)
-
-
-def check_size(name: str, value: int, multiple: int = 1) -> None:
-    """A positive integer, divisible by `multiple`."""
-    integer = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
-    if not integer or value < 1 or value % multiple:
-        kind = "integer" if multiple == 1 else f"multiple of {multiple}"
-        raise bad_argument(name, f"a positive {kind}", repr(value), f"Choose another {name}.")
 
 
 def check_num_experts(num_experts: int, name: str = "num_experts") -> None:
@@ -186,8 +179,9 @@ def _is_rounded(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
     The meta device only compiles, for weights that have been checked.
     """
-    autocast = torch.is_autocast_enabled(x.device.type) and is_autocast(x) and is_autocast(weight)
-    return x.is_meta or autocast
+    return x.is_meta or (
+        torch.is_autocast_enabled(x.device.type) and is_autocast(x) and is_autocast(weight)
+    )
 
 
 def is_autocast(t: torch.Tensor | None) -> bool:

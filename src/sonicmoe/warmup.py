@@ -12,7 +12,7 @@ from .enums import ActivationType
 from .errors import bad_argument
 from .routing import Router, auxiliary_loss, make_router
 from .shapes import check_size
-from .validation import check_activation, check_gate_up, check_k
+from .validation import check_activation, check_gate_up, check_k, check_num_experts
 
 
 def warmup(
@@ -39,8 +39,7 @@ def warmup(
     """
     check_size("hidden_size", hidden_size)
     check_size("intermediate_size", intermediate_size)
-    check_size("num_experts", num_experts)
-    check_size("num_experts_per_tok", num_experts_per_tok)
+    check_num_experts(num_experts)
     check_activation(activation)
     check_gate_up(gate_up)
     check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")

@@ -8,13 +8,13 @@ from ..errors import bad_argument
 from ..functional import topk_scores
 from ..notices import say_once
 from ..reference.token_rounding import STOCHASTIC, SUBROUTINES, spread_pairs
+from ..shapes import check_size
 from ..validation import (
     check_device,
     check_floating,
     check_integer,
     check_rank,
     check_shape,
-    check_size,
     resolve_backend,
 )
 from .base import Router, Routing, widened
