@@ -100,8 +100,9 @@ def public_calls(
 ) -> dict[str, tuple[Callable, dict[str, torch.Tensor]]]:
     """Name → a function of tensors alone, and tensors for it."""
     case = Case(SHAPE, dtype, bias=True, routing="uniform")
+    given = make_inputs(case, device)
     with torch.device(device):
-        return _public_calls(make_inputs(case, device), dtype, {"backend": backend})
+        return _public_calls(given, dtype, {"backend": backend})
 
 
 def _public_calls(given, dtype: torch.dtype, options: dict[str, Any]) -> dict:

@@ -13,8 +13,9 @@ def operator_calls(
     case: Case = CASE, b: str = "torch", device: str = "cpu"
 ) -> dict[str, list[tuple]]:
     """For every operator, the arguments of at least one call in each of its modes."""
+    given = make_inputs(case, device)
     with torch.device(device):
-        return _operator_calls(make_inputs(case, device), case.dtype, b)
+        return _operator_calls(given, case.dtype, b)
 
 
 def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list[tuple]]:

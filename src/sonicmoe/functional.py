@@ -53,7 +53,7 @@ def experts(
     Tokens with different numbers of experts: ids and scores (S,) and `slot_token` (S,), ascending,
     the token of each, outside [0, T) "not here"; `token_start` (T+1,), where it is known, saves
     finding each token's first slot. Values that break these rules raise a ValueError on a CPU; on a
-    GPU, where reading them would wait for the device, the output is NaN.
+    GPU, where reading them would wait for the device, they put NaN into the output.
     Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
     """
     if slot_token is None and token_start is not None:
