@@ -287,6 +287,16 @@ def test_flags_that_contradict_the_gate_raise():
         step(model)
 
 
+@pytest.mark.parametrize("weights", [3, 5])
+def test_another_number_of_experts_than_the_module_says_raises(weights):
+    """Tokens of experts without weights would be left out of the sum."""
+    block = with_backend(small("Mixtral"), NAME).model.layers[0].mlp.experts
+    block.gate_up_proj = torch.nn.Parameter(torch.randn(weights, 32, 32))
+    block.down_proj = torch.nn.Parameter(torch.randn(weights, 32, 16))
+    with pytest.raises(ValueError, match=r"gate_up_proj: expected the weights of 4 experts"):
+        block(torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2))
+
+
 def test_post_expert_norm_raises():
     model = with_backend(small("Mixtral"), NAME)
     model.model.layers[0].mlp.experts.has_post_expert_norm = True

@@ -50,6 +50,11 @@ def experts_forward(
     w1, w2 = _local(module, name), _local(module, "down_proj")
     b1 = _local(module, f"{name}_bias") if module.has_bias else None
     b2 = _local(module, "down_proj_bias") if module.has_bias else None
+    if getattr(module, "num_experts", len(w1)) != len(w1):  # ids of the others would drop out
+        raise bad_argument(
+            name, f"the weights of {module.num_experts} experts (num_experts)", tuple(w1.shape),
+            "Change num_experts of the module together with its weights.",
+        )  # fmt: skip
     if module.is_transposed:
         w1, w2 = w1.mT, w2.mT
     out = experts(
