@@ -236,7 +236,7 @@ def dispatches_that_differ(rank: int) -> str:
     return _message(lambda: dispatch(given["x"], given["ids"], given["scores"], 2))
 
 
-def _main_grad() -> dict:
+def _main_grad():
     w1 = torch.nn.Parameter(torch.zeros(2, 16, 16))
     w1.main_grad = torch.zeros(2, 16, 8)
     return {"w1": w1}

@@ -226,19 +226,18 @@ def test_none_is_no_adapter(without):
 
 
 WRONG_ADAPTERS = {
-    "a pair": (lambda a, b: (a, b), "lora1: expected a LowRank or None, got tuple"),
-    "no a": (lambda a, b: LowRank(None, b), "a of lora1: expected a tensor, got NoneType"),
-    "no b": (lambda a, b: LowRank(a, None), "b of lora1: expected a tensor, got NoneType"),
-    "rank 0": (lambda a, b: LowRank(a[:0], b[:, :0]), "a of lora1: expected a positive multiple"),
+    "no a": (lambda a, b: (None, b), "a of lora1: expected a tensor, got NoneType"),
+    "no b": (lambda a, b: (a, None), "b of lora1: expected a tensor, got NoneType"),
+    "rank 0": (lambda a, b: (a[:0], b[:, :0]), "a of lora1: expected a positive multiple"),
     "rows that E does not divide": (
-        lambda a, b: LowRank(a[:-1], b[:, :-1]), "a of lora1: expected a positive multiple of E"),
-    "a by expert": (lambda a, b: LowRank(a.view(4, 8, -1), b), "a of lora1: expected 2 dimensions"),
-    "b by expert": (lambda a, b: LowRank(a, b.view(4, 8, -1)), "b of lora1: expected 2 dimensions"),
-    "another rank of b": (lambda a, b: LowRank(a, b[:, :16]), "b of lora1: expected shape"),
-    "transposed b": (lambda a, b: LowRank(a, b.T), "b of lora1: expected shape"),
-    "integers": (lambda a, b: LowRank(a.long(), b), "a of lora1: expected a floating-point dtype"),
-    "another device": (lambda a, b: LowRank(a, b.to("meta")), "b of lora1: expected the device"),
-    "scale": (lambda a, b: LowRank(a, b, "2"), "scale of lora1: expected a number, got str"),
+        lambda a, b: (a[:-1], b[:, :-1]), "a of lora1: expected a positive multiple of E"),
+    "a by expert": (lambda a, b: (a.view(4, 8, -1), b), "a of lora1: expected 2 dimensions"),
+    "b by expert": (lambda a, b: (a, b.view(4, 8, -1)), "b of lora1: expected 2 dimensions"),
+    "another rank of b": (lambda a, b: (a, b[:, :16]), "b of lora1: expected shape"),
+    "transposed b": (lambda a, b: (a, b.T), "b of lora1: expected shape"),
+    "integers": (lambda a, b: (a.long(), b), "a of lora1: expected a floating-point dtype"),
+    "another device": (lambda a, b: (a, b.to("meta")), "b of lora1: expected the device"),
+    "scale": (lambda a, b: (a, b, "2"), "scale of lora1: expected a number, got str"),
 }  # fmt: skip
 
 
@@ -247,6 +246,13 @@ def test_adapters_are_checked(mistake):
     given = make_inputs(CASES[0])
     wrong, message = WRONG_ADAPTERS[mistake]
     a, b, _ = adapter(given.w1, 8, 1.0)
-    lora1, lora2 = wrong(a.detach(), b.detach()), adapter(given.w2, 8, 1.0)
+    lora1, lora2 = LowRank(*wrong(a.detach(), b.detach())), adapter(given.w2, 8, 1.0)
     with pytest.raises(ValueError, match=f"^{message}"):
         lora_experts(**given.arguments(), lora1=lora1, lora2=lora2)
+
+
+def test_a_pair_is_no_adapter():
+    given = make_inputs(CASES[0])
+    lora1, lora2 = adapter(given.w1, 8, 1.0), adapter(given.w2, 8, 1.0)
+    with pytest.raises(ValueError, match="lora1: expected a LowRank or None, got tuple"):
+        lora_experts(**given.arguments(), lora1=tuple(lora1), lora2=lora2)

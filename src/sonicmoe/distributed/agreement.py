@@ -93,7 +93,8 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None, *tensors: Any) -> Iterat
 
 def _exchange(counts: torch.Tensor, header: list[int], group: dist.ProcessGroup | None):
     # From pinned memory the copy does not wait for the device.
-    line = torch.tensor(header, pin_memory=counts.is_cuda).to(counts.device, non_blocking=True)
+    line = torch.tensor(header, device="cpu", pin_memory=counts.is_cuda)
+    line = line.to(counts.device, non_blocking=True)
     leaving = torch.cat([counts, line.expand(len(counts), -1)], dim=1)
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
