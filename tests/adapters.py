@@ -1,5 +1,6 @@
 """Adapters on experts: factors in PEFT's layout, W + scale·B·A written out, the comparison."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -58,3 +59,48 @@ def check_lora(case: Case, rank: int, device: str = "cpu", backend: str | None =
     compare(got, rough, exact, case.dtype)
     check_zeros({name: got[name] for name in ("out", "dx", "dscores")}, given)
     return got
+
+
+def _strided(t: torch.Tensor) -> torch.Tensor:
+    """Every second element of its storage."""
+    return t.new_full((*t.shape[:-1], 2 * t.shape[-1]), 77)[..., ::2].copy_(t)
+
+
+def _offset(t: torch.Tensor) -> torch.Tensor:
+    """Contiguous, from the second element of its storage on."""
+    return t.new_full((t.numel() + 1,), 77)[1:].view(t.shape).copy_(t)
+
+
+LAYOUTS = {
+    "strided": _strided,
+    "offset": _offset,
+    "expanded": lambda t: t[:1].contiguous().expand(t.shape),  # the values of its first line
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "first dimension last": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
+}
+TENSORS = ("x", "ids", "scores", "w1", "w2", "b1", "b2", "lora1.a", "lora1.b", "lora2.a", "lora2.b")
+
+
+def check_layout(tensors: tuple[str, ...], layout: str, backend: str | None = None) -> None:
+    """Results do not depend on how tensors lie in memory."""
+    case = Case("12,16,8,3,2", torch.float32, bias=True, routing="uniform")
+    given = make_inputs(case)
+    loras = [adapter(given.w1, 8, 0.5), adapter(given.w2, 8, 2.0)]
+
+    def run(change):
+        changed = {n: change(getattr(given, n)) for n in tensors if "." not in n}
+        adapters = [
+            lora._replace(**{
+                n[-1]: change(getattr(lora, n[-1]).detach()) for n in tensors
+                if n.startswith(f"lora{i}.")
+            })
+            for i, lora in enumerate(loras, 1)
+        ]  # fmt: skip
+
+        def layer(arguments, up, down):
+            return lora_experts(**arguments, lora1=up, lora2=down, backend=backend)
+
+        return run_adapted(layer, replace(given, **changed), *adapters)
+
+    want = run(lambda t: LAYOUTS[layout](t).clone(memory_format=torch.contiguous_format))
+    torch.testing.assert_close(run(LAYOUTS[layout]), want)

@@ -1,5 +1,7 @@
 """Weight gradients added to an fp32 `main_grad` by the product itself."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -120,3 +122,74 @@ def test_a_buffer_that_does_not_fit(wrong):
     x, ids, scores, _ = micro_batches(torch.float32)[0]
     with pytest.raises(ValueError, match=r"main_grad.*zeros_like"):
         experts(x, ids, scores, w1, w2)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_compiled(checkpointed):
+    """Compiled products add to the buffers too, and notice one that was not there before."""
+
+    def run(moe, x):
+        return (checkpoint(moe, x, use_reentrant=False) if checkpointed else moe(x))[0]
+
+    torch.manual_seed(0)
+    one = MoE(E, K, H, I)
+    many, x = copy.deepcopy(one), torch.randn(T, H)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for buffers in (False, True, True):
+        for moe, forward in ((one, run), (many, compiled)):
+            for weight in (moe.c_fc.weight, moe.c_proj.weight):
+                weight.grad = None
+                if buffers and not hasattr(weight, "main_grad"):
+                    weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
+            forward(moe, x).square().sum().backward()
+        for a, b in zip(one.parameters(), many.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None) == hasattr(a, "main_grad")
+            name = "main_grad" if hasattr(a, "main_grad") else "grad"
+            torch.testing.assert_close(getattr(b, name), getattr(a, name))
+
+
+def test_hooks_run_after_a_compiled_forward_pass():
+    w1, w2 = with_main_grads(weights(torch.float32, False))
+    w1.grad_added_to_main_grad = False
+    called = []
+    w1.register_post_accumulate_grad_hook(lambda w: called.append(w.grad_added_to_main_grad))
+    x, ids, scores, dout = micro_batches(torch.float32)[0]
+    torch._dynamo.reset()
+    torch.compile(experts, backend="eager")(x, ids, scores, w1, w2).backward(dout)
+    assert called == [True] and not (w1.main_grad == 0.5).all()
+
+
+@pytest.mark.parametrize("name", ["w1", "w2"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        lambda w: None,
+        lambda w: [0.0],
+        lambda w: torch.zeros_like(w, dtype=torch.float64),
+        lambda w: torch.zeros(w.shape[1:]),
+    ],
+    ids=["deleted", "None", "no tensor", "dtype", "shape"],
+)
+def test_a_buffer_that_is_gone_or_wrong_in_the_backward_pass(wrong, name):
+    given = dict(zip(("w1", "w2"), with_main_grads(weights(torch.float32, False)), strict=True))
+    x, ids, scores, dout = micro_batches(torch.float32)[0]
+    out = experts(x, ids, scores, **given)
+    if wrong is None:
+        del given[name].main_grad
+    else:
+        given[name].main_grad = wrong(given[name])
+    with pytest.raises(ValueError, match=r"^main_grad: expected "):
+        out.backward(dout)
+    assert given[name].grad is None
+
+
+def test_a_buffer_replaced_by_one_like_it():
+    w1, w2 = with_main_grads(weights(torch.float32, False))
+    x, ids, scores, dout = micro_batches(torch.float32)[0]
+    out = experts(x, ids, scores, w1, w2)
+    old = w1.main_grad
+    w1.main_grad = torch.zeros_like(old)
+    out.backward(dout)
+    assert (old == 0.5).all() and w1.main_grad.any()

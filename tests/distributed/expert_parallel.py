@@ -12,7 +12,7 @@ from helpers import Case, make_inputs, ours, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from sonicmoe import MoE
+from sonicmoe import ActivationType, MoE
 from sonicmoe.distributed import dispatch, experts, parallelize
 from sonicmoe.distributed.plan import Traffic
 
@@ -175,3 +175,114 @@ def bad_arguments(rank: int) -> None:
         parallelize(parallelize(_layer(), mesh), mesh)
     with pytest.raises(ValueError, match="one dimension"):
         parallelize(_layer(), init_device_mesh("cpu", (2, 1)))
+
+
+def _arguments(tokens=6, experts=2, hidden=16, intermediate=8, dtype=torch.float32, **changes):
+    """Of `experts` for one of two ranks."""
+    generator = torch.Generator().manual_seed(0)
+
+    def new(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return {
+        "x": new(tokens, hidden),
+        "ids": torch.randint(4, (tokens, 2), generator=generator),
+        "scores": torch.rand(tokens, 2, generator=generator),
+        "w1": new(experts, 2 * intermediate, hidden),
+        "w2": new(experts, hidden, intermediate),
+    } | changes
+
+
+def _message(call) -> str:
+    """What the error of `call` says; afterwards the group still works."""
+    try:
+        call()
+    except ValueError as error:
+        experts(**_arguments())
+        return str(error)
+    raise AssertionError("no error")
+
+
+def _b1() -> dict:
+    return {"b1": torch.zeros(2, 16)}
+
+
+def _trained(*names: str) -> dict:
+    return {name: t.requires_grad_() for name, t in _arguments().items() if name in names}
+
+
+DIFFERENT = {
+    "experts_per_rank": (lambda: _arguments(experts=4), "2 on rank 0, 4 on rank 1"),
+    "hidden_size": (lambda: _arguments(hidden=24), "16 on rank 0, 24 on rank 1"),
+    "x_dtype": (lambda: _arguments(dtype=torch.bfloat16), "torch.bfloat16 on rank 1"),
+    "scores_dtype": (lambda: _arguments(scores=torch.rand(6, 2).double()), "float64 on rank 1"),
+    "intermediate_size": (lambda: _arguments(intermediate=16), "8 on rank 0, 16 on rank 1"),
+    "activation": (lambda: _arguments(activation=ActivationType.GEGLU), "GEGLU on rank 1"),
+    "gate_up": (lambda: _arguments(gate_up="concatenated"), "concatenated on rank 1"),
+    "has_b1": (lambda: _arguments(**_b1()), "False on rank 0, True on rank 1"),
+    "x_requires_grad": (lambda: _arguments(**_trained("x")), "False on rank 0, True on rank 1"),
+    "scores_requires_grad": (lambda: _arguments(**_trained("scores")), "True on rank 1"),
+    "output_requires_grad": (lambda: _arguments(**_trained("w1")), "True on rank 1"),
+}
+
+
+def ranks_that_differ(rank: int, setting: str) -> str:
+    arguments = DIFFERENT[setting][0]() if rank else _arguments()
+    return _message(lambda: experts(**arguments))
+
+
+def dispatches_that_differ(rank: int) -> str:
+    given = _arguments(hidden=16 + 8 * rank)
+    return _message(lambda: dispatch(given["x"], given["ids"], given["scores"], 2))
+
+
+def _main_grad():
+    w1 = torch.nn.Parameter(torch.zeros(2, 16, 16))
+    w1.main_grad = torch.zeros(2, 16, 8)
+    return {"w1": w1}
+
+
+_pairs = torch.arange(6)
+_of_pairs = {"ids": torch.zeros(6, dtype=torch.long), "scores": torch.rand(6)}
+WRONG = {
+    "x": lambda: {"x": torch.randn(6, 24)},
+    "ids": lambda: {"ids": torch.zeros(6, 2)},
+    "scores": lambda: {"scores": torch.rand(6, 3)},
+    "w1": lambda: {"w1": torch.randn(2, 32, 16)},
+    "slot_token": lambda: {**_of_pairs, "slot_token": _pairs[:5]},
+    "token_start": lambda: {**_of_pairs, "slot_token": _pairs, "token_start": _pairs},
+    "token_start of": lambda: {"token_start": torch.arange(0, 14, 2)},
+    "backend": lambda: {"backend": "cuda"},
+    "main_grad": _main_grad,
+}
+
+
+def wrong_on_one_rank(rank: int, argument: str) -> str:
+    arguments = _arguments() | (WRONG[argument]() if rank else {})
+    return _message(lambda: experts(**arguments))
+
+
+def dispatch_wrong_on_one_rank(rank: int, per_rank) -> str:
+    given = _arguments()
+    per_rank = per_rank if rank else 2
+    return _message(lambda: dispatch(given["x"], given["ids"], given["scores"], per_rank))
+
+
+def layer_wrong_on_one_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    moe = parallelize(MoE(4, 2, 16, 8), init_device_mesh("cpu", (2,)))
+    x = torch.zeros(shape, dtype=dtype) if rank else torch.zeros(6, 16)
+    try:
+        moe(x)
+    except (ValueError, RuntimeError) as error:
+        moe(torch.zeros(6, 16))
+        return str(error)
+    raise AssertionError("no error")
+
+
+def headers_cost_no_collective(rank: int) -> None:
+    """Five exchanges forward and three backward, as without the comparison of settings."""
+    with patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as exchange:
+        out = experts(**_arguments(**_trained("x", "scores", "w1", "w2")))
+        assert exchange.call_count == 5
+        out.sum().backward()
+        assert exchange.call_count == 8

@@ -78,3 +78,44 @@ def test_frozen_layer(two):
 
 def test_bad_arguments(two):
     two.run(ranks.bad_arguments)
+
+
+@pytest.mark.parametrize("setting", ranks.DIFFERENT)
+def test_ranks_that_differ_raise_the_same_error(two, setting):
+    first, second = two.run(ranks.ranks_that_differ, setting)
+    assert first == second
+    assert first.startswith(f"{setting}: expected the same on every rank, got ")
+    assert ranks.DIFFERENT[setting][1] in first
+
+
+def test_dispatches_that_differ(two):
+    first, second = two.run(ranks.dispatches_that_differ)
+    assert first == second and first.startswith("hidden_size: expected the same on every rank")
+
+
+@pytest.mark.parametrize("argument", ranks.WRONG)
+def test_a_wrong_argument_on_one_rank_raises_on_all(two, argument):
+    first, second = two.run(ranks.wrong_on_one_rank, argument)
+    assert "got an error on rank 1. See the message of that rank." in first
+    assert second.startswith(f"{argument.split()[0]}: expected ")
+
+
+@pytest.mark.parametrize("per_rank", [0, 2.0])
+def test_a_wrong_dispatch_on_one_rank_raises_on_all(two, per_rank):
+    first, second = two.run(ranks.dispatch_wrong_on_one_rank, per_rank)
+    assert "an error on rank 1" in first
+    assert second.startswith("experts_per_rank: expected a positive int")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((6, 24), torch.float32), ((2, 4, 8), torch.float32),
+                         ((6, 16), torch.float64)], ids=str,
+)  # fmt: skip
+def test_a_wrong_input_of_the_layer_on_one_rank_raises_on_all(two, shape, dtype):
+    first, second = two.run(ranks.layer_wrong_on_one_rank, shape, dtype)
+    assert "an error on rank 1" in first
+    assert ("hidden_states: expected" if shape[-1] != 16 else "dtype") in second
+
+
+def test_comparing_settings_costs_no_collective(two):
+    two.run(ranks.headers_cost_no_collective)

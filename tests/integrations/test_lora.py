@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from adapters import adapter, check_lora, written_out
+from adapters import LAYOUTS, TENSORS, adapter, check_layout, check_lora, written_out
 from helpers import Case, make_inputs, poisoned, same_bits
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
 from sonicmoe import ActivationType
-from sonicmoe.integrations.lora import lora_experts
+from sonicmoe.integrations.lora import LowRank, lora_experts
 from sonicmoe.tuning import Target, tile_height
 
 CASES = [
@@ -198,3 +198,61 @@ def test_factors_must_fit():
     lora1, lora2 = adapter(given.w1, 8, 1.0), adapter(given.w2, 8, 1.0)
     with pytest.raises(ValueError, match="a of lora1: expected shape"):
         lora_experts(**given.arguments(), lora1=lora2, lora2=lora1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_tensors_in_any_layout(tensor, layout):
+    check_layout((tensor,), layout)
+
+
+@pytest.mark.parametrize("without", ["lora1", "lora2", "both"])
+def test_none_is_no_adapter(without):
+    given = make_inputs(CASES[1])
+    given.scores = given.scores.double()
+    loras = {"lora1": adapter(given.w1, 8, 0.5), "lora2": adapter(given.w2, 8, 2.0)}
+    loras |= dict.fromkeys(loras, None) if without == "both" else {without: None}
+    leaves = [given.x.requires_grad_(), *(t for lora in loras.values() if lora for t in lora[:2])]
+    got = lora_experts(**given.arguments(), **loras, **CASES[1].options)
+    weights = {
+        w: getattr(given, w) if lora is None else written_out(getattr(given, w), lora)
+        for w, lora in zip(("w1", "w2"), loras.values(), strict=True)
+    }
+    want = sonicmoe.experts(**given.arguments() | weights, **CASES[1].options)
+    torch.testing.assert_close(got, want)
+    grads = (torch.autograd.grad(out, leaves, given.dout) for out in (got, want))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+WRONG_ADAPTERS = {
+    "no a": (lambda a, b: (None, b), "a of lora1: expected a tensor, got NoneType"),
+    "no b": (lambda a, b: (a, None), "b of lora1: expected a tensor, got NoneType"),
+    "rank 0": (lambda a, b: (a[:0], b[:, :0]), "a of lora1: expected a positive multiple"),
+    "rows that E does not divide": (
+        lambda a, b: (a[:-1], b[:, :-1]), "a of lora1: expected a positive multiple of E"),
+    "a by expert": (lambda a, b: (a.view(4, 8, -1), b), "a of lora1: expected 2 dimensions"),
+    "b by expert": (lambda a, b: (a, b.view(4, 8, -1)), "b of lora1: expected 2 dimensions"),
+    "another rank of b": (lambda a, b: (a, b[:, :16]), "b of lora1: expected shape"),
+    "transposed b": (lambda a, b: (a, b.T), "b of lora1: expected shape"),
+    "integers": (lambda a, b: (a.long(), b), "a of lora1: expected a floating-point dtype"),
+    "another device": (lambda a, b: (a, b.to("meta")), "b of lora1: expected the device"),
+    "scale": (lambda a, b: (a, b, "2"), "scale of lora1: expected a number, got str"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG_ADAPTERS)
+def test_adapters_are_checked(mistake):
+    given = make_inputs(CASES[0])
+    wrong, message = WRONG_ADAPTERS[mistake]
+    a, b, _ = adapter(given.w1, 8, 1.0)
+    lora1, lora2 = LowRank(*wrong(a.detach(), b.detach())), adapter(given.w2, 8, 1.0)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        lora_experts(**given.arguments(), lora1=lora1, lora2=lora2)
+
+
+def test_a_pair_is_no_adapter():
+    given = make_inputs(CASES[0])
+    lora1, lora2 = adapter(given.w1, 8, 1.0), adapter(given.w2, 8, 1.0)
+    with pytest.raises(ValueError, match="lora1: expected a LowRank or None, got tuple"):
+        lora_experts(**given.arguments(), lora1=tuple(lora1), lora2=lora2)

@@ -1,15 +1,21 @@
 """Small random models of transformers: our backend against `eager`, which is their own loop."""
 
 import copy
+import gc
+import operator
+import weakref
 from collections import Counter
+from types import MethodType
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("transformers")
 
 from hf_models import MODELS, NAME, close, small, step, with_backend
+from transformers.activations import ACT2FN
 
 from sonicmoe import ActivationType
 from sonicmoe.integrations import transformers as adapter
@@ -109,18 +115,6 @@ def test_compiled_without_a_graph_break(name):
     assert blocks and counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("name", "changed"), [("GptOss", "limit"), ("Mixtral", "act_fn")])
-def test_compiled_with_a_gate_that_was_changed(name, changed):
-    """What the configuration does not know is not computed as if it had not been changed."""
-    model = with_backend(small(name), NAME)
-    block = model.model.layers[0].mlp.experts
-    setattr(block, changed, 5.0 if changed == "limit" else torch.nn.Tanh())
-    torch._dynamo.reset()
-    given = torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2)
-    with pytest.raises(Exception, match="experts: expected"):
-        torch.compile(block, backend="eager")(*given)
-
-
 def test_absent_experts_drop_out():
     """transformers marks experts of other ranks with the number of local experts, and weight 0."""
     block = with_backend(small("Mixtral"), NAME).model.layers[0].mlp.experts
@@ -175,11 +169,132 @@ def test_another_clamp_raises():
         step(model)
 
 
+def _another_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate) * up
+
+
+def _set(name, value):
+    """A change of an attribute of the experts or, with a dot in its name, of a module in there."""
+
+    def change(block):
+        owner, _, attribute = name.rpartition(".")
+        owner = operator.attrgetter(owner)(block) if owner else block
+        setattr(owner, attribute, copy.deepcopy(value))
+
+    return change
+
+
+_same, _clamped = _set("unused", None), "SWIGLU_CLAMPED"
+# The model; changes, each with the activation that follows; None: not one of ours.
+CHANGES = {
+    "limit": ("GptOss", (_set("limit", 5.0), None), (_set("limit", 7.0), _clamped),
+              (_set("limit", 5.0), None)),
+    "alpha": ("GptOss", (_same, _clamped), (_set("alpha", 1.0), None)),
+    "act_fn": ("Mixtral", (_same, "SWIGLU"), (_set("act_fn", torch.nn.GELU()), "GEGLU")),
+    "number of act_fn": (
+        "Mixtral", (_set("act_fn", torch.nn.LeakyReLU(0.0)), "REGLU"),
+        (_set("act_fn.negative_slope", 0.5), None)),
+    "string of act_fn": (
+        "Mixtral", (_set("act_fn", torch.nn.GELU()), "GEGLU"),
+        (_set("act_fn.approximate", "tanh"), "GEGLU_TANH")),
+    "function of act_fn": (
+        "Mixtral", (_set("act_fn", ACT2FN["gelu"]), "GEGLU"),
+        (_set("act_fn.act", torch.nn.functional.silu), "SWIGLU")),
+    "module within act_fn": (
+        "Mixtral", (_set("act_fn", torch.nn.Sequential(torch.nn.LeakyReLU(0.5))), None),
+        (_set("act_fn.0.negative_slope", 0.0), "REGLU"),
+        (_set("act_fn.0.negative_slope", 0.5), None)),
+    "gate of the module": (
+        "Mixtral", (_same, "SWIGLU"),
+        (lambda b: setattr(b, "_apply_gate", MethodType(_another_gate, b)), "GEGLU")),
+}  # fmt: skip
+
+
+def _check_changes(name, *changes, calls, compiled):
+    block = next(m for m in with_backend(small(name), NAME).modules() if hasattr(m, "has_gate"))
+    given = torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2)
+    torch._dynamo.reset()
+    run = torch.compile(block, backend="eager", fullgraph=True) if compiled else block
+    for change, activation in changes:
+        change(block)
+        for _ in range(2):
+            if activation is None:
+                with pytest.raises(Exception, match="experts: expected an activation among"):
+                    run(*given)
+            else:
+                run(*given)
+                assert calls.pop() is ActivationType[activation]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_calls_are_noticed(change, calls):
+    _check_changes(*CHANGES[change], calls=calls, compiled=False)
+
+
+@pytest.mark.parametrize(
+    "change", ["limit", "act_fn", "module within act_fn", "gate of the module"]
+)
+def test_changes_between_compiled_calls_are_noticed(change, calls):
+    _check_changes(*CHANGES[change], calls=calls, compiled=True)
+
+
+def test_a_gate_replaced_on_the_class_is_noticed(monkeypatch, calls):
+    block = with_backend(small("Mixtral"), NAME).model.layers[0].mlp.experts
+    given = torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2)
+    block(*given)
+    monkeypatch.setattr(type(block), "_apply_gate", _another_gate)
+    block(*given)
+    assert calls == [ActivationType.SWIGLU, ActivationType.GEGLU]
+
+
+def test_a_module_is_recognised_once_and_not_kept_alive(monkeypatch):
+    block = with_backend(small("GptOss"), NAME).model.layers[0].mlp.experts
+    seen, original = [], adapter._recognise
+    monkeypatch.setattr(adapter, "_recognise", lambda *a: seen.append(a) or original(*a))
+    for _ in range(3):
+        block(torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2))
+    assert len(seen) == 1 and block in adapter._known
+    found = weakref.ref(block)
+    del block, seen[:]
+    gc.collect()
+    assert found() is None
+
+
+def test_nothing_of_the_recognition_is_left_in_the_compiled_graph():
+    block = with_backend(small("GptOss"), NAME).model.layers[0].mlp.experts
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    compiled(torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2))
+    operators = {str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"}
+    ours = {name for name in operators if name.startswith("sonicmoe.")}
+    assert len(ours) == 4 and operators - ours <= {
+        "aten.transpose.int",
+        "<built-in function getitem>",
+    }
+
+
 def test_flags_that_contradict_the_gate_raise():
     model = with_backend(small("Mixtral"), NAME)
     model.model.layers[0].mlp.experts.is_concatenated = False
     with pytest.raises(ValueError, match="expected an activation among"):
         step(model)
+
+
+@pytest.mark.parametrize("weights", [3, 5])
+def test_another_number_of_experts_than_the_module_says_raises(weights):
+    """Tokens of experts without weights would be left out of the sum."""
+    block = with_backend(small("Mixtral"), NAME).model.layers[0].mlp.experts
+    block.gate_up_proj = torch.nn.Parameter(torch.randn(weights, 32, 32))
+    block.down_proj = torch.nn.Parameter(torch.randn(weights, 32, 16))
+    with pytest.raises(ValueError, match=r"gate_up_proj: expected the weights of 4 experts"):
+        block(torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2))
 
 
 def test_post_expert_norm_raises():

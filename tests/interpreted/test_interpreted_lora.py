@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapters import check_lora
+from adapters import TENSORS, check_layout, check_lora
 from helpers import ACTIVATIONS, Case
 
 from sonicmoe.ops import launch_products
@@ -48,3 +48,8 @@ def test_configurations_of_other_devices(arch, monkeypatch):
     check_lora(
         Case(TINY, bias=True, gate_up="concatenated", routing="dropped"), 16, "cpu", "triton"
     )
+
+
+@pytest.mark.parametrize("layout", ["strided", "expanded", "first dimension last"])
+def test_tensors_in_any_layout(layout):
+    check_layout(TENSORS, layout, "triton")

@@ -12,9 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..enums import ActivationType
-from ..functional import _autocast
+from ..errors import bad_argument
+from ..functional import _autocast, _check_pairs
 from ..functional import experts as local_experts
-from ..validation import check_choice, check_weights, resolve_backend
+from ..main_grad import with_main_grad
+from ..validation import check_choice, check_rank, check_weights, resolve_backend
+from .agreement import Settings, raise_on_all_ranks
 from .plan import Plan, make_plan
 
 
@@ -52,14 +55,23 @@ def experts(
     group, others drop out. Weights and biases are this rank's E experts, which are r·E to (r+1)·E−1
     on rank r; their gradients count the tokens of every rank. Every rank must call it, and must run
     the backward pass if one does. Without a group: all ranks.
+
+    Ranks that differ in anything but their tokens raise the same ValueError, and a bad argument on
+    one rank raises on all.
     """
-    x, b1, b2 = _autocast(x, b1, b2)  # before x travels
-    check_weights(x, w1, w2, b1, b2, activation, gate_up)  # before ranks wait for each other
-    if slot_token is None:
-        check_choice(x, ids, scores)
-    arrived, plan = dispatch(
-        x, ids, scores, w1.shape[0], group, slot_token=slot_token, token_start=token_start
-    )
+    with raise_on_all_ranks(group, w1, x, ids):
+        x, b1, b2 = _autocast(x, b1, b2)  # before x travels
+        check_weights(x, w1, w2, b1, b2, activation, gate_up)
+        _check_tokens(x, ids, scores, w1.shape[0], slot_token, token_start)
+        resolve_backend(backend, x)
+        for w in (w1, w2):
+            with_main_grad(w)  # raises if the buffer does not fit
+        settings = _settings(x, scores, w1.shape[0])._replace(
+            output_requires_grad=_needs_gradient(x, scores, w1, w2, b1, b2),
+            intermediate_size=w2.shape[2], activation=activation, gate_up=gate_up,
+            has_b1=b1 is not None, has_b2=b2 is not None,
+        )  # fmt: skip
+    arrived, plan = _dispatch(x, ids, scores, settings, group, slot_token, token_start)
     y = local_experts(
         arrived.rows, arrived.ids, arrived.scores, w1, w2, b1, b2, slot_token=arrived.pair_row,
         activation=activation, gate_up=gate_up, backend=backend,
@@ -80,11 +92,46 @@ def dispatch(
     """Send x (T, H) to the ranks that hold the experts ids (T, K), once to each, with the scores.
 
     Differentiable in x and scores. Expert e lives on rank e // experts_per_rank as number
-    e % experts_per_rank. `slot_token` and `token_start` as in `sonicmoe.experts`.
+    e % experts_per_rank. `slot_token` and `token_start` as in `sonicmoe.experts`. Raises on every
+    rank where one has a bad argument, or another number of experts, hidden size or dtype.
     """
-    plan = make_plan(ids, x.shape[0], experts_per_rank, group, slot_token, token_start)
+    with raise_on_all_ranks(group, x, ids):
+        _check_tokens(x, ids, scores, experts_per_rank, slot_token, token_start)
+        settings = _settings(x, scores, experts_per_rank)
+    return _dispatch(x, ids, scores, settings, group, slot_token, token_start)
+
+
+def _check_tokens(x, ids, scores, experts_per_rank, slot_token, token_start) -> None:
+    check_rank("x", x, "(T, H)")
+    if not isinstance(experts_per_rank, int) or experts_per_rank < 1:
+        raise bad_argument(
+            "experts_per_rank", "a positive int", repr(experts_per_rank), "Pass w1.shape[0]."
+        )
+    if slot_token is not None:
+        _check_pairs(x, ids, scores, slot_token, token_start)
+        return
+    check_choice(x, ids, scores)
+    if token_start is not None:
+        raise bad_argument(
+            "token_start", "None without slot_token", "a tensor", "Pass slot_token as well."
+        )
+
+
+def _settings(x: torch.Tensor, scores: torch.Tensor, experts_per_rank: int) -> Settings:
+    return Settings(
+        experts_per_rank, x.shape[1], x.dtype, scores.dtype, _needs_gradient(x),
+        _needs_gradient(scores),
+    )  # fmt: skip
+
+
+def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _dispatch(x, ids, scores, settings, group, slot_token, token_start) -> tuple[Arrived, Plan]:
+    plan = make_plan(ids, x.shape[0], settings, group, slot_token, token_start)
     rows, pair_scores = _Dispatch.apply(x, scores, plan)
-    local_ids = ids.flatten()[plan.pair_slot] % experts_per_rank
+    local_ids = ids.flatten()[plan.pair_slot] % settings.experts_per_rank
     pairs = torch.stack([plan.pair_row, local_ids], dim=1).to(torch.int32)
     pair_row, local_ids = plan.pairs.forth(pairs).unbind(1)
     # A pair counts rows from its sender's first; here they stand behind those of earlier senders.

@@ -1,6 +1,7 @@
 """The layer with its experts spread over a mesh dimension."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from ..errors import bad_argument
 from ..moe import MoE
 from ..routing import Routing
+from .agreement import raise_on_all_ranks
 from .layer import experts
 
 
@@ -24,6 +26,22 @@ class ExpertParallelMoE(MoE):
     """
 
     mesh: DeviceMesh
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
+        with self._raise_on_all_ranks():
+            if hidden_states.shape[-1:] != (self.hidden_size,):
+                raise bad_argument(
+                    "hidden_states", f"(…, H) with H = {self.hidden_size}",
+                    tuple(hidden_states.shape), "Its last dimension is the layer's hidden size.",
+                )  # fmt: skip
+        return super().forward(hidden_states, *args, **kwargs)
+
+    def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._raise_on_all_ranks():
+            return super()._router_logits(x)
+
+    def _raise_on_all_ranks(self) -> AbstractContextManager[None]:
+        return raise_on_all_ranks(self.mesh.get_group(), _local(self.c_fc.weight))
 
     def _router_weight(self) -> torch.Tensor:
         return _SumOfGradients.apply(_local(self.router.weight), self.mesh.get_group())

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ..functional import permute
+from .agreement import Settings, exchange_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +61,18 @@ class Plan:
 def make_plan(
     ids: torch.Tensor,
     tokens: int,
-    experts_per_rank: int,
+    settings: Settings,
     group: dist.ProcessGroup | None,
     slot_token: torch.Tensor | None = None,
     token_start: torch.Tensor | None = None,
 ) -> Plan:
     """ids (T, K), or (S,) with `slot_token`; expert e lives on rank e // experts_per_rank.
 
-    Waits for the device once: `all_to_all_single` wants the number of lines on the host.
+    Raises a ValueError on every rank if their settings differ. Waits for the device once:
+    `all_to_all_single` wants the number of lines on the host.
     """
     ranks, slots, device = dist.get_world_size(group), ids.numel(), ids.device
+    experts_per_rank = settings.experts_per_rank
     here = (ids >= 0) & (ids < ranks * experts_per_rank)
     rank = torch.where(here, ids // experts_per_rank, -1)
     # Ranks take the place of experts: the sort that the layer has anyway makes the list of pairs.
@@ -86,9 +89,7 @@ def make_plan(
     row, row_start = before[1:] - 1, before[pair_start]
 
     leaving = torch.stack([row_start.diff(), pair_start.diff()], dim=1)
-    coming = torch.empty_like(leaving)
-    dist.all_to_all_single(coming, leaving, group=group)
-    rows_out, pairs_out, rows_in, pairs_in = torch.cat([leaving, coming], dim=1).T.tolist()
+    coming, (rows_out, pairs_out, rows_in, pairs_in) = exchange_counts(leaving, settings, group)
 
     num_rows, num_pairs = sum(rows_out), sum(pairs_out)
     row_token = torch.empty(slots + 1, dtype=torch.long, device=device)

@@ -13,10 +13,18 @@ from .. import ops
 from ..autograd import apply, apply_then_rest, later, once_differentiable
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..functional import _autocast, permute
+from ..functional import _autocast, _dense, _row_contiguous, _score_dtype, permute
 from ..permutation import Permutation
 from ..shapes import ceil_div
-from ..validation import check_choice, check_shape, check_weights, resolve_backend
+from ..validation import (
+    check_choice,
+    check_device,
+    check_floating,
+    check_rank,
+    check_shape,
+    check_weights,
+    resolve_backend,
+)
 
 
 class LowRank(NamedTuple):
@@ -34,8 +42,8 @@ def lora_experts(
     scores: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
-    lora1: LowRank,
-    lora2: LowRank,
+    lora1: LowRank | None,
+    lora2: LowRank | None,
     b1: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     *,
@@ -45,7 +53,8 @@ def lora_experts(
 ) -> torch.Tensor:
     """`sonicmoe.experts` with adapters on frozen weights; gradients for x, scores and the factors.
 
-    Kept for the backward pass: x, Z, and X A1ᵀ and A A2ᵀ, which are r numbers a row each.
+    None in place of an adapter leaves that weight as it is. Kept for the backward pass: x, Z, and
+    X A1ᵀ and A A2ᵀ, which are r numbers a row each.
     """
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
@@ -55,27 +64,58 @@ def lora_experts(
             raise bad_argument(
                 name, "a frozen tensor", "one that requires a gradient", "requires_grad_(False)."
             )
+    _check_adapter("lora1", lora1, w1)
+    _check_adapter("lora2", lora2, w2)
     backend = resolve_backend(backend, x)
     p = permute(ids, w1.shape[0], dtype=x.dtype, backend=backend)
-    factors = *_by_expert("lora1", lora1, w1, backend), *_by_expert("lora2", lora2, w2, backend)
-    scores = scores.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    factors = *_by_expert(lora1, w1, backend), *_by_expert(lora2, w2, backend)
+    x, scores, w1, w2 = _row_contiguous(x), _score_dtype(scores, x), _dense(w1), _dense(w2)
+    b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
     concatenated = gate_up == "concatenated"
     return apply_then_rest(
         _LowRankLayer,
-        x.contiguous(), scores, *factors, w1, w2, b1, b2, p, activation, concatenated, backend,
+        x, scores, *factors, w1, w2, b1, b2, p, activation, concatenated, backend,
     )  # fmt: skip
 
 
+def _check_adapter(name: str, lora: LowRank | None, w: torch.Tensor) -> None:
+    if lora is None:
+        return
+    if not isinstance(lora, LowRank):
+        raise bad_argument(name, "a LowRank or None", type(lora).__name__, "LowRank(a, b, scale).")
+    experts, out_size, in_size = w.shape
+    for factor, t, dims in (("a", lora.a, "(r·E, in)"), ("b", lora.b, "(out, r·E)")):
+        if not isinstance(t, torch.Tensor):
+            raise bad_argument(
+                f"{factor} of {name}", "a tensor", type(t).__name__, "None as the adapter: no LoRA."
+            )
+        check_rank(f"{factor} of {name}", t, dims)
+        check_floating(f"{factor} of {name}", t)
+        check_device(f"{factor} of {name}", t, w)
+    rank, rest = divmod(lora.a.shape[0], experts)
+    if rank < 1 or rest:
+        raise bad_argument(
+            f"a of {name}", f"a positive multiple of E = {experts} rows, r for each expert",
+            tuple(lora.a.shape), "Rows are sorted by expert, then by rank.",
+        )  # fmt: skip
+    check_shape(f"a of {name}", lora.a, (rank * experts, in_size), "(r·E, in)")
+    check_shape(f"b of {name}", lora.b, (out_size, rank * experts), "(out, r·E)")
+    if not isinstance(lora.scale, (int, float)):
+        raise bad_argument(
+            f"scale of {name}", "a number", type(lora.scale).__name__, "Pass lora_alpha / r."
+        )
+
+
 def _by_expert(
-    name: str, lora: LowRank, w: torch.Tensor, backend: str
+    lora: LowRank | None, w: torch.Tensor, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A (E, r, in) and scale·B (E, out, r), the rank filled up with zeros to a multiple of 8."""
     experts, out_size, in_size = w.shape
+    if lora is None:
+        return w.new_zeros(experts, 8, in_size), w.new_zeros(experts, out_size, 8)
     rank = lora.a.shape[0] // experts
-    check_shape(f"a of {name}", lora.a, (rank * experts, in_size), "(r·E, in)")
-    check_shape(f"b of {name}", lora.b, (out_size, rank * experts), "(out, r·E)")
-    a = lora.a.view(experts, rank, in_size).to(w.dtype)
-    b = lora.b.view(out_size * rank, experts)
+    a = lora.a.contiguous().view(experts, rank, in_size).to(w.dtype)
+    b = lora.b.contiguous().view(out_size * rank, experts)
     b = apply(_Transposed, b, float(lora.scale), w.dtype, backend).view(experts, out_size, rank)
     more = ceil_div(rank, 8) * 8 - rank
     return (F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))) if more else (a, b)

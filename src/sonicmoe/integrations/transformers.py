@@ -4,13 +4,13 @@ transformers calls one function with the experts module, the tokens and the rout
 router, the shared experts and the losses stay those of the model.
 """
 
-import ctypes
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from ..enums import ActivationType
@@ -19,9 +19,9 @@ from ..functional import experts
 from ..reference.activation import activate, join_gate_up
 
 _REMEDY = "Load this model with experts_implementation='grouped_mm'."
-# `ActivationType(value)` of a value that was told while compiling is an error in PyTorch 2.11.
+# While compiling, `ActivationType(value)` of a constant result is an error in PyTorch 2.11.
 _BY_VALUE = {a.value: a for a in ActivationType}
-_activations: WeakKeyDictionary[nn.Module, ActivationType] = WeakKeyDictionary()
+_known: "WeakKeyDictionary[nn.Module, _Known]" = WeakKeyDictionary()
 
 
 def register(name: str = "sonicmoe_experts") -> None:
@@ -50,6 +50,11 @@ def experts_forward(
     w1, w2 = _local(module, name), _local(module, "down_proj")
     b1 = _local(module, f"{name}_bias") if module.has_bias else None
     b2 = _local(module, "down_proj_bias") if module.has_bias else None
+    if getattr(module, "num_experts", len(w1)) != len(w1):  # ids of the others would drop out
+        raise bad_argument(
+            name, f"the weights of {module.num_experts} experts (num_experts)", tuple(w1.shape),
+            "Change num_experts of the module together with its weights.",
+        )  # fmt: skip
     if module.is_transposed:
         w1, w2 = w1.mT, w2.mT
     out = experts(
@@ -66,71 +71,95 @@ def _local(module: Any, name: str) -> torch.Tensor:
 
 
 def _activation(module: Any) -> ActivationType:
-    """Which of our activations is the model's, told by what it computes rather than by its name:
-    models override `_apply_gate`, and two with the same `hidden_act` may clamp differently."""
+    """Which of our activations is the model's, recognised by what it computes rather than by its
+    name: models override `_apply_gate`, and two with the same `hidden_act` may clamp differently.
+    """
     if torch.compiler.is_compiling():
         return _activation_while_compiling(module)
-    if module not in _activations:
-        _activations[module] = _recognise(module)
-    return _activations[module]
+    known = _known.get(module)
+    if known is None or known.state != _state(module, *known.names):
+        known = _Known(module)
+        if known.cacheable:
+            _known[module] = known
+    return known.activation
+
+
+class _Known:
+    """The activation of a module, and everything that it was recognised from."""
+
+    def __init__(self, module: Any) -> None:
+        self.activation = _BY_VALUE[_recognise(*_evaluated(module))]
+        own, act_fn = vars(module), _act_fn(module)
+        self.names = (
+            [name for name, value in own.items() if isinstance(value, (int, float))],
+            [name for name, value in _vars(act_fn).items() if not isinstance(value, (dict, set))],
+        )
+        self.state = _state(module, *self.names)
+        # A function of the module itself may refer to it, and would keep it alive; what a closure
+        # and modules within `act_fn` depend on is not in the state.
+        self.cacheable = (
+            "_apply_gate" not in own
+            and getattr(act_fn, "__closure__", None) is None
+            and not getattr(act_fn, "_modules", None)
+        )
+
+
+def _state(module: Any, names: list[str], act_fn_names: list[str]) -> tuple:
+    """Class, gate, `act_fn`, and the attributes of both that can change what they compute."""
+    own, kind, act_fn = vars(module), type(module), _act_fn(module)
+    of_act_fn = _vars(act_fn)
+    return (
+        kind, getattr(kind, "_apply_gate", None), act_fn,
+        len(own), [own.get(name) for name in names],
+        len(of_act_fn), [of_act_fn.get(name) for name in act_fn_names],
+    )  # fmt: skip
+
+
+def _act_fn(module: Any) -> Any:
+    return getattr(module, "act_fn", None)
+
+
+def _vars(thing: Any) -> dict[str, Any]:
+    return getattr(thing, "__dict__", {})
 
 
 def _activation_while_compiling(module: Any) -> ActivationType:
-    """By what the layers of a model share, so that what is compiled for one of them serves all: its
-    class, its configuration, and what may have been changed on the module itself. The id of a
-    configuration, since PyTorch 2.11 takes no object for a constant."""
-    kind, config_id = type(module), id(module.config)
-    numbers = tuple(getattr(module, name) for name in _numbers(kind, config_id).split())
-    act_fn = type(getattr(module, "act_fn", None))
-    return _BY_VALUE[_activation_of_kind(kind, config_id, numbers, act_fn)]
+    """Let Dynamo trace the gate: it then guards everything that the gate reads, and compiles again
+    when that changes. Nobody uses the traced operations, so none is left in the compiled graph."""
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, float):
+                value.hex()  # a float that has changed is guarded by its value only if asked for it
+    return _BY_VALUE[_recognise(*_evaluated(module))]
 
 
-@torch.compiler.assume_constant_result
-def _numbers(kind: type[nn.Module], config_id: int) -> str:
-    """Names of the module's own numbers, such as a gate's limit."""
-    own = vars(_new(kind, config_id))
-    return " ".join(name for name, value in own.items() if isinstance(value, float))
-
-
-@torch.compiler.assume_constant_result
-def _activation_of_kind(
-    kind: type[nn.Module], config_id: int, numbers: tuple[float, ...], act_fn: type
-) -> str:
-    module = _new(kind, config_id)
-    for name, number in zip(_numbers(kind, config_id).split(), numbers, strict=True):
-        setattr(module, name, number)
-    usual = type(getattr(module, "act_fn", None))
-    if act_fn is not usual:
-        raise bad_argument(
-            "experts", f"the act_fn of their configuration, {usual.__name__}",
-            f"{act_fn.__name__} in {kind.__name__}", "Do not compile them, or: " + _REMEDY,
-        )  # fmt: skip
-    return _recognise(module).value
-
-
-def _new(kind: type[nn.Module], config_id: int) -> Any:
-    with torch.device("meta"):
-        return kind(ctypes.cast(config_id, ctypes.py_object).value)
-
-
-@torch.no_grad()
-def _recognise(module: Any) -> ActivationType:
-    line = torch.linspace(-12, 12, 49, dtype=torch.float64, device="cpu")
-    line = torch.cat([line, torch.tensor([-1e3, 1e3], dtype=torch.float64, device="cpu")])
-    z, function = line, module.act_fn if not module.has_gate else module._apply_gate
+def _evaluated(module: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool, bool, str]:
+    """Points z, and what the module computes of them; None if it has parameters for that."""
+    act_fn = _act_fn(module)
+    z = torch.linspace(-12, 12, 49, dtype=torch.float64, device="cpu")
+    z = F.pad(F.pad(z, (1, 0), value=-1e3), (0, 1), value=1e3)
     if module.has_gate:
-        gate, up = torch.cartesian_prod(line, line).T
+        gate, up = torch.cartesian_prod(z, z).T
         z = join_gate_up(gate, up, module.is_concatenated)
-    try:
-        wanted = function(z[None])
-    except RuntimeError:  # an activation with parameters of its own, which live on another device
-        wanted = torch.full((1, 1), torch.nan, dtype=torch.float64)
-    candidates = [a for a in ActivationType if a.is_gated == module.has_gate]
+    z, wanted = z[None], None
+    if not isinstance(act_fn, nn.Module) or not [*act_fn.parameters(), *act_fn.buffers()]:
+        wanted = module._apply_gate(z) if module.has_gate else act_fn(z)
+    return z, wanted, module.has_gate, module.is_concatenated, type(module).__name__
+
+
+@torch.compiler.assume_constant_result  # runs while Dynamo traces, on the values of the tensors
+def _recognise(
+    z: torch.Tensor, wanted: torch.Tensor | None, gated: bool, concatenated: bool, name: str
+) -> str:
+    """The value of the activation that makes `wanted` of z."""
+    candidates = [a for a in ActivationType if a.is_gated == gated]
     for activation in candidates:
-        ours = activate(z[None], activation, module.is_concatenated)
-        if ours.shape == wanted.shape and torch.allclose(ours, wanted, rtol=1e-6, atol=1e-6):
-            return activation
+        ours = activate(z, activation, concatenated)
+        if wanted is None or wanted.shape != ours.shape:
+            continue
+        if torch.allclose(ours, wanted, rtol=1e-6, atol=1e-6):
+            return activation.value
     raise bad_argument(
         "experts", "an activation among " + ", ".join(a.name for a in candidates),
-        f"another one in {type(module).__name__}", _REMEDY,
+        f"another one in {name}", _REMEDY,
     )  # fmt: skip
