@@ -56,14 +56,7 @@ def experts(
     GPU, where reading them would wait for the device, they put NaN into the output.
     Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
     """
-    if slot_token is None and token_start is not None:
-        raise bad_argument(
-            "token_start", "None without slot_token", "a tensor",
-            "Pass both for tokens with different numbers of experts, or neither.",
-        )  # fmt: skip
-    if slot_token is not None and token_start is not None:
-        _check_pairs(x, ids, scores, slot_token, token_start)
-        scores, token_start = _check_token_start(scores, slot_token, token_start)
+    ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
     run, _ = prepared_experts(
         x, ids, scores, w1, w2, b1, b2, slot_token, token_start, activation, gate_up, backend
     )
@@ -84,8 +77,6 @@ def prepared_experts(
         check_choice(x, ids, scores)
     else:
         _check_pairs(x, ids, scores, slot_token, token_start)
-        if token_start is None:  # else our own router made both, or `experts` has checked them
-            ids, scores = _check_slot_token(x, ids, scores, slot_token)
     backend = resolve_backend(backend, x)
     if x.is_cuda and backend == "triton":
         _compile_ahead(x, ids, w1, w2, b1, b2, activation, gate_up, logits)
@@ -301,13 +292,34 @@ def _check_pairs(x, ids, scores, slot_token, token_start) -> None:
     check_device("scores", scores, x)
 
 
-def _check_slot_token(x, ids, scores, slot_token) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids, −1 for pairs whose token does not exist, and scores, NaN where tokens do not ascend."""
+def check_slots(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    slot_token: torch.Tensor | None,
+    token_start: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """ids, scores and token_start as `experts` may use them, their values checked too.
+
+    Pairs whose token does not exist get the id −1. Where values do not fit, see `nan_unless`.
+    """
+    if slot_token is None:
+        if token_start is not None:
+            raise bad_argument(
+                "token_start", "None without slot_token", "a tensor",
+                "Pass both for tokens with different numbers of experts, or neither.",
+            )  # fmt: skip
+        check_choice(x, ids, scores)
+        return ids, scores, None
+    _check_pairs(x, ids, scores, slot_token, token_start)
     ids = torch.where((slot_token >= 0) & (slot_token < x.shape[0]), ids, -1)
-    return ids, nan_unless(
+    if token_start is not None:
+        return ids, *_check_token_start(scores, slot_token, token_start)
+    scores = nan_unless(
         (slot_token[1:] >= slot_token[:-1]).all(), scores,
         "slot_token", "tokens in ascending order", "another order", "Sort the pairs by token.",
     )  # fmt: skip
+    return ids, scores, None
 
 
 def _check_token_start(scores, slot_token, token_start) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .functional import prepared_experts, router_logits
+from .functional import check_slots, prepared_experts, router_logits
 from .routing import Router, Routing, auxiliary_loss, make_router
 from .shapes import check_size
 from .validation import (
@@ -113,12 +113,7 @@ class MoE(nn.Module):
 
         Without a backend, GPU tensors take the Triton kernels and others plain PyTorch.
         """
-        backend = _backend_name(kernel_backend_moe)
-        if hidden_states.dim() == 0 or hidden_states.shape[-1] != self.hidden_size:
-            raise bad_argument(
-                "hidden_states", f"(…, H) with H = {self.hidden_size}, the layer's hidden_size",
-                tuple(hidden_states.shape), "The last dimension is one token's vector.",
-            )  # fmt: skip
+        backend = self._checked_backend(hidden_states, kernel_backend_moe)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
             flat = hidden_states.dim() == 2  # a view would cost the host a node each way
             x = hidden_states if flat else hidden_states.reshape(-1, self.hidden_size)
@@ -129,6 +124,17 @@ class MoE(nn.Module):
             aux_loss = None if is_inference_mode else self._aux_loss(logits, r, counts, backend)
             out = run()
         return out if flat else out.view(hidden_states.shape), aux_loss
+
+    def _checked_backend(
+        self, hidden_states: torch.Tensor, backend: KernelBackendMoE | None
+    ) -> str | None:
+        """The name of the backend, once the arguments of `forward` are checked."""
+        if hidden_states.shape[-1:] != (self.hidden_size,):
+            raise bad_argument(
+                "hidden_states", f"(…, H) with H = {self.hidden_size}, the layer's hidden_size",
+                tuple(hidden_states.shape), "The last dimension is one token's vector.",
+            )  # fmt: skip
+        return _backend_name(backend)
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits, and x for the experts. A plain `nn.Linear` is fused, others are called."""
@@ -156,9 +162,12 @@ class MoE(nn.Module):
         self, x: torch.Tensor, routing: Routing, backend: str | None
     ) -> tuple[Callable[[], torch.Tensor], torch.Tensor | None]:
         """What computes the output, and the rows of each expert where they were counted."""
+        ids, scores = routing.ids, routing.scores
+        if routing.slot_token is not None and routing.token_start is None:
+            # With token_start both are of our own making: token rounding.
+            ids, scores, _ = check_slots(x, ids, scores, routing.slot_token, None)
         return prepared_experts(
-            x, routing.ids, routing.scores,
-            self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
+            x, ids, scores, self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
             routing.slot_token, routing.token_start, self.activation_function, self.gate_up,
             backend, logits=routing.logits.dtype,
         )  # fmt: skip

@@ -104,7 +104,7 @@ def test_a_wrong_argument_on_one_rank_raises_on_all(two, argument):
 def test_a_wrong_dispatch_on_one_rank_raises_on_all(two, per_rank):
     first, second = two.run(ranks.dispatch_wrong_on_one_rank, per_rank)
     assert "an error on rank 1" in first
-    assert second.startswith("experts_per_rank: expected a positive int")
+    assert second.startswith("experts_per_rank: expected an integer of at least 1")
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from .. import ops
+from ..autograd import once_differentiable
 from ..enums import ActivationType
-from ..errors import bad_argument
-from ..functional import _autocast, _check_pairs
+from ..functional import _autocast, check_slots
 from ..functional import experts as local_experts
 from ..main_grad import with_main_grad
-from ..validation import check_choice, check_rank, check_weights, resolve_backend
+from ..shapes import check_size
+from ..validation import check_rank, check_weights, resolve_backend
 from .agreement import Settings, raise_on_all_ranks
 from .plan import Plan, make_plan
 
@@ -62,7 +62,7 @@ def experts(
     with raise_on_all_ranks(group, w1, x, ids):
         x, b1, b2 = _autocast(x, b1, b2)  # before x travels
         check_weights(x, w1, w2, b1, b2, activation, gate_up)
-        _check_tokens(x, ids, scores, w1.shape[0], slot_token, token_start)
+        ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
         resolve_backend(backend, x)
         for w in (w1, w2):
             with_main_grad(w)  # raises if the buffer does not fit
@@ -96,25 +96,11 @@ def dispatch(
     rank where one has a bad argument, or another number of experts, hidden size or dtype.
     """
     with raise_on_all_ranks(group, x, ids):
-        _check_tokens(x, ids, scores, experts_per_rank, slot_token, token_start)
+        check_rank("x", x, "(T, H)")
+        check_size("experts_per_rank", experts_per_rank)
+        ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
         settings = _settings(x, scores, experts_per_rank)
     return _dispatch(x, ids, scores, settings, group, slot_token, token_start)
-
-
-def _check_tokens(x, ids, scores, experts_per_rank, slot_token, token_start) -> None:
-    check_rank("x", x, "(T, H)")
-    if not isinstance(experts_per_rank, int) or experts_per_rank < 1:
-        raise bad_argument(
-            "experts_per_rank", "a positive int", repr(experts_per_rank), "Pass w1.shape[0]."
-        )
-    if slot_token is not None:
-        _check_pairs(x, ids, scores, slot_token, token_start)
-        return
-    check_choice(x, ids, scores)
-    if token_start is not None:
-        raise bad_argument(
-            "token_start", "None without slot_token", "a tensor", "Pass slot_token as well."
-        )
 
 
 def _settings(x: torch.Tensor, scores: torch.Tensor, experts_per_rank: int) -> Settings:

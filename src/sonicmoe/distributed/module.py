@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from ..enums import KernelBackendMoE
 from ..errors import bad_argument
-from ..moe import MoE
+from ..moe import MoE, is_plain_linear
 from ..routing import Routing
 from .agreement import raise_on_all_ranks
 from .layer import experts
@@ -27,17 +28,19 @@ class ExpertParallelMoE(MoE):
 
     mesh: DeviceMesh
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
+    def _checked_backend(
+        self, hidden_states: torch.Tensor, backend: KernelBackendMoE | None
+    ) -> str | None:
         with self._raise_on_all_ranks():
-            if hidden_states.shape[-1:] != (self.hidden_size,):
-                raise bad_argument(
-                    "hidden_states", f"(…, H) with H = {self.hidden_size}",
-                    tuple(hidden_states.shape), "Its last dimension is the layer's hidden size.",
-                )  # fmt: skip
-        return super().forward(hidden_states, *args, **kwargs)
+            return super()._checked_backend(hidden_states, backend)
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with self._raise_on_all_ranks():
+            if not is_plain_linear(self.router):
+                raise bad_argument(
+                    "router", "nn.Linear without bias or hooks under expert parallelism",
+                    type(self.router).__name__, "Its gradients are summed over the ranks.",
+                )  # fmt: skip
             return super()._router_logits(x)
 
     def _raise_on_all_ranks(self) -> AbstractContextManager[None]:

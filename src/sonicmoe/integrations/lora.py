@@ -13,7 +13,8 @@ from .. import ops
 from ..autograd import apply, apply_then_rest, later, once_differentiable
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..functional import _autocast, _dense, _row_contiguous, _score_dtype, permute
+from ..functional import _autocast, _score_dtype, permute
+from ..ops.layout import dense_weight
 from ..permutation import Permutation
 from ..shapes import ceil_div
 from ..validation import (
@@ -69,8 +70,8 @@ def lora_experts(
     backend = resolve_backend(backend, x)
     p = permute(ids, w1.shape[0], dtype=x.dtype, backend=backend)
     factors = *_by_expert(lora1, w1, backend), *_by_expert(lora2, w2, backend)
-    x, scores, w1, w2 = _row_contiguous(x), _score_dtype(scores, x), _dense(w1), _dense(w2)
-    b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
+    x, w1, w2 = x.contiguous(), dense_weight(w1), dense_weight(w2)  # once, not in each operator
+    scores = _score_dtype(scores, x)
     concatenated = gate_up == "concatenated"
     return apply_then_rest(
         _LowRankLayer,
@@ -132,7 +133,7 @@ class _Transposed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        return ops.transposed(dout.contiguous(), *ctx.options), None, None, None
+        return ops.transposed(dout, *ctx.options), None, None, None
 
 
 class _Products:
@@ -200,7 +201,7 @@ class _LowRankLayer(torch.autograd.Function):
     def backward(ctx, dout):
         x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2 = ctx.saved_tensors
         p, activation, concat, backend = ctx.options
-        do, dout = _Products(p, backend), dout.contiguous()
+        do = _Products(p, backend)
 
         v2 = do.gathered(dout, b2.mT)
         dz, a, dscores = ops.adapted_down_backward(
