@@ -43,15 +43,22 @@ def laid_out(t: torch.Tensor, layout: str, name: str = "") -> torch.Tensor | Non
     return view.copy_(t)
 
 
-def _equal(want: list, got: list, names: list[str], layout: str) -> None:
-    """Bit for bit, but where a layout is read as it is: another order of the same sum."""
-    as_it_is = "logits" in names or (
-        layout == "transposed" and any(name[0] in "wfc" for name in names)  # weights
-    )
-    if not as_it_is:
+def _equal(want: list, got: list, exact: bool) -> None:
+    if exact:
         return same_bits(dict(enumerate(want)), dict(enumerate(got)))
     for a, b in zip(want, got, strict=True):
-        torch.testing.assert_close(b, a, equal_nan=True)  # NaN: poison that nobody overwrites
+        assert a.isnan().equal(b.isnan())  # poison that nobody overwrites
+        a, b = a.double().nan_to_num(), b.double().nan_to_num()
+        allowed = 2 * torch.finfo(torch.bfloat16 if want[0].itemsize == 2 else torch.float32).eps
+        assert (a - b).norm() <= allowed * a.norm()
+
+
+def _is_exact(names: list[str], layout: str) -> bool:
+    """Bit for bit, unless strides change the order of a sum: PyTorch's own GEMM is handed the
+    router's operands as they are, and kernels read logits and transposed weights by strides."""
+    by_strides = {"logits", "dlogits", "weight", "dx", "router_w", "hidden_states"}
+    weights = layout == "transposed" and any(name[0] in "wfc" for name in names)
+    return not weights and not by_strides.intersection(names)
 
 
 # --- operators ------------------------------------------------------------------------------------
@@ -91,7 +98,7 @@ def check_operator(name: str, args: tuple, layout: str, *, one_by_one: bool = Fa
         if written is not None:
             given[written] = given[written].clone()
         given = [views[i] if i in chosen else a for i, a in enumerate(given)]
-        _equal(call(dense), call(given), [names[i] for i in chosen], layout)
+        _equal(call(dense), call(given), _is_exact([names[i] for i in chosen], layout))
 
 
 # --- public functions -----------------------------------------------------------------------------
@@ -195,7 +202,7 @@ def check_public(
         dense = {**tensors, **{name: _dense(views[name]) for name in chosen if name in views}}
         above = as_view if "upstream" in chosen else lambda t: t
         want = _run(function, dense, lambda t: _dense(above(t)))  # noqa: B023
-        _equal(want, _run(function, given, above), chosen, layout)
+        _equal(want, _run(function, given, above), _is_exact(chosen, layout))
 
 
 def _dense(t: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,9 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
             (given.ids[:0], 4, None, m, b),
             (given.ids.repeat(100, 1), 4, None, m, b),  # more than one span
         ],
-        "router_gradient_into": [(rows[:12].clone(), logits, torch.rand(4, rows.shape[1]))],
+        "router_gradient_into": [
+            (rows[:12].clone(), logits.to(dtype), torch.rand(4, rows.shape[1], dtype=dtype))
+        ],
         "round_tokens": [
             (logits.softmax(-1), ids, 3, subroutine, torch.rand(4), b)
             for subroutine in ("nr-f", "nr-s")

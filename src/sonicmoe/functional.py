@@ -303,6 +303,7 @@ def check_slots(
 
     Pairs whose token does not exist get the id −1. Where values do not fit, see `nan_unless`.
     """
+    check_rank("x", x, "(T, H)")
     if slot_token is None:
         if token_start is not None:
             raise bad_argument(

@@ -164,7 +164,7 @@ class MoE(nn.Module):
         """What computes the output, and the rows of each expert where they were counted."""
         ids, scores = routing.ids, routing.scores
         if routing.slot_token is not None and routing.token_start is None:
-            # With token_start both are of our own making: token rounding.
+            # Not one of our own routers, which know token_start.
             ids, scores, _ = check_slots(x, ids, scores, routing.slot_token, None)
         return prepared_experts(
             x, ids, scores, self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,

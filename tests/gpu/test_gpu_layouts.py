@@ -1,4 +1,4 @@
-"""Strided, offset, expanded and transposed arguments on a GPU, one argument at a time."""
+"""Strided, offset, expanded and transposed arguments on a GPU."""
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ OPTIONS = ("triton", "cuda")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operators(dtype, layout):
     for name, args in operator_arguments(dtype, *OPTIONS):
-        check_operator(name, args, layout, one_by_one=True)
+        check_operator(name, args, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_public_functions(dtype, layout):
     for function, tensors in public_calls(dtype, *OPTIONS).values():
-        check_public(function, tensors, layout, one_by_one=True)
+        check_public(function, tensors, layout)
 
 
 @pytest.mark.parametrize("sizes", ([700, 0, 301, 0], [-1, 5, 5, 5], [2**40, 0, 0, 0]), ids=str)

@@ -235,7 +235,7 @@ WRONG_ADAPTERS = {
     "b by expert": (lambda a, b: (a, b.view(4, 8, -1)), "b of lora1: expected 2 dimensions"),
     "another rank of b": (lambda a, b: (a, b[:, :16]), "b of lora1: expected shape"),
     "transposed b": (lambda a, b: (a, b.T), "b of lora1: expected shape"),
-    "integers": (lambda a, b: (a.long(), b), "a of lora1: expected bfloat16, float16, float32 or float64"),
+    "integers": (lambda a, b: (a.long(), b), "a of lora1: expected bfloat16, float16"),
     "another device": (lambda a, b: (a, b.to("meta")), "b of lora1: expected the device"),
     "scale": (lambda a, b: (a, b, "2"), "scale of lora1: expected a number, got str"),
 }  # fmt: skip

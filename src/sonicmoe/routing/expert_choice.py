@@ -25,4 +25,6 @@ class ExpertChoice(Router):
         number = torch.arange(self.num_experts, device=logits.device, dtype=torch.int32)
         ids = number.expand(capacity, -1).flatten().gather(0, order)
         scores = best[:capacity].flatten().gather(0, order)
-        return Routing(logits, ids, scores, slot_token.to(torch.int32))
+        every = torch.arange(len(logits) + 1, device=logits.device)
+        token_start = torch.searchsorted(slot_token, every, out_int32=True)
+        return Routing(logits, ids, scores, slot_token.to(torch.int32), token_start)
