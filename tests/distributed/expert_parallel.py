@@ -286,3 +286,15 @@ def headers_cost_no_collective(rank: int) -> None:
         assert exchange.call_count == 5
         out.sum().backward()
         assert exchange.call_count == 8
+
+
+def router_with_a_bias():
+    """A router whose gradients would not be summed over the ranks is refused on every rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    moe = parallelize(MoE(4, 2, 16, 8), mesh)
+    moe.router = torch.nn.Linear(16, 4)
+    try:
+        moe(torch.randn(5, 16))
+    except ValueError as error:
+        return str(error)
+    return "no error"

@@ -119,3 +119,8 @@ def test_a_wrong_input_of_the_layer_on_one_rank_raises_on_all(two, shape, dtype)
 
 def test_comparing_settings_costs_no_collective(two):
     two.run(ranks.headers_cost_no_collective)
+
+
+def test_a_router_that_is_not_plain_is_refused_on_every_rank(two):
+    for message in two.run(ranks.router_with_a_bias):
+        assert message.startswith("router: expected nn.Linear without bias or hooks"), message

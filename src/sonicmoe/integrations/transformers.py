@@ -127,10 +127,22 @@ def _activation_while_compiling(module: Any) -> ActivationType:
     """Let Dynamo trace the gate: it then guards everything that the gate reads, and compiles again
     when that changes. Nobody uses the traced operations, so none is left in the compiled graph."""
     for part in module.modules():
-        for value in vars(part).values():
+        for name in _names_in_methods(type(part)).split():
+            value = getattr(part, name, None)
             if isinstance(value, float):
                 value.hex()  # a float that has changed is guarded by its value only if asked for it
     return _BY_VALUE[_recognise(*_evaluated(module))]
+
+
+@torch.compiler.assume_constant_result
+def _names_in_methods(kind: type) -> str:
+    """Every name that a method of `kind` uses: among them all attributes that its gate reads.
+
+    Dynamo in PyTorch 2.11 cannot iterate over the attributes of a module.
+    """
+    own = [c for c in kind.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    methods = [f for c in own for f in vars(c).values() if hasattr(f, "__code__")]
+    return " ".join(sorted({name for f in methods for name in f.__code__.co_names}))
 
 
 def _evaluated(module: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool, bool, str]:
