@@ -136,7 +136,9 @@ def test_compiled(checkpointed):
     many, x = copy.deepcopy(one), torch.randn(T, H)
     torch._dynamo.reset()
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for buffers in (False, True, True):
+    # PyTorch 2.11 does not guard the absence of an attribute: buffers must be there at first.
+    notices = torch.__version__ >= torch.torch_version.TorchVersion("2.13")
+    for buffers in (False, True, True) if notices else (True, True):
         for moe, forward in ((one, run), (many, compiled)):
             for weight in (moe.c_fc.weight, moe.c_proj.weight):
                 weight.grad = None

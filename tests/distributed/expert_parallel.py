@@ -288,7 +288,7 @@ def headers_cost_no_collective(rank: int) -> None:
         assert exchange.call_count == 8
 
 
-def router_with_a_bias():
+def router_with_a_bias(rank):
     """A router whose gradients would not be summed over the ranks is refused on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     moe = parallelize(MoE(4, 2, 16, 8), mesh)
