@@ -74,9 +74,8 @@ def _entry(name: str, node: ast.stmt, usage: dict[str, str]) -> str:
         signatures.append(_call(f".{method.name}", method.args, method.returns, skip_self=True))
         says.append(f"`{method.name}`: {_paragraph(method)}")
     out = _block("py", "\n".join(signatures)) + "\n" + "\n\n".join(says) + "\n"
-    if "shapes" in usage:
-        out += f"\nShapes: {usage['shapes']}\n"
-    return out + "\n" + _block("python", usage["use"])
+    shapes = f"\n# {usage['shapes']}" if "shapes" in usage else ""
+    return out + "\n" + _block("python", usage["use"].rstrip() + shapes)
 
 
 def _block(language: str, lines: str) -> str:
