@@ -21,9 +21,8 @@ MODULES = (
 BEGINNING = """\
 # API reference
 
-For users of the package: every public name with its signature, what it does, its shapes and a line
-of use. `help(name)` prints the details. The letters are explained in the [glossary](glossary.md).
-`make api` writes this file.
+How do I call it? Every public name with its signature, what it does, and usage with shapes. Letters
+are in the [glossary](glossary.md); `help(name)` prints details; `make api` writes this file.
 
 The usage lines are one program, which begins with
 
@@ -147,7 +146,7 @@ def _signature(name: str, node: ast.stmt) -> str:
     bases = [ast.unparse(base) for base in node.bases]
     if bases == ["Enum"]:
         members = [ast.unparse(n.targets[0]) for n in node.body if isinstance(n, ast.Assign)]
-        return _wrap(f"class {name}(Enum): ", members, "")
+        return f"class {name}(Enum):\n    {', '.join(members)}"
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
             return _call(name, item.args, None, skip_self=True)
@@ -194,8 +193,6 @@ def _wrap(beginning: str, items: Any, end: str, width: int = 96) -> str:
         if len(lines[-1]) + len(item) + 6 > width:
             lines.append("")
         lines[-1] += f" {item}," if lines[-1] else f"    {item},"
-    if not end:
-        lines[-1] = lines[-1].removesuffix(",")
     return "\n".join([beginning.rstrip(), *lines, end])
 
 
