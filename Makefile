@@ -4,7 +4,7 @@ BIN := .venv/bin
 INPUTS := pyproject.toml constraints.txt
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: test test-gpu compatibility train format clean
+.PHONY: test test-gpu compatibility api train format clean
 
 test: .venv/test  ## lint, type-check and test, in an environment of its own
 	$(BIN)/ruff check
@@ -18,6 +18,9 @@ test-gpu:  ## the tests that need a GPU, with the Python at hand; files side by 
 
 compatibility: .venv/test  ## run what docs/integrations.md claims; write its table with the versions here
 	$(BIN)/pytest -n $(JOBS) -m tries --compatibility $(ARGS)
+
+api: .venv/test  ## write docs/api.md from the source
+	$(BIN)/python tests/api_reference.py
 
 train: .venv/train  ## train a small language model: make train ARGS="--help"
 	$(BIN)/sonicmoe train $(ARGS)

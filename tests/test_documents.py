@@ -1,5 +1,6 @@
 """What the documents say is run, and what they point to is there."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -103,10 +104,31 @@ def test_readme_has_a_place_for_the_benchmarks():
     assert text.index("<!-- bench:begin -->") < text.index("<!-- bench:end -->")
 
 
+PACKAGE = ROOT / "src" / "sonicmoe"
+
+
+def the_map() -> list[str]:
+    """Files and folders in the order of the table in docs/design.md."""
+    section = (ROOT / "docs" / "design.md").read_text().split("## The map")[1].split("\n## ")[0]
+    return re.findall(r"^\| `([\w./]+)` \|", section, re.MULTILINE)
+
+
 def test_map_of_the_source_is_whole():
     """docs/design.md names every file and folder of the package, and no other."""
-    package = ROOT / "src" / "sonicmoe"
-    there = {path.name for path in package.glob("[!_]*.py")}
-    there |= {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    section = (ROOT / "docs" / "design.md").read_text().split("## The map")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `([\w./]+)` \|", section, re.MULTILINE)) == there
+    there = {path.name for path in PACKAGE.glob("[!_]*.py")}
+    there |= {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    assert set(the_map()) == there
+
+
+def test_imports_point_up_the_map():
+    """When a file is imported, it imports only from rows above its own."""
+    order = [name.removesuffix(".py").removesuffix("/") for name in the_map()]
+    for i, name in enumerate(order):
+        path = PACKAGE / name
+        files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+        for file in files:
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.ImportFrom) and node.level == 1 + path.is_dir():
+                    modules = [node.module] if node.module else [a.name for a in node.names]
+                    for module in {m.split(".")[0] for m in modules} & set(order):
+                        assert module in order[:i], f"{file.name} imports {module}"

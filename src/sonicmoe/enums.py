@@ -1,4 +1,4 @@
-"""The names a caller chooses from."""
+"""Enums of the public interface."""
 
 from enum import Enum
 
@@ -6,8 +6,9 @@ from enum import Enum
 class KernelBackendMoE(Enum):
     """Which implementation computes the layer.
 
-    `sonicmoe` is the Triton kernels (a GPU), `torch` is plain PyTorch (any device). `scattermoe` is
-    a name of the published interface; the layer answers it with an error that says what to use.
+    `sonicmoe` is the Triton kernels (on a GPU), `torch` is plain PyTorch (any device).
+    `scattermoe` exists in the published package only: the layer raises an error that says what to
+    use instead.
     """
 
     scattermoe = "scattermoe"
@@ -16,7 +17,7 @@ class KernelBackendMoE(Enum):
 
 
 class ActivationType(Enum):
-    """What stands between the two products. A gated one takes a gate and an up half."""
+    """Activation between the up and the down projection; the gated ones compute act(gate) · up."""
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
@@ -35,5 +36,5 @@ class ActivationType(Enum):
 
 
 def is_glu(activation_type: ActivationType) -> bool:
-    """The published name of `ActivationType.is_gated`."""
+    """Return `activation_type.is_gated`; for callers of the published package."""
     return activation_type.is_gated

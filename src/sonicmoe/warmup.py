@@ -1,4 +1,4 @@
-"""Compile ahead of the first step what a layer of given sizes needs."""
+"""Precompile the kernels of a layer with given sizes."""
 
 import copy
 import sys
@@ -31,11 +31,11 @@ def warmup(
     device: str | torch.device = "cuda",
     progress: bool = True,
 ) -> float:
-    """Compile the kernels of training and inference, side by side; returns the seconds it took.
+    """Precompile the kernels of training and inference in parallel; returns the seconds it took.
 
-    Weights are taken as (E, N, K) in memory, `router` as by `MoE`; `main_grad` says that weights
-    bring one; `weights` is their dtype where it is not that of the data, as under autocast. No
-    memory of the device is needed. Raises ValueError where there is no GPU to compile for.
+    `router` as in `MoE`. `main_grad=True` compiles the variant for weights with a `main_grad`.
+    `weights` is the dtype of the weights if it is not `dtype`, as under autocast; they are assumed
+    to be contiguous. Uses no GPU memory. Raises ValueError without a GPU.
     """
     check_size("hidden_size", hidden_size)
     check_size("intermediate_size", intermediate_size)

@@ -35,7 +35,7 @@ def test_its_wrapper_around_our_backend(adapted):
     close(step(ours), step(adapted))
 
 
-@pytest.mark.tries("PEFT", "our products on its factors")
+@pytest.mark.tries("PEFT", "our LoRA GEMMs on its adapters")
 def test_our_products_on_its_factors(adapted):
     outer = next(m for m in adapted.modules() if type(m).__name__ == "ParamWrapper")
     inner = outer.base_layer

@@ -1,4 +1,4 @@
-"""Expert parallelism over torch.distributed: tokens travel to their experts and back."""
+"""Expert parallelism over torch.distributed: experts are spread over the ranks of a group."""
 
 from .layer import Arrived, combine, dispatch, experts
 from .module import ExpertParallelMoE, parallelize

@@ -22,9 +22,9 @@ from .plan import Plan, make_plan
 
 
 class Arrived(NamedTuple):
-    """What a rank has to compute: rows (R, H) and a list of (row, expert) pairs.
+    """Result of `dispatch`: the rows (R, H) that this rank received and their (row, expert) pairs.
 
-    pair_row, in ascending order, ids, local ones, and scores have one entry a pair.
+    pair_row (ascending), ids (of local experts) and scores have one entry per pair.
     """
 
     rows: torch.Tensor
@@ -49,15 +49,16 @@ def experts(
     gate_up: str = "interleaved",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """`sonicmoe.experts` with the experts spread over the ranks of `group`, as many on each.
+    """`sonicmoe.experts` with the experts spread evenly over the ranks of `group`.
 
-    x, ids and scores are this rank's own tokens, any number of them; ids name experts of the whole
-    group, others drop out. Weights and biases are this rank's E experts, which are r·E to (r+1)·E−1
-    on rank r; their gradients count the tokens of every rank. Every rank must call it, and must run
-    the backward pass if one does. Without a group: all ranks.
+    x, ids and scores belong to this rank's own tokens, any number of them. ids number the experts
+    of the whole group; ids outside that range are dropped. Weights and biases are those of this
+    rank's E experts, which are r·E to (r+1)·E−1 on rank r; their gradients sum over the tokens of
+    all ranks. Every rank must call it, and must run the backward pass if one does. `group=None`
+    means all ranks.
 
-    Ranks that differ in anything but their tokens raise the same ValueError, and a bad argument on
-    one rank raises on all.
+    If the ranks differ in anything but their tokens, all raise the same ValueError. A bad argument
+    on one rank raises on all.
     """
     with raise_on_all_ranks(group, w1, x, ids):
         x, b1, b2 = _autocast(x, b1, b2)  # before x travels
@@ -89,11 +90,12 @@ def dispatch(
     slot_token: torch.Tensor | None = None,
     token_start: torch.Tensor | None = None,
 ) -> tuple[Arrived, Plan]:
-    """Send x (T, H) to the ranks that hold the experts ids (T, K), once to each, with the scores.
+    """Send each token of x (T, H) to the ranks that hold its experts ids (T, K), with its scores.
 
-    Differentiable in x and scores. Expert e lives on rank e // experts_per_rank as number
-    e % experts_per_rank. `slot_token` and `token_start` as in `sonicmoe.experts`. Raises on every
-    rank where one has a bad argument, or another number of experts, hidden size or dtype.
+    A token is sent to a rank once, however many of its experts are there. Differentiable in x and
+    scores. Expert e is on rank e // experts_per_rank with local id e % experts_per_rank.
+    `slot_token` and `token_start` as in `sonicmoe.experts`. Raises on every rank if one has a bad
+    argument, or a different number of experts, hidden size or dtype.
     """
     with raise_on_all_ranks(group, x, ids):
         check_rank("x", x, "(T, H)")
@@ -129,7 +131,7 @@ def _dispatch(x, ids, scores, settings, group, slot_token, token_start) -> tuple
 
 
 def combine(y: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Send y, one line for each row that arrived, back to where it came from, and sum by token."""
+    """Send y, one row for each received row, back to its rank and sum the rows of each token."""
     return _Combine.apply(y, plan)
 
 

@@ -20,10 +20,10 @@ from .layer import experts
 
 
 class ExpertParallelMoE(MoE):
-    """A `MoE` that `parallelize` has spread over `mesh`. Every rank passes its own tokens.
+    """A `MoE` whose experts `parallelize` has spread over `mesh`; each rank passes its own tokens.
 
-    Gradients are those of one layer on the tokens of all ranks of the mesh dimension: summed over
-    them, for the router too. The auxiliary loss is that of a rank's own tokens.
+    Gradients, also the router's, are summed over the ranks of the mesh dimension: they are those
+    of one layer on the tokens of all these ranks. The auxiliary loss counts a rank's own tokens.
     """
 
     mesh: DeviceMesh
@@ -65,10 +65,10 @@ class ExpertParallelMoE(MoE):
 
 
 def parallelize(moe: MoE, mesh: DeviceMesh) -> ExpertParallelMoE:
-    """Spread the experts of `moe` over the ranks of a one-dimensional mesh; in place, like FSDP2.
+    """Spread the experts of `moe` over the ranks of a one-dimensional mesh, in place.
 
     Parameters become DTensors with the values of the first rank: the experts' sharded by expert,
-    the router's replicated. Names, and so checkpoints, stay as they were.
+    the router's replicated. Their names, and so checkpoints, do not change.
     """
     if type(moe) is not MoE:
         raise bad_argument("moe", "a sonicmoe.MoE", type(moe).__name__, "Call it once, on a MoE.")

@@ -1,1 +1,1 @@
-"""Adapters to frameworks, one small file each. None is imported with the package."""
+"""Adapters for other frameworks, one small file each; `import sonicmoe` imports none of them."""

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: which of our operators are kept instead of run again."""
+"""Selective activation checkpointing: which operators keep their outputs instead of rerunning."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,9 +12,9 @@ FORWARD = ("topk", "sigmoid_topk", "balance", "permute", "tiles", "up", "down", 
 
 
 def save_operators(*names: str) -> Callable:
-    """A `context_fn` for `torch.utils.checkpoint` that keeps what these operators return.
+    """Return a `context_fn` for `torch.utils.checkpoint` that keeps the outputs of operators.
 
-    Everything else is computed again. Without names: all of `FORWARD`, so that each runs once.
+    Everything else is recomputed. Without names: all of `FORWARD`, so that each runs once.
     Bytes kept in bf16: topk 8·T·K, sigmoid_topk 12·T·K, balance 4·E, permute 12·R, up 2·R·(N+I),
     down 2·R·H, aggregate 2·T·H.
     """

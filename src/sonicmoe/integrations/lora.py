@@ -1,7 +1,7 @@
 """LoRA on experts, in PEFT's layout: W + scale·B·A is never formed, and W gets no gradient.
 
-Z = X W1ᵀ + (X A1ᵀ) B1ᵀ, row by row with the factors of the row's expert, and the same again around
-W2: X A1ᵀ is a grouped product of its own, the product with B1 ends in the accumulator of the other.
+Z = X W1ᵀ + (X A1ᵀ) B1ᵀ, row by row with the adapter of the row's expert, and the same for W2. X A1ᵀ
+is a grouped GEMM of its own; the GEMM with B1 adds to the accumulator of X W1ᵀ.
 """
 
 from typing import NamedTuple
@@ -29,8 +29,11 @@ from ..validation import (
 
 
 class LowRank(NamedTuple):
-    """One adapter as PEFT stores it: `lora_A.weight` (r·E, in), rows by expert, then by rank;
-    `lora_B.weight` (out, r·E), columns by rank, then by expert; and its scaling."""
+    """One LoRA adapter of rank r in PEFT's layout, for all experts.
+
+    a is `lora_A.weight` (r·E, in), rows sorted by expert, then by rank; b is `lora_B.weight`
+    (out, r·E), columns sorted by rank, then by expert; scale is PEFT's `scaling`.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -52,10 +55,10 @@ def lora_experts(
     gate_up: str = "interleaved",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """`sonicmoe.experts` with adapters on frozen weights; gradients for x, scores and the factors.
+    """`sonicmoe.experts` with LoRA on frozen weights; gradients for x, scores and the adapters.
 
-    None in place of an adapter leaves that weight as it is. Kept for the backward pass: x, Z, and
-    X A1ᵀ and A A2ᵀ, which are r numbers a row each.
+    None instead of an adapter: no LoRA on that weight. Kept for the backward pass: x, Z, and
+    X A1ᵀ and A A2ᵀ, r numbers per row each.
     """
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)

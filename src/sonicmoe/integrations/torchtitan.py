@@ -1,11 +1,10 @@
-"""torchtitan: name one of these functions in `--override.imports`.
+"""torchtitan overrides: pass one of these functions to `--override.imports`.
 
-`experts` leaves every parameter as it is. Gate and up are two of them there and one in our
-products, so each call joins them: 8·E·F·D bytes of traffic in the forward pass and as many for the
-two gradients, and a joined copy of 4·E·F·D bytes that is kept for the backward pass.
-`fused_experts` pays nothing of this: it takes over torchtitan's own fused parameter `w13`, whose
-rows are gate and up in turn. Checkpoints of the model stay torchtitan's; the state of the optimizer
-is that of `w13`.
+`experts` leaves every parameter as it is. torchtitan has one parameter for gate and one for up,
+our GEMM reads one tensor, so each call concatenates them: 8·E·F·D bytes of traffic in the forward
+pass, as many for the two gradients, and a copy of 4·E·F·D bytes kept for the backward pass.
+`fused_experts` copies nothing: it uses torchtitan's own fused parameter `w13`, in which gate and up
+rows are interleaved. Model checkpoints stay torchtitan's; the optimizer state is that of `w13`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from ..functional import grouped_experts
 
 
 class Experts(GroupedExperts):
-    """torchtitan's experts and parameters, our products; bf16 inside, as there."""
+    """torchtitan's `GroupedExperts` and its parameters, computed by `grouped_experts` in bf16."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -34,7 +33,7 @@ class Experts(GroupedExperts):
 
 
 class FusedExperts(FusedGroupedExperts):
-    """torchtitan's fused parameter w13 (E, F, 2, D), which is our interleaved W1 as it lies."""
+    """torchtitan's `FusedGroupedExperts`: its w13 (E, F, 2, D) is our interleaved W1, uncopied."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FusedGroupedExperts.Config):
@@ -47,11 +46,13 @@ class FusedExperts(FusedGroupedExperts):
 
 @override(target=GroupedExperts.Config, exact=True, description="sonicmoe, parameters unchanged")
 def experts(config: GroupedExperts.Config) -> Experts.Config:
+    """Override that replaces `GroupedExperts` by `Experts`; no parameter changes."""
     return derive(config, Experts.Config)
 
 
 @override(target=GroupedExperts.Config, exact=True, description="sonicmoe, gate and up fused")
 def fused_experts(config: GroupedExperts.Config) -> FusedExperts.Config:
+    """Override that replaces `GroupedExperts` by `FusedExperts`, with one parameter `w13`."""
     return derive(fused_grouped_experts(config), FusedExperts.Config)
 
 

@@ -25,8 +25,10 @@ _known: "WeakKeyDictionary[nn.Module, _Known]" = WeakKeyDictionary()
 
 
 def register(name: str = "sonicmoe_experts") -> None:
-    """Make `name` a valid `experts_implementation`, for `from_pretrained` and for
-    `model.set_experts_implementation`."""
+    """Make `name` a valid `experts_implementation` of transformers.
+
+    Use it in `from_pretrained` or `model.set_experts_implementation`.
+    """
     if ALL_EXPERTS_FUNCTIONS.get(name, experts_forward) is not experts_forward:
         raise bad_argument(
             "name", "one that transformers does not use", repr(name), "Keep 'sonicmoe_experts'."
@@ -40,8 +42,10 @@ def experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """(T, H), (T, K), (T, K) → (T, H). Under expert parallelism, ids of experts that live elsewhere
-    are outside of [0, E) and drop out."""
+    """Run the experts of a transformers module; `register` makes transformers call this.
+
+    Under expert parallelism, ids of experts on other ranks are outside [0, E) and are dropped.
+    """
     if getattr(module, "has_post_expert_norm", False):
         raise bad_argument(
             "has_post_expert_norm", "False", f"True in {type(module).__name__}", _REMEDY

@@ -1,4 +1,4 @@
-"""Routers: from logits (T, E) to who goes where. A name or an object is `MoE`'s `router=`."""
+"""Routers map logits (T, E) to expert ids and scores: `MoE(router=…)` takes a name or an object."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,10 +40,11 @@ ROUTERS: dict[str, Callable[..., Router]] = {
     "expert_choice": ExpertChoice,
     "token_rounding": TokenRounding,
 }
+"""Maps the router names that `MoE`, `route` and `make_router` accept to their constructors."""
 
 
 def make_router(router: str | Router, num_experts: int, k: int) -> Router:
-    """The router of that name, or the given one if it is for E experts and K choices."""
+    """Return the router with this name, or `router` itself after checking its E and K."""
     if isinstance(router, Router):
         if (router.num_experts, router.k) != (num_experts, k):
             raise bad_argument(
@@ -66,5 +67,5 @@ def route(
     *,
     backend: str | None = None,
 ) -> Routing:
-    """logits (T, E) → `Routing`: ids, scores, and what the experts need to go on."""
+    """Run a router on logits (T, E) and return its `Routing`: expert ids, scores and slot maps."""
     return make_router(router, logits.shape[-1], k)(logits, backend=backend)

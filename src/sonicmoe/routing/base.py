@@ -1,4 +1,4 @@
-"""What every router takes and gives."""
+"""The base class of routers and what they return."""
 
 from dataclasses import dataclass
 
@@ -12,16 +12,17 @@ from ..validation import check_floating, check_k, resolve_backend
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Who goes where, and with which weight.
+    """The experts that a router chose for each token, and their scores.
 
-    logits      (T, E)            what the router decided on
+    logits      (T, E)            input of the router
     ids         (T, K) or (S,)    expert of each slot; −1 where a slot is not in use
-    scores      as ids, fp32      weight of each slot, differentiable in the logits
+    scores      as ids, fp32      score of each slot, differentiable in the logits
     slot_token  (S,) or None      token of each slot, ascending; None: K slots each
     token_start (T+1,) or None    slots of token t are [start[t], start[t+1])
     chosen      (E,) or None      rows of each expert by plain top-K, where the router changed them
 
-    `experts(x, r.ids, r.scores, …, slot_token=r.slot_token, token_start=r.token_start)` goes on.
+    Pass it on with
+    `experts(x, r.ids, r.scores, …, slot_token=r.slot_token, token_start=r.token_start)`.
     """
 
     logits: torch.Tensor
@@ -32,17 +33,17 @@ class Routing:
     chosen: torch.Tensor | None = None
 
     def counts(self) -> torch.Tensor:
-        """(E,) int32: rows of each expert."""
+        """Return the number of rows of each expert, (E,) int32."""
         backend = resolve_backend(None, self.ids)
         return ops.count(self.ids, self.logits.shape[1], backend)
 
     def choice_counts(self) -> torch.Tensor:
-        """(E,) int32: rows of each expert by the tokens' own choice, which balance losses see."""
+        """Return the rows of each expert by plain top-K, (E,) int32; balance losses use these."""
         return self.counts() if self.chosen is None else self.chosen
 
 
 class Router(nn.Module):
-    """logits (T, E) → `Routing`. `train()` and `eval()` reach it as they reach any module."""
+    """Base class of routers: a module whose `forward` maps logits (T, E) to a `Routing`."""
 
     def __init__(self, num_experts: int, k: int) -> None:
         super().__init__()
@@ -66,5 +67,5 @@ class Router(nn.Module):
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:
-    """In fp32, or as wide as they come."""
+    """The logits in fp32, or in float64 if they are."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -8,10 +8,10 @@ from .base import Router, Routing, widened
 
 
 class ExpertChoice(Router):
-    """Each expert takes the ceil(T·K/E) tokens with the largest softmax scores, lower ones on ties.
+    """Each expert takes the ceil(T·K/E) tokens with the largest softmax scores.
 
-    A token's experts then depend on the other tokens of the batch, later ones included. In `eval()`
-    they must not: there it is top-K after softmax.
+    Ties go to the lower token. A token's experts depend on the other tokens of the batch, later
+    ones included, so in `eval()` this router is top-K over a softmax instead.
     """
 
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:

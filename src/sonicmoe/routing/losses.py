@@ -1,4 +1,4 @@
-"""Losses that keep a router in balance and its logits small."""
+"""Auxiliary losses: load balance and z-loss."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ def auxiliary_loss(
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """balance · `switch_loss` + z · `z_loss`, in fp32, in one pass over the logits each way.
+    """Return balance · `switch_loss` + z · `z_loss` in fp32, from one pass over the logits.
 
     Kept for the backward pass: the logits.
     """
@@ -37,14 +37,14 @@ def switch_loss(
     *,
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """E · Σ_e (share of the probability)_e · (share of the rows)_e, in fp32; 1 in perfect balance.
+    """Load-balancing loss of the Switch Transformer in fp32; 1 in perfect balance.
 
-    counts (E,) are the rows of each expert. `all_reduce` maps them to those of the global batch,
-    so that balance is asked of all ranks together and not of each one.
+    E · Σ_e (share of the probability)_e · (share of the rows)_e. counts (E,) are the rows of each
+    expert; `all_reduce` maps them to those of the global batch, which is then balanced as a whole.
     """
     return auxiliary_loss(logits, counts, all_reduce=all_reduce)
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """The mean of logsumexp(logits)², in fp32; 0 without tokens."""
+    """Return the mean of logsumexp(logits)² in fp32, which keeps logits small; 0 without tokens."""
     return auxiliary_loss(logits, None, balance=0.0, z=1.0)

@@ -11,11 +11,12 @@ from .base import Router, Routing
 
 
 class Sigmoid(Router):
-    """The K largest of sigmoid(logits) + selection_bias; weights are the sigmoids alone.
+    """DeepSeek-V3's router: picks the K largest of sigmoid(logits) + selection_bias.
 
-    With `groups` > 1 the experts are cut into that many groups, and only the `groups_kept` take
-    part whose two best experts sum highest. `normalize` makes a token's scores sum to one, and
-    `scale` multiplies them. While training, `load` adds up each expert's rows for `update_bias`.
+    The scores are the sigmoids without the bias. With `groups` > 1 the experts are divided into
+    that many groups, and a token chooses from the `groups_kept` whose two best experts have the
+    highest sum. `normalize` makes a token's scores sum to one, and `scale` multiplies them. While
+    training, `load` adds up each expert's rows for `update_bias`.
     """
 
     selection_bias: torch.Tensor
@@ -71,10 +72,12 @@ class Sigmoid(Router):
         *,
         all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """After an optimizer step: one `rate` up for experts below the mean load, down above it.
+        """Raise the bias of experts below the mean load by `rate` and lower it above the mean.
 
-        `all_reduce` maps this rank's rows of each expert to those of the global batch. Balance
-        without an auxiliary loss; only the sign counts, so a recomputed forward pass does no harm.
+        Call it after each optimizer step; it balances the experts without an auxiliary loss.
+        `all_reduce` maps this rank's rows of each expert to those of the global batch. Only the
+        sign of the difference matters, so rows that a recomputed forward pass counts again do no
+        harm.
         """
         load = self.load if all_reduce is None else all_reduce(self.load)
         self.selection_bias += rate * (load.mean() - load).sign()

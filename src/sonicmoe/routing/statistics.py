@@ -1,4 +1,4 @@
-"""What people log of a router, as tensors on its device: reading them is what synchronises."""
+"""Router statistics for logging, as tensors on the device: only reading them synchronizes."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from .base import Routing
 
 @dataclass(frozen=True, slots=True)
 class RouterStatistics:
-    """Of one call of a router.
+    """Statistics of one router call, as tensors on its device.
 
     rows             (E,) rows of each expert
     entropy          mean over the tokens of the entropy of softmax(logits), in nats
-    dropped, added   pairs of the tokens' choice that were given up, and others that were taken in
-    padding_before   share of the tiles' rows that belong to no token, by the tokens' choice
-    padding_after    the same with the rows as they are
+    dropped, added   rows by which experts have fewer, or more, than by plain top-K, summed
+    padding_before   share of padding in the tiles with the rows of plain top-K
+    padding_after    share of padding in the tiles with the rows after routing
     """
 
     rows: torch.Tensor
@@ -28,6 +28,7 @@ class RouterStatistics:
 
 @torch.no_grad()
 def statistics(routing: Routing, tile: int = 128) -> RouterStatistics:
+    """Return what to log about one router call; `tile` is the tile height that padding fills."""
     rows, choice = routing.counts(), routing.choice_counts()
     log_share = routing.logits.float().log_softmax(-1)
     entropy = -(log_share.exp() * log_share).sum() / max(len(log_share), 1)

@@ -21,18 +21,18 @@ from .base import Router, Routing, widened
 
 
 class TokenRounding(Router):
-    """Softmax over all experts, top-K, then each expert's rows rounded to a multiple of a tile.
+    """Softmax over all experts, top-K, then each expert's rows rounded to a multiple of `tile`.
 
-    An expert that rounds down drops its least preferred chosen tokens; one that rounds up takes in
-    the best tokens that had not chosen it. Every pair, added ones too, has its own softmax score.
-    `normalize` divides the scores of a token by the sum of its K largest, so that in `eval()`,
-    which is plain top-K, they sum to one. Nothing else is renormalised.
+    An expert that rounds down drops the chosen tokens with the smallest scores; one that rounds up
+    adds the best tokens that had not chosen it. Every pair, added ones too, has its own softmax
+    score. `normalize` divides the scores of a token by the sum of its K largest, so that in
+    `eval()`, which is plain top-K, they sum to one. Nothing else is renormalized.
 
-    subroutine  which way an expert goes: "nr-f" to the nearest multiple, "sr-f" and "nr-s" at
-                random, by its rows or by their scores, "balance-f" so that the experts' errors
-                cancel, "up", "down". It goes up only where there are tokens enough.
+    subroutine  how an expert rounds: "nr-f" to the nearest multiple, "sr-f" and "nr-s" at random,
+                by its rows or by their scores, "balance-f" so that the errors of the experts
+                cancel, "up", "down". It rounds up only if there are enough tokens.
     generator   of the random numbers, on the device of the logits; None is torch's own, which CUDA
-                graphs and `torch.compile` know. Numbers can also be passed to `forward`.
+                graphs and `torch.compile` support. Numbers can also be passed to `forward`.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ def round_tokens(
     uniform: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Round a choice ids (T, K) by any scores (T, E) ≥ 0, such as a softmax or sigmoids.
+    """Apply token rounding to a choice ids (T, K), with any scores (T, E) ≥ 0 as preferences.
 
-    Returns the pairs that are kept, ordered by token and then by expert, and what they count:
+    Returns the pairs that are kept, ordered by token and then by expert, and the rows of experts:
     scores (S,), differentiable; experts (S,), −1 where unused; tokens (S,), T where unused;
     token_start (T+1,); rows (E,) after rounding and (E,) before it. S is T·K and what rounding up
     can add, at most E·(tile − 1), so no size depends on values. Ties go to the lower token.

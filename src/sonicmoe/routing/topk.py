@@ -7,9 +7,10 @@ from .base import Router, Routing
 
 
 class TopK(Router):
-    """The softmax runs over the choice, or over all experts before it.
+    """Each token takes its K largest logits, scored by a softmax over these K.
 
-    In the second case `renormalize` makes a token's scores sum to one.
+    With `softmax_over_topk=False` the softmax runs over all experts; `renormalize` then makes a
+    token's scores sum to one.
     """
 
     def __init__(
