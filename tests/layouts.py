@@ -4,7 +4,7 @@ A call on a view must give the bits of the call on a contiguous copy of it.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from helpers import Case, make_inputs, poisoned, same_bits
@@ -122,7 +122,7 @@ def _public_calls(given, dtype: torch.dtype, options: dict[str, Any]) -> dict:
     offsets = torch.tensor([1, 4, 6, 9, 11], dtype=torch.int32)
     logits, uniform = torch.randn(12, 4, dtype=dtype), torch.rand(4)
     moe = MoE(4, 2, 16, 8, add_bias=True, std=0.1).to(dtype)
-    moe.c_fc.bias.data.normal_()
+    torch.nn.init.normal_(cast(torch.Tensor, moe.c_fc.bias))
     kernels = sonicmoe.KernelBackendMoE
     backend = kernels.torch if options["backend"] == "torch" else kernels.sonicmoe
 
@@ -190,8 +190,10 @@ def check_public(
     function: Callable, tensors: dict[str, torch.Tensor], layout: str, *, one_by_one: bool = False
 ) -> None:
     """Output and gradients; all tensors and the upstream gradients at once, or one by one."""
-    views = {name: laid_out(t, layout, name) for name, t in tensors.items()}
-    names = [name for name, view in views.items() if view is not None] + ["upstream"]
+    views = {
+        name: view for name, t in tensors.items() if (view := laid_out(t, layout, name)) is not None
+    }
+    names = [*views, "upstream"]
 
     def as_view(t: torch.Tensor) -> torch.Tensor:
         found = laid_out(t, layout)

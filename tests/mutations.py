@@ -129,20 +129,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a kernel is launched with another dtype than it was compiled for", "ops/launch.py",
-        '            alike.append(f"{name}.dtype is {named(a.dtype)}")\n', "",
-        "tests/test_launch.py",
-    ),
-    Mutation(
-        "a recipe for weights that lie in another order", "ops/recipe.py",
-        " {name}.stride(),", "", "tests/test_recipe.py",
-    ),
-    Mutation(
-        "buffers outlive their last use", "ops/recipe.py",
-        'body += [f"del {name}" for name in sorted(gone)]', "pass", "tests/test_recipe.py",
-    ),
-    Mutation(
-        "what PyTorch computes is left out", "ops/recipe.py",
-        "        elif not func.is_view:\n", "        elif False:\n", "tests/test_recipe.py",
+        "signature += (a.dtype, a.data_ptr() & 15 == 0)",
+        "signature.append(a.data_ptr() & 15 == 0)", "tests/test_launch.py",
     ),
     Mutation(
         "the host waits", "ops/launch_products.py", *_SYNC,

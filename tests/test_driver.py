@@ -1,4 +1,4 @@
-"""What reaches the driver is the same by the short way and by Triton's own.
+"""What reaches the driver is the same from a cached launch and from Triton's own.
 
 A driver that writes down launches stands in for CUDA's; Triton builds its launcher against it.
 """
@@ -18,7 +18,7 @@ COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
 PARAMETERS = 10  # of the kernel below: a map, two sizes, two strides, the five others
 
 
-@pytest.mark.skipif(not launch._AS_READ, reason="this Triton is launched by its own way alone")
+@pytest.mark.skipif(not launch._CACHED, reason="launches of this Triton are not cached")
 @pytest.mark.skipif(
     not COMPILER or sys.platform != "linux",
     reason="no C compiler, without which Triton launches nothing either",
@@ -75,12 +75,13 @@ def main() -> None:
         return rows, torch.zeros(16, 64), None, n, m, scale, torch.zeros(4, dtype=torch.int32)
 
     bound = launch.Bound(kernel, BLOCK=64, STORE=True)
-    start = None
+    cached = None
     for args in (arguments(5, 48, 0.25), arguments(7, 32, 0.5)):
         own = [a[1].of(a[0]) if type(a) is tuple else a for a in args]
         compiled = kernel[(7, 3)](*own, **bound.options)
-        start = start or launch._start(bound, compiled, 0, args)
-        assert start is not None and start(0, 9, (7, 3), *args)
+        cached = cached or launch._compiled(bound, compiled, args)
+        assert cached is not None
+        cached((7, 3), 9, args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The short way into Triton hands over what Triton's own way would."""
+"""A cached launch hands the driver what Triton's own launch would."""
 
 from types import SimpleNamespace
 
@@ -8,11 +8,11 @@ import triton
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sonicmoe.ops import launch, memory
-from sonicmoe.ops.here import here
+from sonicmoe.ops import launch
+from sonicmoe.ops.thread_state import thread_state
 
 pytestmark = pytest.mark.skipif(
-    not launch._AS_READ, reason="only Triton 3.6 to 3.9 are launched past their lookup"
+    not launch._CACHED, reason="only launches of Triton 3.6 to 3.9 are cached"
 )
 # The driver's function that makes a map, and the place of a kernel's first argument in a launch.
 FILL, FIRST = (
@@ -63,10 +63,11 @@ def _addresses(call):
 def maps(monkeypatch):
     """A driver whose maps are their own parameters."""
     utils = SimpleNamespace(**{FILL: lambda *args: ("map", repr(args))})
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
-    launch._fill_map.cache_clear()
+    active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 5)
+    monkeypatch.setattr(driver, "_active", active)
+    launch._encode.cache_clear()
     yield
-    launch._fill_map.cache_clear()
+    launch._encode.cache_clear()
 
 
 @pytest.mark.parametrize("grid", [(7,), (7, 3), (7, 3, 2)])
@@ -87,8 +88,7 @@ def test_same_arguments_as_triton(maps, grid, order):
         *(*grid, 1, 1)[:3], 5, 99, (4, 1, 0), None, None, None,
         *[a[1].of(a[0]) if type(a) is tuple else a for a in args], *constants,
     )  # fmt: skip
-    start = launch._start(_bound(args, constants), compiled, 0, args)
-    assert start(0, 5, grid, *args)
+    launch._compiled(_bound(args, constants), compiled, args)(grid, 5, args)
     assert len(calls) == 2
     assert _addresses(calls[0]) == _addresses(calls[1])
 
@@ -104,27 +104,27 @@ def test_arguments_as_one():
     )  # fmt: skip
     compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
     t = torch.zeros(48, 64, dtype=torch.bfloat16)
-    start = launch._start(_bound((t, None, 12), (128,)), compiled, 0, (t, None, 12))
-    assert start(0, 5, (7,), t, None, 12)
+    args = (t, None, 12)
+    launch._compiled(_bound(args, (128,)), compiled, args)((7,), 5, args)
     kernels_own = (t.data_ptr(), None, 12, 128)
     described = (None, None, None, None, None, "annotations", b"signature", kernels_own)
     assert calls == [(7, 1, 1, 5, 99, False, True, (4, 1, 0), *described)]
     launcher.gsan_enabled = True
-    assert launch._start(_bound((t,)), compiled, 0, (t,)) is None
+    assert launch._compiled(_bound((t,)), compiled, (t,)) is None
 
 
 def test_a_map_is_filled_once_for_an_address_and_its_boxes(monkeypatch):
     filled, calls = [], []
-    monkeypatch.setattr(launch, "_fill_map", lambda: lambda *a: filled.append(a) or len(filled))
-    monkeypatch.setattr(launch, "_MOST_MAPS", 3)
+    monkeypatch.setattr(launch, "_encode", lambda: lambda *a: filled.append(a) or len(filled))
+    monkeypatch.setattr(launch._Maps, "_MOST", 3)
     memory = torch.zeros(4, 64, 64, dtype=torch.bfloat16)
     args = (launch.descriptor(memory[0], [64, 64]),)
     launcher = _launcher(lambda *call: calls.append(call), args, meta=META[:1])
     compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
-    run = launch._start(_bound(args), compiled, 0, args)
+    run = launch._compiled(_bound(args), compiled, args)
 
     def start(t):
-        assert run(0, 5, (1,), launch.descriptor(t, [64, 64]))
+        run((1,), 5, (launch.descriptor(t, [64, 64]),))
         used = filled[_addresses(calls[-1])[FIRST] - 1]
         assert used[0] == t.data_ptr() and used[5:7] == (list(t.shape), list(t.stride()))
         return len(filled)
@@ -185,9 +185,8 @@ SAME_KERNEL = ({"x": _zeros(3)}, {"tokens": 1}, {"tokens": 64}, {"n": 32}, {"n":
 
 @pytest.fixture
 def gpu(maps, monkeypatch):
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
-    monkeypatch.setattr(here, "knows_the_gpu", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(thread_state, "has_cuda_context", True)
 
 
 def test_a_profiler_hears_of_every_launch_from_triton(gpu):
@@ -200,7 +199,7 @@ def test_a_profiler_hears_of_every_launch_from_triton(gpu):
         for _ in range(3):
             launch.launch(bound, (7,), *args)
         hook.remove(print)
-        assert (kernel.compiled, len(bound.starts)) == (by_triton, kept)
+        assert (kernel.compiled, len(bound.compiled)) == (by_triton, kept)
 
 
 def test_what_triton_compiles_anew_for_is_another_kernel(gpu):
@@ -227,21 +226,8 @@ def test_the_value_of_a_float_is_no_other_kernel(gpu):
     assert kernel.compiled == 1
 
 
-def test_an_error_of_the_launch_is_not_taken_for_other_arguments(maps):
-    def fails(*call):
-        raise TypeError("the driver's")
-
-    args = (torch.zeros(48, 64, dtype=torch.bfloat16),)
-    launcher = _launcher(fails, args, meta=[])
-    compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
-    start = launch._start(_bound(args), compiled, 0, args)
-    with pytest.raises(TypeError, match="the driver's"):
-        start(0, 5, (1,), *args)
-    assert not start(1, 5, (1,), *args)  # another GPU has a kernel of its own
-
-
 def test_what_triton_must_do_itself(maps):
-    """Scratch memory is allocated at every launch; without a copy engine descriptors fall apart."""
+    """Scratch memory is allocated at every launch; without TMA descriptors fall apart."""
     t = torch.zeros(48, 64, dtype=torch.bfloat16)
     args = (launch.descriptor(t, [64, 64]),)
     for launcher in (
@@ -249,45 +235,11 @@ def test_what_triton_must_do_itself(maps):
         _launcher(print, args, meta=None),
     ):
         compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
-        assert launch._start(_bound(args), compiled, 0, args) is None
+        assert launch._compiled(_bound(args), compiled, args) is None
 
 
 def test_sizes_that_compile_nothing_anew():
     from sonicmoe.kernels import permute, topk
 
     for kernel, names in ((topk.topk_kernel, {"tokens"}), (permute.place_kernel, {"slots"})):
-        assert {kernel.arg_names[place] for place in launch.Bound(kernel).sizes} == names
-
-
-# As picky as the one for GPUs: it takes no torch.Size.
-_SHORT_WAY = getattr(torch._C._dynamo.guards, "_empty_strided_cpu")  # noqa: B009
-
-
-@pytest.mark.parametrize("shape", [(0,), (7,), (5, 3), (0, 3), (2, 5, 3)])
-@pytest.mark.parametrize("current", [0, 1])
-def test_buffers_on_a_gpu_are_what_torch_would_give(shape, current, monkeypatch):
-    """Past the dispatcher on the current GPU alone: the short way knows no other."""
-    short, long = [], []
-
-    def on_current_gpu(shape, strides, dtype):
-        short.append(_SHORT_WAY(shape, strides, dtype))
-        return short[0]
-
-    empty = torch.empty
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
-    monkeypatch.setattr(memory, "on_current_gpu", on_current_gpu)
-    monkeypatch.setattr(torch, "empty", lambda *args, **how: long.append(how) or empty(shape))
-    got = memory.empty(torch.Size(shape), torch.float32, torch.device("cuda", 0))
-    assert got.shape == shape and got.stride() == empty(shape).stride()
-    assert len(short) == (current == 0 and len(shape) <= 2)
-    assert [how["device"].index for how in long] == [0] * (1 - len(short))
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_gradients_on_a_gpu_lie_as_their_weights(transposed, monkeypatch):
-    monkeypatch.setattr(memory, "_is_current_gpu", lambda device: True)
-    monkeypatch.setattr(memory, "on_current_gpu", _SHORT_WAY)
-    weight = torch.zeros(2, 5, 3, dtype=torch.bfloat16)
-    weight = weight.mT if transposed else weight
-    got = memory.empty_like(weight, torch.float32)
-    assert (got.shape, got.stride(), got.dtype) == (weight.shape, weight.stride(), torch.float32)
+        assert {kernel.arg_names[place] for place in launch.Bound(kernel).unspecialized} == names

@@ -45,13 +45,13 @@ def experts(
     gate_up: str = "interleaved",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Send every token through its experts and sum what comes back, weighted by the scores.
+    """Run every token through its experts and return their outputs summed with the scores.
 
-    x (T, H); ids (T, K) in any order, where an id outside [0, E) means "not here": no compute, no
+    x (T, H); ids (T, K) in any order, where an id outside [0, E) is dropped: no compute, no
     output, no gradient; scores (T, K). W1 (E, 2I, H) — (E, I, H) for plain activations — and
     W2 (E, H, I) may be transposed views: no copy is made, gradients come in the same layout.
     Tokens with different numbers of experts: ids and scores (S,) and `slot_token` (S,), ascending,
-    the token of each, outside [0, T) "not here"; `token_start` (T+1,), where it is known, saves
+    the token of each, dropped outside [0, T); `token_start` (T+1,), where it is known, saves
     finding each token's first slot. Values that break these rules raise a ValueError on a CPU; on a
     GPU, where reading them would wait for the device, they put NaN into the output.
     Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
@@ -67,9 +67,10 @@ def prepared_experts(
     x, ids, scores, w1, w2, b1, b2, slot_token, token_start, activation, gate_up, backend,
     *, logits: torch.dtype | None = None,
 ) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:  # fmt: skip
-    """`experts` up to its products, which the first result runs, and the rows of each expert (E,).
+    """Everything before the GEMMs: validate, pick the backend, permute.
 
-    `logits`: of which dtype they are, where the auxiliary loss follows, to compile it ahead.
+    Returns a function that runs the GEMMs, and the rows of each expert (E,). `logits` is the dtype
+    of the router's logits where the auxiliary loss follows, to precompile it.
     """
     x, b1, b2 = _autocast(x, b1, b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
@@ -103,7 +104,7 @@ def grouped_experts(
     gate_up: str = "interleaved",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The experts on rows that are sorted by expert already, as an all-to-all delivers them.
+    """Run the experts on rows that are already sorted by expert, such as an all-to-all's output.
 
     rows (R, H); counts (E,) rows of each expert, or None with `offsets` (E+1,) where expert e has
     rows [offsets[e], offsets[e+1]). Both, offsets (E,) then, leave gaps between the experts: expert
@@ -171,10 +172,10 @@ def _expert_of_row(rows, counts, offsets, scores) -> tuple[torch.Tensor, torch.T
 def router_logits(
     x: torch.Tensor, weight: torch.Tensor, *, wide: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """X Wrᵀ, in fp32 if `wide`, and X to go on with: the experts' share of dX then meets the
-    router's in one product.
+    """X Wrᵀ, in fp32 if `wide`, and an alias of x for the experts, so that both terms of dX are
+    accumulated by one GEMM.
 
-    What comes back as X must not be used outside of the layer.
+    The alias must not be used outside of the layer.
     """
     plain = (
         torch.is_autocast_enabled(x.device.type)  # two dtypes for dX
@@ -184,7 +185,7 @@ def router_logits(
     )
     if plain:
         return autograd.router_product(x, weight, wide), x
-    logits, same = autograd.apply(autograd.RouterLogits, x, weight, wide)
+    logits, same = autograd.RouterLogits.apply(x, weight, wide)
     return logits, same if x.requires_grad else x
 
 
@@ -196,18 +197,18 @@ def topk_scores(
     renormalize: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 scores (T, K), differentiable, and int32 ids (T, K) of the K largest of (T, E) logits.
+    """Return fp32 scores (T, K), differentiable, and int32 ids (T, K) of the K largest logits.
 
-    The softmax runs over the choice, or over all experts before it; in that case `renormalize`
-    makes a token's scores sum to one. (exp(l_k)/Z)/(Σ exp(l)/Z) does not depend on Z, so
-    renormalised scores are computed as the softmax over the choice.) Ties go to the lower id.
+    The softmax runs over a token's K choices, or over all experts before they are chosen; then
+    `renormalize` makes a token's scores sum to one. Renormalised scores equal the softmax over the
+    choices and are computed as such. Ties go to the lower id.
     """
     check_rank("logits", logits, "(T, E)")
     check_floating("logits", logits)
     check_k(k, logits.shape[1])
     backend = resolve_backend(backend, logits)
     softmax_over_topk = softmax_over_topk or renormalize
-    return autograd.apply(autograd.TopK, logits, k, softmax_over_topk, backend)
+    return autograd.TopK.apply(logits, k, softmax_over_topk, backend)
 
 
 def permute(
@@ -249,9 +250,9 @@ def _layer(x, scores, w1, w2, b1, b2, p: Permutation, activation, gate_up, backe
     )
     if scores is not None:
         scores = _score_dtype(scores, x)
-    z, a = autograd.apply(
-        autograd.Up, x, w1, b1, p.row_token, p.slot_row, p.token_start, p.expert_start, p.tiles,
-        p.tile_height, activation.value, concatenated, keep_z, backend,
+    z, a = autograd.Up.apply(
+        x, w1, b1, p.row_token, p.slot_row, p.token_start, p.expert_start, p.tiles, p.tile_height,
+        activation.value, concatenated, keep_z, backend,
     )  # fmt: skip
     return autograd.apply_then_rest(
         autograd.Down, z, a, scores, w2, b2, p.row_token, p.row_slot, p.slot_row, p.token_start,
@@ -354,7 +355,7 @@ def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple:
     if x.is_meta or not torch.is_autocast_enabled(device):
         return x, *others
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if is_autocast(t) else t for t in (x, *others))
+    return tuple(t.to(dtype) if t is not None and is_autocast(t) else t for t in (x, *others))
 
 
 # --- the published interface ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The modules: `Experts` holds the weights of one product, `MoE` is the layer."""
+"""The modules: `Experts` holds the weights of one grouped GEMM, `MoE` is the layer."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ from .validation import (
 
 
 class Experts(nn.Module):
-    """The weights of one product for every expert: weight (E, out, in), if asked bias (E, out)."""
+    """Weights (E, out, in) and optional biases (E, out) of one grouped GEMM."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal with deviation `std`, or 1/√in where none was given; biases zero."""
+        """Weights from a normal distribution of deviation `std`, by default 1/√in; biases zero."""
         std = self.in_features**-0.5 if self.std is None else self.std
         nn.init.normal_(self.weight, mean=0.0, std=std)
         if self.bias is not None:
@@ -53,7 +53,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A Mixture-of-Experts layer: logits, router, experts, weighted sum.
+    """A Mixture-of-Experts layer: router, experts and the weighted sum of their outputs.
 
     `router` is a name in `sonicmoe.routing.ROUTERS`, or a `Router` with options; a forward
     hook on `moe.routing` sees what it decides. `forward` returns the output and the auxiliary loss,
@@ -109,7 +109,7 @@ class MoE(nn.Module):
         kernel_backend_moe: KernelBackendMoE | None = None,
         is_inference_mode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(…, H) → (…, H) and the auxiliary loss, None in inference mode, which keeps nothing.
+        """Map (…, H) to (…, H); also return the auxiliary loss, None in inference mode.
 
         Without a backend, GPU tensors take the Triton kernels and others plain PyTorch.
         """
@@ -179,7 +179,7 @@ class MoE(nn.Module):
         counts: torch.Tensor | None,
         backend: str | None,
     ) -> torch.Tensor:
-        """Balance is asked of what the tokens chose, not of what a router made of it."""
+        """The balance loss counts the top-K choice, before token rounding changes it."""
         if counts is None or routing.chosen is not None:
             counts = routing.choice_counts()
         return auxiliary_loss(

@@ -184,9 +184,9 @@ def _is_rounded(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def is_autocast(t: torch.Tensor | None) -> bool:
+def is_autocast(t: torch.Tensor) -> bool:
     """Whether autocast changes the dtype of `t`: as in PyTorch, not that of float64 or integers."""
-    return t is not None and t.dtype in _DTYPES and t.dtype != torch.float64
+    return t.dtype in _DTYPES and t.dtype != torch.float64
 
 
 def check_router_dtype(name: str, weight: torch.Tensor, x: torch.Tensor) -> None:

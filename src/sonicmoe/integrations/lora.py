@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import ops
-from ..autograd import apply, apply_then_rest, later, once_differentiable
+from ..autograd import apply_then_rest, later, once_differentiable
 from ..enums import ActivationType
 from ..errors import bad_argument
 from ..functional import _autocast, _score_dtype, permute
@@ -120,7 +120,7 @@ def _by_expert(
     rank = lora.a.shape[0] // experts
     a = lora.a.contiguous().view(experts, rank, in_size).to(w.dtype)
     b = lora.b.contiguous().view(out_size * rank, experts)
-    b = apply(_Transposed, b, float(lora.scale), w.dtype, backend).view(experts, out_size, rank)
+    b = _Transposed.apply(b, float(lora.scale), w.dtype, backend).view(experts, out_size, rank)
     more = ceil_div(rank, 8) * 8 - rank
     return (F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))) if more else (a, b)
 

@@ -1,6 +1,6 @@
 """What every launch needs: the device's facts, a short way into Triton, descriptors."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -10,12 +10,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..tuning import Target
 from . import threads  # noqa: F401 (Triton is used by several)
-from .here import here
-from .recipe import Names, profiled
+from .thread_state import thread_state
 
-# Versions whose launcher `_start` knows; 3.7 and 3.8 were not run on a GPU.
+# Versions whose launcher `_compiled` knows; 3.7 and 3.8 were not run on a GPU.
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-_AS_READ = (3, 6) <= _VERSION <= (3, 9) and torch.version.hip is None
+_CACHED = (3, 6) <= _VERSION <= (3, 9) and torch.version.hip is None
 
 
 @cache
@@ -78,26 +77,23 @@ def descriptor(t: torch.Tensor, block: list[int]) -> tuple[torch.Tensor, Boxes]:
 
 # --- launching ------------------------------------------------------------------------------------
 class Bound:
-    """A kernel with its compile-time options, and the ways into what Triton compiled of it so far.
+    """A kernel with its compile-time options, and what Triton compiled of it, by signature."""
 
-    A caller that keeps it spares `launch` the options, which take longer than the arguments.
-    """
-
-    __slots__ = ("kernel", "options", "sizes", "starts")
+    __slots__ = ("compiled", "kernel", "options", "unspecialized")
 
     def __init__(self, kernel, **options) -> None:
-        # Said, since Triton 3.9 warns where it is not, and 3.10 will multiply and add apart.
+        # Stated, because Triton 3.9 warns where it is not, and 3.10 will not fuse by default.
         self.kernel, self.options = kernel, {"enable_fp_fusion": True, **options}
-        # Places of the integers that Triton compiles nothing anew for, such as the tokens' number.
-        self.sizes = frozenset(p.num for p in getattr(kernel, "params", ()) if p.do_not_specialize)
-        self.starts: list[Callable[..., bool]] = []  # see `_start`
+        params = getattr(kernel, "params", ())
+        self.unspecialized = frozenset(p.num for p in params if p.do_not_specialize)
+        self.compiled: dict[tuple, _Compiled | None] = {}
 
 
 _bound: dict[tuple, Bound] = {}
 
 
 def _bind(kernel, options: dict[str, Any]) -> Bound:
-    """Functions count by identity, since their own hash is made from their source every time."""
+    """Functions are compared by identity: Triton hashes their source at every call."""
     key = (id(kernel), *[id(v) if callable(v) else v for v in options.values()])
     found = _bound.get(key)
     if found is None:
@@ -106,53 +102,70 @@ def _bind(kernel, options: dict[str, Any]) -> Bound:
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
-    """`kernel[grid](*args, **options)`, less what Triton does anew at every call.
+    """`kernel[grid](*args, **options)` with a cache: Triton's own binding takes 38 µs a launch.
 
-    Triton binds, specialises and looks up for 38 µs. What it finds is kept with the conditions
-    under which it would find it again, so a second launch goes to the compiled kernel at once.
-    `args` come first in the signature, the compile-time `options` after them, or `kernel` has
-    them: see `Bound`. The first argument tells the device. On the meta device a launch compiles
-    and runs nothing.
+    `args` come first in the kernel's signature, the compile-time `options` after them; a `Bound`
+    kernel brings its options. A descriptor is passed as (tensor, Boxes). The first argument tells
+    the device. On the meta device a launch compiles the kernel and runs nothing.
     """
     bound = kernel if type(kernel) is Bound else _bind(kernel, options)
-    first = args[0]
-    if type(first) is tuple:
-        first = first[0]
+    first = args[0][0] if type(args[0]) is tuple else args[0]
     index = first.get_device()
+    signature: tuple | None = None
     if index >= 0:
-        if index != torch._C._cuda_getDevice():
+        if index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 return launch(bound, grid, *args)
-        if not here.knows_the_gpu:
-            # Autograd's thread may come here before anything called CUDA in it: maps need that.
+        if not thread_state.has_cuda_context:
+            # TMA descriptors need a CUDA context, which autograd's thread may not have yet.
             torch.cuda.Event().record()
-            here.knows_the_gpu = True
-        if not profiled():
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            for start in bound.starts:
-                if start(index, stream, grid, *args):
-                    if here.recording is not None:
-                        _note(start, grid, args)
-                    return None
-    if here.recording is not None:
-        here.recording.refused = True  # Triton has more to do, at least this time
+            thread_state.has_cuda_context = True
+        if _CACHED and not _has_launch_hooks():
+            signature = (index, *_signature(args, bound.unspecialized))
+            compiled = bound.compiled.get(signature)
+            if compiled is not None:
+                compiled(grid, triton.runtime.driver.active.get_current_stream(index), args)
+                return None
     own = [a[1].of(a[0]) if type(a) is tuple else a for a in args]
     if first.is_meta:
         bound.kernel.warmup(*own, grid=grid, **bound.options)
         return None
-    compiled = bound.kernel[grid](*own, **bound.options)
-    if _AS_READ and index >= 0 and not profiled():
-        again = _start(bound, compiled, index, args)
-        if again is not None:
-            bound.starts.append(again)
+    found = bound.kernel[grid](*own, **bound.options)
+    if signature is not None:
+        bound.compiled[signature] = _compiled(bound, found, args)
     return None
 
 
-_MOST_MAPS = 256  # of one descriptor: a training step comes back to the same addresses
+def _has_launch_hooks() -> bool:
+    """Whether a profiler wants to hear of launches from Triton itself."""
+    return bool(triton.knobs.runtime.launch_enter_hook.calls)
+
+
+def _signature(args: tuple, unspecialized: frozenset[int]) -> list:
+    """What Triton compiles a kernel for: dtypes, blocks, None, alignment of addresses to 16 bytes;
+    of an integer whether it is 1, divides by 16 and fits 32 bits."""
+    signature: list = []
+    for i, a in enumerate(args):
+        kind = type(a)
+        if kind is tuple:
+            signature.append(a[1].kind)
+        elif kind is int:
+            wide = a.bit_length() > 31
+            signature.append(wide if i in unspecialized else (a == 1, a & 15 == 0, wide))
+        elif a is None or kind is float:
+            signature.append(kind)
+        else:
+            signature += (a.dtype, a.data_ptr() & 15 == 0)
+    return signature
 
 
 class _Maps(dict):
-    """What the copy engine reads through, by address and boxes: filled when it is asked for."""
+    """TMA descriptors of one argument by (address, Boxes), encoded when first asked for.
+
+    A training step comes back to the same addresses; encoding takes longer than a launch.
+    """
+
+    _MOST = 256
 
     def __init__(self, meta: dict[str, Any]) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
@@ -162,41 +175,51 @@ class _Maps(dict):
 
     def __missing__(self, key: tuple[int, Boxes]) -> Any:
         address, boxes = key
-        if len(self) == _MOST_MAPS:
+        if len(self) == self._MOST:
             self.clear()
-        found = _fill_map()(address, *self.kind, boxes.shape, boxes.strides, 0)
+        found = _encode()(address, *self.kind, boxes.shape, boxes.strides, 0)
         self[key] = found
         return found
 
 
 @cache
-def _fill_map():
+def _encode():
     utils = triton.runtime.driver.active.utils
     newer = getattr(utils, "fill_tma_descriptor_tiled", None)  # since Triton 3.7
     return newer or utils.fill_tma_descriptor
 
 
-class Compiled(NamedTuple):
-    """A kernel that Triton compiled, and how it is called: all but grid, stream and arguments."""
+class _Compiled(NamedTuple):
+    """A compiled kernel and how Triton's C launcher is called for it."""
 
     run: Callable
-    head: Sequence
+    head: tuple  # arguments between the stream and the kernel's own
     maps: Sequence[_Maps]  # one for each descriptor
     constants: Sequence
-    as_one: bool  # whether `run` takes the kernel's arguments, constants too, as one tuple
+    packed: bool  # whether `run` takes the kernel's arguments as one tuple
 
-    def call(self, grid: str, arguments: Iterable[str], named: Callable[[Any], str]) -> str:
-        """The line that runs it; `named` gives a value a name in that line."""
-        passed = ", ".join([*arguments, *map(named, self.constants)])
-        passed = f"({passed},)" if self.as_one else passed
-        return f"{named(self.run)}({grid}, stream, {', '.join(map(named, self.head))}, {passed})"
+    def __call__(self, grid: tuple[int, ...], stream: int, args: tuple) -> None:
+        values: list = []
+        maps = iter(self.maps)
+        for a in args:
+            if type(a) is tuple:
+                t, boxes = a
+                values.append(next(maps)[t.data_ptr(), boxes])
+                values += boxes.values
+            else:
+                values.append(a.data_ptr() if isinstance(a, torch.Tensor) else a)
+        values += self.constants
+        x, y, z = (*grid, 1, 1)[:3]
+        if self.packed:
+            self.run(x, y, z, stream, *self.head, tuple(values))
+        else:
+            self.run(x, y, z, stream, *self.head, *values)
 
 
-def _start(bound: Bound, compiled, index: int, args: tuple) -> Callable[..., bool] | None:
-    """A function that launches `compiled` for arguments for which Triton would, those like `args`.
+def _compiled(bound: Bound, compiled, args: tuple) -> _Compiled | None:
+    """How to launch `compiled` without `CudaLauncher`; None where that does more at every launch.
 
-    None where Triton's `CudaLauncher` has more to do at every launch. Its own `launch` is a C
-    function, or a closure around it that fills descriptors.
+    Its `launch` is a C function, or a closure around it that encodes descriptors.
     """
     launcher = compiled.run
     checked = getattr(launcher, "gsan_enabled", False)
@@ -207,102 +230,27 @@ def _start(bound: Bound, compiled, index: int, args: tuple) -> Callable[..., boo
         cells = zip(run.__code__.co_freevars, run.__closure__, strict=True)
         held = {name: cell.cell_contents for name, cell in cells}
         run, metas = held["launcher"], held["tensordesc_meta"]
-        if not metas or not all(metas):  # no copy engine: Triton takes descriptors apart
+        if not metas or not all(metas):  # no TMA: Triton takes descriptors apart
             return None
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
     scratch, hooks = (None, None), (None, None, None)
     # Since Triton 3.7 one C function serves all kernels and takes their arguments as one.
-    one_for_all = hasattr(launcher, "kernel_signature")
+    packed = hasattr(launcher, "kernel_signature")
     last: tuple
-    if one_for_all:
+    if packed:
         described = (launcher.arg_annotations, launcher.kernel_signature)
         last = (compiled.packed_metadata, *hooks, *scratch, *described)
     else:
         last = (*scratch, compiled.packed_metadata, *hooks)
     constants = [bound.options[name] for name in bound.kernel.arg_names[len(args) :]]
     head = (compiled.function, *flags, *last)
-    found = Compiled(run, head, list(map(_Maps, metas)), constants, one_for_all)
-    return _written_out(found, args, bound.sizes, index)
-
-
-def _written_out(
-    compiled: Compiled, args: tuple, sizes: frozenset[int], index: int
-) -> Callable[..., bool]:
-    """`start(index, stream, grid, *args)`: whether arguments are like `args`; if so, run.
-
-    Written out for its arguments, since a loop over them and a lookup take longer: 82 µs for the 14
-    launches of a step, on an Arm core, where these take 65. Alike are dtypes, blocks, None,
-    alignment to 16 bytes; of an integer whether it is 1, divides by 16, and has 32 bits.
-    """
-    names = Names()
-    named = names.of
-    read, alike, values = [], [f"index == {index}"], []
-    maps = iter(compiled.maps)
-    for i, a in enumerate(args):
-        name = f"a{i}"
-        if type(a) is tuple:
-            read.append(f"t{i}, b{i} = {name}")
-            alike.append(f"b{i}.kind is {named(a[1].kind)}")
-            values.append(f"{named(next(maps))}[t{i}.data_ptr(), b{i}], *b{i}.values")
-        elif a is None:
-            alike.append(f"{name} is None")
-            values.append("None")
-        elif type(a) is int:
-            alike.append(f"({name}.bit_length() > 31) is {a.bit_length() > 31}")
-            if i not in sizes:
-                alike.append(f"({name} == 1) is {a == 1}")
-                alike.append(f"({name} & 15 == 0) is {a & 15 == 0}")
-            values.append(name)
-        elif type(a) is float:
-            alike.append(f"type({name}) is float")
-            values.append(name)
-        else:
-            read.append(f"p{i} = {name}.data_ptr()")
-            alike.append(f"{name}.dtype is {named(a.dtype)}")
-            alike.append(f"(p{i} & 15 == 0) is {a.data_ptr() & 15 == 0}")
-            values.append(f"p{i}")
-    given = ", ".join(f"a{i}" for i in range(len(args)))
-    lines = [
-        f"def start(index, stream, grid, {given}):",
-        "    try:",
-        *[f"        {line}" for line in read],
-        f"        alike = {' and '.join(alike)}",
-        "    except (AttributeError, TypeError, ValueError):",
-        "        return False",
-        "    if alike:",
-        f"        {compiled.call('*grid, *(1, 1, 1)[len(grid):]', values, named)}",
-        "    return alike",
-    ]
-    exec("\n".join(lines), names)
-    start = names["start"]
-    start.compiled = compiled
-    return start
-
-
-def _note(start: Any, grid: tuple[int, ...], args: tuple) -> None:
-    """Tell the recording what `start` has done: the same call, with nothing open but addresses."""
-    named = here.recording.names.of
-    maps = iter(start.compiled.maps)
-    tensors, values = [], []
-    for a in args:
-        if type(a) is tuple:
-            tensors.append(a[0])
-            values += [f"{named(next(maps))}[{{}}, {named(a[1])}]", *map(named, a[1].values)]
-        elif isinstance(a, torch.Tensor):
-            tensors.append(a)
-            values.append("{}")
-        else:
-            values.append(named(a))
-    sizes = ", ".join(map(named, (*grid, 1, 1)[:3]))
-    here.recording.launched(start.compiled.call(sizes, values, named), tensors)
+    return _Compiled(run, head, list(map(_Maps, metas)), constants, packed)
 
 
 def dot_precision(t: torch.Tensor) -> str:
     """IEEE for fp32, unless PyTorch was told that its own products may use tf32."""
     if t.dtype != torch.float32:
         return "ieee"
-    if here.recording is not None:
-        here.recording.refused = True  # it may be told something else the next time
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 

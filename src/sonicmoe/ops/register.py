@@ -12,7 +12,6 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .layout import dense_arguments
-from .recipe import by_recipe
 
 _library = torch.library.Library("sonicmoe", "DEF")
 _PLAIN = frozenset(
@@ -47,7 +46,7 @@ def operator(
         fast, shapes = function, fake
         if launches:
             for_kernels, for_fakes = dense_arguments(overload._schema)
-            fast = for_kernels(by_recipe(function, overload._schema))
+            fast = for_kernels(function)
             shapes = for_fakes(fake)
         _library.impl(name, _with_every_result(fast), "CompositeExplicitAutograd")
         torch.library.register_fake(f"sonicmoe::{name}", _with_every_result(shapes), lib=_library)

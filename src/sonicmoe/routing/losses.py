@@ -28,7 +28,7 @@ def auxiliary_loss(
         if all_reduce is not None:
             counts = all_reduce(counts.float())
     backend = resolve_backend(backend, logits)
-    return autograd.apply(autograd.Balance, logits, counts, float(balance), float(z), backend)
+    return autograd.Balance.apply(logits, counts, float(balance), float(z), backend)
 
 
 def switch_loss(

@@ -56,8 +56,8 @@ class Sigmoid(Router):
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
         self.check(logits)
         backend = resolve_backend(backend, logits)
-        scores, ids = autograd.apply(
-            autograd.SigmoidTopK, logits, self.selection_bias, self.k, self.groups,
+        scores, ids = autograd.SigmoidTopK.apply(
+            logits, self.selection_bias, self.k, self.groups,
             self.groups_kept, self.normalize, float(self.scale), backend,
         )  # fmt: skip
         if self.training:

@@ -3,7 +3,7 @@
 import torch
 
 from .. import ops
-from ..autograd import apply, once_differentiable
+from ..autograd import once_differentiable
 from ..errors import bad_argument
 from ..functional import topk_scores
 from ..notices import say_once
@@ -73,8 +73,8 @@ class TokenRounding(Router):
         if uniform is None and self.subroutine in STOCHASTIC:
             uniform = torch.rand(self.num_experts, device=logits.device, generator=self.generator)
         uniform = _checked_uniform(uniform, self.subroutine, logits)
-        score, expert, token, token_start, _, chosen = apply(
-            _RoundLogits, logits, ids, self.normalize, self.tile, self.subroutine, uniform, backend
+        score, expert, token, token_start, _, chosen = _RoundLogits.apply(
+            logits, ids, self.normalize, self.tile, self.subroutine, uniform, backend
         )
         return Routing(logits, expert, score, token, token_start, chosen)
 
@@ -112,7 +112,7 @@ def round_tokens(
     _warn_of_few_tokens(scores.shape[0], tile)
     uniform = _checked_uniform(uniform, subroutine, scores)
     backend = resolve_backend(backend, scores)
-    return apply(_RoundTokens, widened(scores), ids, tile, subroutine, uniform, backend)
+    return _RoundTokens.apply(widened(scores), ids, tile, subroutine, uniform, backend)
 
 
 def _check_rounding(tile: int, subroutine: str) -> None:
