@@ -46,8 +46,8 @@ def _in_this_process(request: dict) -> dict[str, float]:
     import torch
 
     from ..enums import ActivationType
+    from .candidates import ours
     from .inputs import make_inputs
-    from .subjects import ours
     from .timing import wall_ms
 
     device, dtype = request["device"], getattr(torch, request["dtype"])

@@ -24,7 +24,7 @@ HOT_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What every subject of a comparison receives."""
+    """What every candidate of a comparison receives."""
 
     case: Case
     routing: str

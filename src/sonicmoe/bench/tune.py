@@ -1,4 +1,4 @@
-"""Which configuration is the fastest for a product: right first, then timed in turns.
+"""Which configuration is the fastest for a product: right first, then timed interleaved.
 
 A candidate must agree with the default element by element, from memory full of NaN. All of them
 are timed round by round, so that a drifting clock meets everyone, and each by its ratio to the

@@ -16,7 +16,7 @@ from .hardware import GPUS, Gpu, gpu
 from .presets import PRESETS, preset
 from .progress import count as counted
 from .progress import human, human_bytes
-from .tables import table
+from ..bench.tables import table
 
 PAPER = (213e9, "7B", "H100", 64)  # tokens a day, model, GPU, how many
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import bad_argument
-from . import peers
-from .inputs import Inputs
-from .products import products
+from sonicmoe.bench.dense import dense_gemms
+from sonicmoe.bench.inputs import Inputs
+from sonicmoe.bench.products import products
+from sonicmoe.errors import bad_argument
 
 _LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
 _SM_CLOCK = 1
@@ -82,7 +82,7 @@ class Board:
 def energies(inputs: Inputs, concatenated: bool) -> Iterator[tuple[Energy, Energy]]:
     """Each grouped product of a case and the dense product of the same FLOPs."""
     board = Board(inputs.x.device)
-    dense = peers.dense_products(inputs.case.problem, inputs.x.device, inputs.x.dtype)
+    dense = dense_gemms(inputs.case.problem, inputs.x.device, inputs.x.dtype)
     for product in products(inputs, concatenated)[0]:
         calls = (lambda product=product: product.run(None)), dense[product.name]
         ours, theirs = (_measure(product.name, product.flops, call, board) for call in calls)
