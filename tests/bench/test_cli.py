@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import sonicmoe.functional
+from sonicmoe import cost
 from sonicmoe.bench import results
 from sonicmoe.cli import main
+from sonicmoe.train import hardware
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--shape", "64,32,16,4,2"]
@@ -99,6 +101,9 @@ def test_cost_knows_the_tiles_of_each_dtype(capsys):
         (line,) = [s for s in capsys.readouterr().out.splitlines() if s.startswith("| tiles ")]
         assert line.split()[3] == str(16 * (1 + tiles))
 
+
+def test_there_is_one_data_sheet_of_a_gpu():
+    assert all(cost.find_gpu(name) is gpu for name, gpu in hardware.GPUS.items())
 
 
 def test_list_names_every_case(capsys):

@@ -145,7 +145,7 @@ def test_plain_products_reach_what_was_measured():
     shares = []
     for shape, seconds in _measured("dense").items():
         tokens, hidden, intermediate, _, k = map(int, shape.split(","))
-        shares.append(18 * tokens * k * hidden * intermediate / seconds / gpu("H200").flops)
+        shares.append(18 * tokens * k * hidden * intermediate / seconds / gpu("H200").half)
     assert plan.Efficiency().dense == pytest.approx(mean(shares), abs=0.01)
 
 
