@@ -1,4 +1,4 @@
-"""Energy of a layer's products beside the dense ones, by the board's own counter.
+"""Energy of a layer's GEMMs and of dense cuBLAS, from the energy counter of the board.
 
 Where the board is at its power limit, the time of a layer is its energy over that power.
 """
@@ -25,7 +25,7 @@ _MOST_CALLS = 400  # of a burst, however short: beyond its queue the driver make
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """One product, called again and again: its time, and the board's power and clock meanwhile."""
+    """One GEMM called repeatedly: its time, and the power and clock of the board meanwhile."""
 
     name: str
     flops: int
@@ -80,7 +80,7 @@ class Board:
 
 
 def energies(inputs: Inputs, concatenated: bool) -> Iterator[tuple[Energy, Energy]]:
-    """Each grouped product of a case and the dense product of the same FLOPs."""
+    """Each grouped GEMM of a case, and the dense GEMM with the same FLOPs."""
     board = Board(inputs.x.device)
     dense = dense_gemms(inputs.case.problem, inputs.x.device, inputs.x.dtype)
     for product in products(inputs, concatenated)[0]:

@@ -1,4 +1,4 @@
-"""Our experts inside other frameworks, beside what runs there without them; verified first.
+"""Our experts inside other frameworks, compared with what runs there by default.
 
 train   small random models of transformers: loss curves and step times from the same seed
 layer   one OLMoE block of transformers: its router, and our experts or `grouped_mm`

@@ -1,4 +1,4 @@
-"""Token rounding in the layer: router in, router out, and the routing alone; verified first."""
+"""Times of the layer under token rounding: with its router, without it, and the routing alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ def parse_shape(text: str, bias: bool = False) -> tuple[Case, int]:
 
 
 def bench_rounding(case: Case, options: Options) -> list[str]:
-    """Print the table of one routing; what is wrong comes back as text and gets no figure."""
+    """Verify and time one routing, print its table; returns a text for every failure."""
     inputs = make_inputs(case, "uniform", options.device, options.dtype)
     p, router = case.problem, make_router(case, options)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Time: the median of a call, and what the host alone needs to enqueue it."""
+"""Clocks: median time of a call, host time until it returns, interleaved timing."""
 
 import statistics
 import time
