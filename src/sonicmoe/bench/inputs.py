@@ -2,8 +2,8 @@
 
 Skew comes from the router itself, so that nothing is added to the layer that is timed: column 0 of
 x is the constant 1, which makes column 0 of the router's weight an offset per expert. The offsets
-are fitted until the experts get the shares asked for. A token chooses an expert at most once, so with a
-router no expert gets more than 1/K of the rows.
+are fitted until the experts get the shares asked for. A token chooses an expert at most once, so
+with a router no expert gets more than 1/K of the rows.
 
 Without the router, uniform ids are those of the router; skewed ids are drawn slot by slot, so that
 the shares hold even above 1/K (a token may then have the same expert twice).
