@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from research import frameworks
 
-from sonicmoe.bench import frameworks, results
+from sonicmoe.bench import results
 
 
 def parse_args() -> argparse.Namespace:

@@ -57,7 +57,6 @@ def main() -> int:
         dtype=getattr(torch, dtype),
         concatenated=args.concat_layout,
         check=not args.skip_test,
-        peers=("dense",),
     )
     failures = bench_case(case, "uniform", options).failures
     for failure in failures:

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import torch
+from research.rounding import ROUTINGS, Options, bench_rounding, parse_shape
+from research.rounding_sweep import run_sweep, sweep_shapes, sweep_table
 
 from sonicmoe.bench import results
-from sonicmoe.bench.rounding import ROUTINGS, Options, bench_rounding, parse_shape
-from sonicmoe.bench.rounding_sweep import run_sweep, sweep_shapes, sweep_table
 
 
 def parse_args() -> argparse.Namespace:

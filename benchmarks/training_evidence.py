@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import torch
+from research import training, training_report
 
-from sonicmoe.bench import training, training_report
 from sonicmoe.bench.results import RESULTS, device_name, slug
 from sonicmoe.train.compare import names
 from sonicmoe.train.config import parse_assignments

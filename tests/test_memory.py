@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sonicmoe import MoE, cost, moe_TC_softmax_topk_layer
+from sonicmoe.bench.candidates import ours
 from sonicmoe.bench.cases import ROUTERS, Case
 from sonicmoe.bench.inputs import make_inputs
 from sonicmoe.bench.memory import saved_bytes
-from sonicmoe.bench.subjects import ours
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional import permute
 

@@ -1,4 +1,4 @@
-"""What one layer call costs: FLOPs, bytes kept, peak, traffic, padding, the least time on a GPU.
+"""Cost of one layer call: FLOPs, bytes kept, peak, traffic, padding, roofline time on a GPU.
 
 Pure Python, and the only place where these formulas stand. Sizes come as a `Problem`; `itemsize` is
 the bytes of one activation or weight element (2 for bf16). Indices are int32, scores fp32 or wider.
@@ -182,7 +182,12 @@ class Power:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Dense products (FLOP/s) at two and at four bytes an element, memory bandwidth (bytes/s)."""
+    """Data sheet of one GPU.
+
+    `half` and `single`: dense FLOP/s at two and four bytes per element. `bandwidth` (bytes/s) and
+    `memory` (bytes) of the device. `node_link` and `network_link`: bytes/s from one GPU to the
+    `per_node` GPUs of its node and beyond.
+    """
 
     name: str
     half: float
@@ -190,9 +195,13 @@ class Gpu:
     bandwidth: float
     source: str
     power: Power | None = None
+    memory: float = 0
+    node_link: float = 0
+    network_link: float = 0
+    per_node: int = 8
 
     def limits(self, stage: Stage, itemsize: int = 2) -> dict[str, float]:
-        """Seconds that a stage takes at least by each of the GPU's limits."""
+        """Roofline time of a stage in seconds, by each limit of the GPU."""
         peak = self.half if itemsize <= 2 else self.single
         found = {"compute": stage.flops / peak, "memory": stage.traffic / self.bandwidth}
         if self.power is not None and itemsize == 2:
@@ -200,7 +209,7 @@ class Gpu:
         return found
 
     def seconds(self, stage: Stage, itemsize: int = 2) -> float:
-        """The least time of a stage: by the limit that it meets first."""
+        """Roofline time of a stage in seconds: that of the tightest limit."""
         return max(self.limits(stage, itemsize).values())
 
     def bound(self, stage: Stage, itemsize: int = 2) -> str:
@@ -208,29 +217,43 @@ class Gpu:
         return max(limits, key=lambda name: limits[name])
 
 
-# Dense rates without sparsity, of one GPU. From NVIDIA's data sheets: A100 80 GB SXM (312, 19.5,
-# 2.039), H100 SXM (989, 67, 3.35), H200 SXM (989, 67, 4.8); the Blackwell architecture brief for an
-# HGX B200 at 1000 W (2250, 80, up to 8; by its bus and clock a B200 reaches 7.67, pytorch/ao#4002).
-# What an H200 reached here: its fastest products, a copy of 1 GiB, and the energy of 54 dense
-# products of bf16, which these three figures give within 5.5%, 1.5% on average.
+# Dense rates without sparsity, per GPU. From NVIDIA's data sheets: A100 80 GB SXM (312, 19.5,
+# 2.039), H100 SXM (989, 67, 3.35), H200 SXM (989, 67, 4.8), GB200 (2500, 80, 8); the Blackwell
+# architecture brief for an HGX B200 at 1000 W (2250, 80, up to 8; by its bus and clock a B200
+# reaches 7.67, pytorch/ao#4002).
+# h200-measured: the fastest GEMMs and a copy of 1 GiB on one H200, and the energy of 54 dense bf16
+# GEMMs, which the three coefficients reproduce within 5.5%, 1.5% on average.
 GPUS = {
-    "a100": Gpu("A100 SXM 80 GB", 312e12, 19.5e12, 2.039e12, "data sheet"),
-    "h100": Gpu("H100 SXM", 989e12, 67e12, 3.35e12, "data sheet"),
-    "h200": Gpu("H200", 989e12, 67e12, 4.8e12, "data sheet"),
-    "h200-measured": Gpu(
-        "H200",
-        790e12,
-        67e12,
-        4.3e12,
-        "measured: products, device copy, energy; 700 W",
-        Power(700, flop=0.955e-12, byte_read=42e-12, byte_written=135e-12),
+    "a100": Gpu(
+        "A100", 312e12, 19.5e12, 2.039e12, "data sheet, SXM 80 GB",
+        memory=80e9, node_link=300e9, network_link=25e9,
     ),
-    "b200": Gpu("B200", 2250e12, 80e12, 8.0e12, "architecture brief"),
-}
+    "h100": Gpu(
+        "H100", 989e12, 67e12, 3.35e12, "data sheet, SXM",
+        memory=80e9, node_link=450e9, network_link=50e9,
+    ),
+    "h200": Gpu(
+        "H200", 989e12, 67e12, 4.8e12, "data sheet",
+        memory=141e9, node_link=450e9, network_link=50e9,
+    ),
+    "h200-measured": Gpu(
+        "H200", 790e12, 67e12, 4.3e12, "measured: GEMMs, device copy, energy; 700 W",
+        Power(700, flop=0.955e-12, byte_read=42e-12, byte_written=135e-12),
+        memory=141e9, node_link=450e9, network_link=50e9,
+    ),
+    "b200": Gpu(
+        "B200", 2250e12, 80e12, 8.0e12, "architecture brief",
+        memory=180e9, node_link=900e9, network_link=50e9,
+    ),
+    "gb200": Gpu(
+        "GB200", 2500e12, 80e12, 8.0e12, "data sheet",
+        memory=186e9, node_link=900e9, network_link=50e9, per_node=72,
+    ),
+}  # fmt: skip
 
 
 def find_gpu(name: str) -> Gpu:
-    """The row of the table behind a short name, or behind the name that the driver reports."""
+    """The entry of `GPUS` for a short name, or for the name that the driver reports."""
     for key in sorted(GPUS, key=len, reverse=True):
         if key in name.lower():
             return GPUS[key]

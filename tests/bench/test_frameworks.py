@@ -43,13 +43,13 @@ def test_every_part(script, capsys):
     for record in records:
         found.setdefault(record["part"], []).append(record)
     three = ["sonicmoe_experts", "eager", "grouped_mm"]
-    assert [(r["case"], r["subject"]) for r in found["train"]] == [
+    assert [(r["case"], r["candidate"]) for r in found["train"]] == [
         (model, name) for model in ("Qwen3Moe", "GptOss") for name in three
     ]
     for record in found["train"]:
         assert len(record["losses"]) == 4 and all(map(math.isfinite, record["losses"]))
         assert record["step_ms"] > 0 and record["off_eager"] < 1e-3
-    assert [(r["subject"], r["router"]) for r in found["layer"]] == [
+    assert [(r["candidate"], r["router"]) for r in found["layer"]] == [
         (name, router) for name in ("sonicmoe_experts", "grouped_mm") for router in ("out", "in")
     ]
     assert {c["tensor"] for c in found["layer"][1]["checks"]} == {
@@ -59,7 +59,7 @@ def test_every_part(script, capsys):
         "w2",
         "router_w",
     }
-    assert [r["subject"] for r in found["lora"]] == [
+    assert [r["candidate"] for r in found["lora"]] == [
         "lora_experts", "W + scale·B·A, experts", "PEFT, grouped_mm"
     ]  # fmt: skip
     one, two = found["join"]
@@ -73,7 +73,7 @@ def test_no_figure_from_a_wrong_layer(script, capsys, monkeypatch):
     monkeypatch.setattr(sonicmoe.functional, "_layer", lambda *given: right(*given) * 1.001)
     code, records = script("--part", "layer", "lora")
     assert code == 1 and "is wrong in out, x" in capsys.readouterr().err
-    assert [r["subject"] for r in records] == [
+    assert [r["candidate"] for r in records] == [
         "grouped_mm", "grouped_mm", "lora_experts", "PEFT, grouped_mm"
     ]  # fmt: skip
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from research import training, training_report
 
-from sonicmoe.bench import training, training_report
 from sonicmoe.train.accounting import parameters
 
 ROOT = Path(__file__).parents[2]

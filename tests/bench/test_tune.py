@@ -167,7 +167,7 @@ def test_what_the_command_asks_for_and_keeps(failures, tmp_path, monkeypatch, ca
 
     def measured(cases, options, names, out):
         asked.extend([[case.name for case in cases], options.dtype, names, out])
-        return Outcome([{"subject": "tune", "product": "up"}], failures, [])
+        return Outcome([{"candidate": "tune", "product": "up"}], failures, [])
 
     origin = {"device": "GPU 9", "date": "2026-01-01", "command": "sonicmoe tune"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -178,5 +178,5 @@ def test_what_the_command_asks_for_and_keeps(failures, tmp_path, monkeypatch, ca
     assert status == len(failures)
     assert asked == [["olmoe", "64,32,16,4,2"], torch.bfloat16, ["up"], Path("mine.json")]
     kept = (tmp_path / "gpu-9" / "2026-01-01-tune.jsonl").read_text()
-    assert json.loads(kept) == origin | {"subject": "tune", "product": "up"}
+    assert json.loads(kept) == origin | {"candidate": "tune", "product": "up"}
     assert ("FAILED olmoe: wrong out" in capsys.readouterr().err) == bool(failures)

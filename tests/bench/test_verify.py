@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from research import peers
 
-from sonicmoe.bench import peers
+from sonicmoe.bench.candidates import ours
 from sonicmoe.bench.cases import ROUTERS, Case
 from sonicmoe.bench.inputs import ROUTINGS, make_inputs
-from sonicmoe.bench.subjects import ours
 from sonicmoe.bench.verify import Check, passed, verify
 from sonicmoe.enums import ActivationType
 
@@ -51,16 +51,16 @@ def test_pytorch_as_a_peer_passes():
 
 
 class Doctored:
-    """A subject with one result changed."""
+    """A candidate with one result changed."""
 
-    def __init__(self, subject, tensor, change):
-        self.subject, self.tensor, self.change = subject, tensor, change
+    def __init__(self, candidate, tensor, change):
+        self.candidate, self.tensor, self.change = candidate, tensor, change
 
     def __getattr__(self, name):
-        return getattr(self.subject, name)
+        return getattr(self.candidate, name)
 
     def gradients(self, out, dout=None):
-        found = self.subject.gradients(out, dout)
+        found = self.candidate.gradients(out, dout)
         found[self.tensor] = self.change(found[self.tensor].clone())
         return found
 
@@ -84,15 +84,15 @@ def test_a_wrong_gradient_is_seen(tensor, change):
 
 def test_a_wrong_output_is_seen():
     inputs = inputs_of()
-    subject = ours(inputs, router=True)
-    wrong = replace(subject, forward=lambda: subject.forward() * 1.001)
+    candidate = ours(inputs, router=True)
+    wrong = replace(candidate, forward=lambda: candidate.forward() * 1.001)
     assert not {c.tensor: c for c in verify(wrong, inputs)}["out"].passed
 
 
 def test_the_wrong_layout_is_seen():
     inputs = inputs_of()
-    subject = replace(ours(inputs, router=True), concatenated=True)
-    assert not passed(verify(subject, inputs))
+    candidate = replace(ours(inputs, router=True), concatenated=True)
+    assert not passed(verify(candidate, inputs))
 
 
 def test_nan_never_passes():

@@ -1,18 +1,18 @@
-"""The board's counters, through `sonicmoe bench --energy`."""
+"""The board's counters, through `benchmarks/layer.py --energy`."""
 
 import json
 
+import layer
 import pytest
 
 from sonicmoe.bench.products import NAMES
-from sonicmoe.cli import main
 
 pytestmark = pytest.mark.gpu
 
 
 def test_every_product_and_its_dense_counterpart_have_an_energy(tmp_path):
     shape = "16384,2048,1024,16,4"
-    assert main(["bench", "--shape", shape, "--energy", "--results", str(tmp_path)]) == 0
+    assert layer.main(["--shape", shape, "--energy", "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("**/*.jsonl")
     record = json.loads(path.read_text())
     for side in ("products", "dense_products"):

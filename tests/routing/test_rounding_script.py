@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from research import rounding, rounding_sweep
 
-from sonicmoe.bench import rounding, rounding_sweep, timing
+from sonicmoe.bench import timing
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "moe-token-rounding.py"
 TINY = ("--thiekq", "96,32,16,4,2,16", "--rep", "1")
@@ -31,7 +32,7 @@ def script(monkeypatch, *flags: str) -> int | str | None:
 def test_every_routing(routing, monkeypatch, capsys):
     assert script(monkeypatch, *TINY, "--routing", routing) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in printed if line.startswith(routing)] == [
+    assert [line.split()[1:4:2] for line in printed if line.startswith(f"| {routing} ")] == [
         [routing, "in"],
         [routing, "out"],
     ]
@@ -61,7 +62,7 @@ def test_the_sweep(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(rounding_sweep, "SWEEPS", {"96,32,16,E,2": (4, 8)})
     assert script(monkeypatch, "--sweep", "--rep", "1", "--results", str(tmp_path)) == 0
     shown = capsys.readouterr().out
-    assert "2/2 96,32,16,8,2" in shown and "NR-f 64" in shown
+    assert "2/2 | 96,32,16,8,2" in shown and "NR-f 64" in shown
     (kept,) = tmp_path.glob("*/*-rounding.jsonl")
     records = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [(r["shape"], r["routing"], r["tile"]) for r in records] == [

@@ -116,7 +116,7 @@ def _measured(subject: str) -> dict[str, float]:
     """
     found: dict[str, list[float]] = {}
     for r in read(RESULTS):
-        told = (r.get("subject"), r.get("router"), r.get("routing"))
+        told = (r.get("candidate"), r.get("router"), r.get("routing"))
         trained = r.get("activation") == "swiglu" and not r.get("bias")
         if told == (subject, "in", "uniform") and trained and "fwd_bwd_ms" in r:
             found.setdefault(r["shape"], []).append(r["fwd_bwd_ms"] / 1e3)
@@ -145,12 +145,12 @@ def test_plain_products_reach_what_was_measured():
     shares = []
     for shape, seconds in _measured("dense").items():
         tokens, hidden, intermediate, _, k = map(int, shape.split(","))
-        shares.append(18 * tokens * k * hidden * intermediate / seconds / gpu("H200").flops)
+        shares.append(18 * tokens * k * hidden * intermediate / seconds / gpu("H200").half)
     assert plan.Efficiency().dense == pytest.approx(mean(shares), abs=0.01)
 
 
 def test_a_checkpointed_layer_takes_what_was_measured():
-    ways = [r for r in read(RESULTS) if r.get("subject") == "ways"]
+    ways = [r for r in read(RESULTS) if r.get("candidate") == "modes"]
     extra = [r["checkpointed_fwd_bwd_ms"] / r["plain_fwd_bwd_ms"] - 1 for r in ways]
     planned = [
         _planned(plan.moe_recomputed_seconds, r["shape"]) / _planned(plan.moe_seconds, r["shape"])

@@ -1,4 +1,5 @@
-"""The instruments: cases, inputs, correctness, time, memory, peers, kept results.
+"""Benchmarks that users run: cases, inputs, verification, timing, memory, tuning, results.
 
-`run` puts them together: a subject is verified first and timed only if it is right.
+`run` combines them: a candidate is verified first and timed only if it is right. Comparisons with
+other packages, energy and training experiments are in the folder benchmarks/ of the repository.
 """

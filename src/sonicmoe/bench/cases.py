@@ -1,4 +1,4 @@
-"""The problems with names: a grid of shapes from fine to coarse, and layers of published models."""
+"""Named cases: a grid of shapes from fine to coarse experts, and layers of published models."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ ROUTERS = ("softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normaliz
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One layer to measure: its sizes and everything that changes its arithmetic."""
+    """One layer to measure: sizes, activation, bias and router."""
 
     name: str
     problem: Problem
@@ -98,7 +98,7 @@ MODELS = (
     ),
 )
 
-HOST = _case("host", "64,128,64,8,2", "so small that only the host's time is left")
+HOST = _case("host", "64,128,64,8,2", "so small that only host time matters")
 
 SUITES = {"grid": GRID, "models": MODELS, "all": GRID + MODELS}
 CASES = {case.name: case for case in SUITES["all"]}

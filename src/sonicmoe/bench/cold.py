@@ -1,4 +1,4 @@
-"""The first call of a process with empty caches, and first calls with new numbers of tokens."""
+"""Cold start: first call of a process with empty caches, first calls with a new T."""
 
 import json
 import os
@@ -15,7 +15,7 @@ SOURCE = Path(__file__).resolve().parents[2]
 
 
 def measure_cold(case: Case, device: str, dtype: str) -> dict[str, float]:
-    """Figures of a new process whose kernel caches are empty."""
+    """Run one case in a new process with empty kernel caches; times of its first calls."""
     request = {
         "shape": str(case.problem),
         "activation": case.activation.value,
@@ -46,8 +46,8 @@ def _in_this_process(request: dict) -> dict[str, float]:
     import torch
 
     from ..enums import ActivationType
+    from .candidates import ours
     from .inputs import make_inputs
-    from .subjects import ours
     from .timing import wall_ms
 
     device, dtype = request["device"], getattr(torch, request["dtype"])

@@ -1,4 +1,4 @@
-"""What a layer costs the host: a shape so small that the GPU does not matter."""
+"""Host time of a layer, on a shape so small that the GPU does not matter."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,35 +7,34 @@ import torch
 import torch.nn.functional as F
 
 from ..moe import MoE
+from .candidates import Candidate, ours
 from .cases import HOST
 from .inputs import Inputs, make_inputs
-from .subjects import Subject, ours
-from .timing import host_ms, in_turns, is_cuda
+from .timing import host_ms, interleaved, is_cuda
 
 Call = Callable[[], object]
 STACK = 8
 CALLING_THREAD = "calling_thread_"
-# What begins the name of a figure, and what it is of.
-SUBJECTS = {
-    "": "a layer alone",
-    "stack_": f"a layer in a stack ({STACK} of them)",
-    CALLING_THREAD: "alone under `torch.autograd.set_multithreading_enabled(False)`",
+# Prefix of the fields in a record, and what was measured.
+CANDIDATES = {
+    "": "one layer",
+    "stack_": f"one layer of a stack of {STACK}",
+    CALLING_THREAD: "one layer, `torch.autograd.set_multithreading_enabled(False)`",
     "module_": "`MoE` with its auxiliary loss",
-    "graph_": "captured by `torch.cuda.make_graphed_callables`",
-    "dense_": "a gated dense layer of PyTorch's",
+    "graph_": "`MoE` captured by `torch.cuda.make_graphed_callables`",
+    "dense_": "a gated dense layer in PyTorch",
 }
 
 
 def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
-    """Of a layer alone, with the router in and out, and of one in a stack as a model has it.
+    """Host time per layer in ms, of one layer, of a stack of them, of `MoE`, and of a dense layer.
 
-    Alone, the backward pass begins by waking up autograd's thread; a stack wakes it up once, and
-    in the calling thread nothing has to wake up. Also of `MoE` with its auxiliary loss and, on a
-    GPU, captured; of a dense layer, as a yardstick. All take turns: a virtual machine ran the same
-    Python half as fast in some minutes as in others.
+    For one layer alone, the backward pass first wakes up autograd's thread; a stack does so once,
+    and with multithreading disabled there is no thread to wake up. All are interleaved: a virtual
+    machine ran the same Python half as fast in some minutes as in others.
     """
     inputs = make_inputs(HOST, device=device, dtype=dtype)
-    subjects = [
+    candidates = [
         ("", _directions(ours(inputs, router=True)), 1),
         ("no_router_", _directions(ours(inputs, router=False)), 1),
         ("stack_", _directions(ours(inputs, router=True, layers=STACK)), STACK),
@@ -44,18 +43,18 @@ def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
         ("dense_", _directions(_dense(inputs)), 1),
     ]
     if is_cuda(device):
-        subjects.append(("graph_", _module(inputs, captured=True), 1))
+        candidates.append(("graph_", _module(inputs, captured=True), 1))
     timers = {}
-    for prefix, directions, layers in subjects:
+    for prefix, directions, layers in candidates:
         for name, call in directions.items():
             timers[f"{prefix}host_{name}_ms"] = partial(
                 _ms_of_a_layer, call, device, layers, prefix != CALLING_THREAD
             )
-    return in_turns(timers)
+    return interleaved(timers)
 
 
-def _directions(subject: Subject) -> dict[str, Call]:
-    return {"fwd": subject.forward, "fwd_bwd": subject.forward_backward}
+def _directions(candidate: Candidate) -> dict[str, Call]:
+    return {"fwd": candidate.forward, "fwd_bwd": candidate.forward_backward}
 
 
 def _module(inputs: Inputs, captured: bool) -> dict[str, Call]:
@@ -73,7 +72,7 @@ def _module(inputs: Inputs, captured: bool) -> dict[str, Call]:
     return {"fwd": partial(moe, x), "fwd_bwd": forward_backward}
 
 
-def _dense(inputs: Inputs) -> Subject:
+def _dense(inputs: Inputs) -> Candidate:
     """Two products and a gate between them, one node of autograd's for each step."""
     p, x = inputs.case.problem, inputs.x
     w1, w2 = x.new_empty(2 * p.I, p.H).normal_(), x.new_empty(p.H, p.I).normal_()
@@ -83,7 +82,7 @@ def _dense(inputs: Inputs) -> Subject:
         gate, up = F.linear(x, w1).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, w2)
 
-    return Subject("dense", False, forward, leaves, inputs.dout)
+    return Candidate("dense", False, forward, leaves, inputs.dout)
 
 
 def _ms_of_a_layer(call: Call, device: str, layers: int, autograds_thread: bool) -> float:

@@ -1,13 +1,12 @@
-"""Tensors of one case: O(1) values, and a routing as even or as skewed as asked.
+"""Input tensors of one case: values of order 1, and a uniform or skewed routing.
 
-Skew enters through the router itself, so that nothing is added to the layer that is timed: column 0
-of x is the constant 1, and column 0 of the router's weight is then an offset for each expert. The
-offsets are fitted until the experts' shares of the rows are those asked for. A token chooses an
-expert once, so through a router no expert gets more than 1/K of the rows.
+Skew comes from the router itself, so that nothing is added to the layer that is timed: column 0 of
+x is the constant 1, which makes column 0 of the router's weight an offset per expert. The offsets
+are fitted until the experts get the shares asked for. A token chooses an expert at most once, so
+with a router no expert gets more than 1/K of the rows.
 
-With the router out, the choice is the router's where it is uniform; where it is skewed, each slot
-is drawn by itself, so that the shares hold even where they exceed 1/K (a token then names an expert
-twice).
+Without the router, uniform ids are those of the router; skewed ids are drawn slot by slot, so that
+the shares hold even above 1/K (a token may then have the same expert twice).
 """
 
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ HOT_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What every subject of a comparison receives."""
+    """The tensors that every candidate of a comparison receives."""
 
     case: Case
     routing: str

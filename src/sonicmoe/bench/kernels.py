@@ -1,4 +1,4 @@
-"""The kernels behind a call, by their own durations: what remains with an infinitely fast host."""
+"""GPU time of the kernels of one call, from the profiler: the time without any host overhead."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from .timing import is_cuda, synchronize
 @dataclass(frozen=True, slots=True)
 class Kernel:
     name: str
-    calls: float  # in one call of the subject
-    ms: float  # in one call of the subject, all launches together
+    calls: float  # in one call of the candidate
+    ms: float  # in one call of the candidate, all launches together
 
 
 def kernels(call: Callable[[], object], device: str | torch.device, calls: int = 5) -> list[Kernel]:

@@ -1,4 +1,4 @@
-"""Every figure of a subject: what it needs, and how long it takes beside others."""
+"""What is measured of a candidate: memory, kernel time, and times interleaved with others."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,14 +8,14 @@ import torch
 
 from .. import cost
 from ..shapes import Problem
+from .candidates import Candidate
 from .kernels import busy_ms
 from .memory import MIB, measure_memory
-from .subjects import Subject
-from .timing import ROUNDS, Key, in_turns, is_cuda, median_ms
+from .timing import ROUNDS, Key, interleaved, is_cuda, median_ms
 
 
 class Timers(NamedTuple):
-    """Each measures once and gives back milliseconds."""
+    """Each call measures once and returns milliseconds."""
 
     forward: Callable[[], float]
     both: Callable[[], float]  # forward and backward
@@ -30,11 +30,11 @@ def timers(
     return Timers(*(partial(median_ms, call, device, rep_ms) for call in (forward, both)))
 
 
-def timers_of(subject: Subject) -> Timers:
-    return timers(subject.forward, subject.forward_backward, subject.dout.device)
+def timers_of(candidate: Candidate) -> Timers:
+    return timers(candidate.forward, candidate.forward_backward, candidate.dout.device)
 
 
-def time_in_turns(
+def time_interleaved(
     p: Problem, contenders: Mapping[Key, Timers], rounds: int = ROUNDS
 ) -> dict[Key, dict[str, float]]:
     """Times of each in ms and its rates in TFLOP/s of the layer's products."""
@@ -43,22 +43,22 @@ def time_in_turns(
         for key, pair in contenders.items()
         for name, timer in pair._asdict().items()
     }
-    found = in_turns(each, rounds)
+    found = interleaved(each, rounds)
     return {
         key: times(p, found[key, "forward"], found[key, "both"] - found[key, "forward"])
         for key in contenders
     }
 
 
-def needs(subject: Subject) -> dict[str, float | None]:
+def needs(candidate: Candidate) -> dict[str, float | None]:
     """Memory in MiB, and on a GPU the milliseconds its kernels are busy."""
-    device = subject.dout.device
-    subject.forward_backward()
-    memory = measure_memory(subject)
+    device = candidate.dout.device
+    candidate.forward_backward()
+    memory = measure_memory(candidate)
     figures: dict[str, float | None] = {}
     if is_cuda(device):
-        figures["busy_fwd_ms"] = busy_ms(subject.forward, device)
-        figures["busy_fwd_bwd_ms"] = busy_ms(subject.forward_backward, device)
+        figures["busy_fwd_ms"] = busy_ms(candidate.forward, device)
+        figures["busy_fwd_bwd_ms"] = busy_ms(candidate.forward_backward, device)
         torch.cuda.empty_cache()
     for name in ("kept", "peak_forward", "peak"):
         size = getattr(memory, name)
@@ -66,10 +66,12 @@ def needs(subject: Subject) -> dict[str, float | None]:
     return figures
 
 
-def measure(subject: Subject, p: Problem) -> dict[str, float | None]:
-    """All figures of a subject that has no others beside it."""
-    needed = needs(subject)
-    return dict(time_in_turns(p, {subject.name: timers_of(subject)})[subject.name]) | needed
+def measure(candidate: Candidate, p: Problem) -> dict[str, float | None]:
+    """All figures of a candidate that has no others beside it."""
+    needed = needs(candidate)
+    return (
+        dict(time_interleaved(p, {candidate.name: timers_of(candidate)})[candidate.name]) | needed
+    )
 
 
 def times(p: Problem, forward: float, backward: float) -> dict[str, float]:

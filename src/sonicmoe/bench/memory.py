@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .subjects import Subject
+from .candidates import Candidate
 
 MIB = 2**20
 
@@ -37,18 +37,18 @@ def saved_bytes(
     return sum(held.values()), out
 
 
-def measure_memory(subject: Subject) -> Memory:
+def measure_memory(candidate: Candidate) -> Memory:
     """Call once before, so that nothing that is allocated only once is counted."""
-    if not subject.dout.is_cuda:
-        beside = (*subject.leaves.values(), subject.dout)
-        return Memory(saved_bytes(subject.forward, beside)[0], None, None)
+    if not candidate.dout.is_cuda:
+        beside = (*candidate.leaves.values(), candidate.dout)
+        return Memory(saved_bytes(candidate.forward, beside)[0], None, None)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = subject.forward()
+    out = candidate.forward()
     torch.cuda.synchronize()
     kept = torch.cuda.memory_allocated() - before - out.untyped_storage().nbytes()
     peak_forward = torch.cuda.max_memory_allocated() - before
-    subject.gradients(out)
+    candidate.gradients(out)
     torch.cuda.synchronize()
     return Memory(kept, peak_forward, torch.cuda.max_memory_allocated() - before)

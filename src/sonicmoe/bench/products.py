@@ -1,4 +1,4 @@
-"""The six grouped products of a layer, each as a function of its configuration."""
+"""The six grouped GEMMs of a layer, each as a function of its kernel configuration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ NAMES = ("up", "down", "dz", "dw2", "dx", "dw1")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`run` launches what a training step launches, and gives back all that it computed.
+    """`run` launches the same kernel as a training step and returns everything it computed.
 
-    Without a configuration it takes what a layer would take.
+    With None it uses the configuration that the layer would use.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Product:
 
 
 def products(inputs: Inputs, concatenated: bool) -> tuple[list[Product], Target]:
-    """Of one case, on its own inputs; and the device they are on."""
+    """The GEMMs of one case on its inputs, and the GPU they are tuned for."""
     from ..functional import permute
     from ..ops import launch_products as launches
 

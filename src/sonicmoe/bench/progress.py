@@ -19,7 +19,7 @@ class Bar:
             filled = WIDTH * self.done // max(self.total, 1)
             bar = "█" * filled + "░" * (WIDTH - filled)
             self._draw(f"{bar} {self.done}/{self.total} {what}")
-        elif what.split(":")[0] != self.last:  # a log needs the subjects, not every step
+        elif what.split(":")[0] != self.last:  # a log needs the candidates, not every step
             self.last = what.split(":")[0]
             print(f"{self.done}/{self.total} {self.last}", file=self.file, flush=True)
         self.done += 1

@@ -22,7 +22,7 @@ _PUBLISHED = re.compile(r" --sonicmoe-path[ =]\S+")
 
 
 def provenance(device: str | torch.device, command: str, commit: str | None = None) -> Record:
-    """Everything a reader needs to judge a figure or to measure it again."""
+    """Everything needed to judge a measurement or to repeat it."""
     from .. import __version__
 
     return {
@@ -46,7 +46,7 @@ def device_name(device: str | torch.device) -> str:
 
 
 def tuned_entries(device: str | torch.device) -> int:
-    """How many configurations come from a table of `sonicmoe tune`: other machines have others."""
+    """How many configurations come from a table of `sonicmoe tune` on this machine."""
     if torch.device(device).type != "cuda":
         return 0
     p = torch.cuda.get_device_properties(device)
@@ -68,11 +68,20 @@ def write(records: Iterable[Record], folder: Path, label: str) -> Path | None:
 
 
 def read(folder: Path) -> list[Record]:
-    """Every kept record, oldest first."""
+    """Every kept record, oldest first, with today's names of its fields."""
     lines = (
         line for path in sorted(folder.glob("**/*.jsonl")) for line in path.read_text().splitlines()
     )
-    return sorted((json.loads(line) for line in lines if line), key=lambda record: record["date"])
+    records = (_renamed(json.loads(line)) for line in lines if line)
+    return sorted(records, key=lambda record: record["date"])
+
+
+def _renamed(record: Record) -> Record:
+    """Until 2026-11-17 "candidate" was called "subject", and "modes" were called "ways"."""
+    if "subject" in record:
+        name = record.pop("subject")
+        record["candidate"] = "modes" if name == "ways" else name
+    return record
 
 
 def slug(text: str) -> str:

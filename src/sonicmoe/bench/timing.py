@@ -1,4 +1,4 @@
-"""Time: the median of a call, and what the host alone needs to enqueue it."""
+"""Clocks: median time of a call, host time until it returns, interleaved timing."""
 
 import statistics
 import time
@@ -30,7 +30,9 @@ def median_ms(call: Callable[[], object], device: str | torch.device, rep_ms: in
     return statistics.median(_clocked(call, device, budget_s=rep_ms / 1e3, least=3))
 
 
-def in_turns(timers: Mapping[Key, Callable[[], float]], rounds: int = ROUNDS) -> dict[Key, float]:
+def interleaved(
+    timers: Mapping[Key, Callable[[], float]], rounds: int = ROUNDS
+) -> dict[Key, float]:
     """Medians of rounds in which every timer has its turn: a clock that drifts decides nothing."""
     found: dict[Key, list[float]] = {key: [] for key in timers}
     for _ in range(rounds):

@@ -1,9 +1,9 @@
-"""Which configuration is the fastest for a product: right first, then timed in turns.
+"""Find the fastest configuration of a GEMM: check each, then time them interleaved.
 
-A candidate must agree with the default element by element, from memory full of NaN. All of them
-are timed round by round, so that a drifting clock meets everyone, and each by its ratio to the
-default of the same round. The best of many is partly luck: it meets the default once more, alone,
-and only these figures count.
+A configuration must agree with the default element by element, with all buffers filled with NaN
+before. All are timed round by round, each relative to the default of the same round, so that a
+drifting clock cancels out. The best of many is partly luck, so it is compared with the default
+once more, alone, and only that comparison counts.
 """
 
 import contextlib

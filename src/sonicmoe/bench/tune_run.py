@@ -8,14 +8,14 @@ from pathlib import Path
 from ..errors import bad_argument
 from ..tuning import Target, table
 from ..tuning.table import Key, Table
-from . import report
+from . import tables
+from .candidates import ours
 from .cases import Case
 from .inputs import Inputs, make_inputs
 from .products import Product, products
 from .progress import Bar
 from .results import Record, device_name
-from .run import Options, Outcome, _failure, _release, about_case
-from .subjects import ours
+from .run import Options, Outcome, about_case, failure_text, release
 from .tune import Finding, Timer, describe, gpu_timer, steps, tune
 from .verify import passed, verify
 
@@ -64,7 +64,7 @@ def tune_cases(
                 print(f"left out: {f.name}, {describe(config)}: {fault}", file=sys.stderr)
         print(f"{len(kept)} entries in {path}")
         del inputs
-        _release()
+        release()
     if findings and path != looked_for:
         print(f"To use it: export {table.VARIABLE}={path}")
     return outcome
@@ -84,9 +84,9 @@ def _measure(case: Case, new: list[Product], target: Target, timer: Timer) -> li
 def _wrong(inputs: Inputs, options: Options, findings: dict[Key, Finding]) -> str | None:
     """What the whole layer gets wrong against fp64 with the choices made; None if nothing."""
     with table.using(Table.of((key, f.chosen) for key, f in findings.items())):
-        subject = ours(inputs, router=True, concatenated=options.concatenated)
-        checks = verify(subject, inputs)
-    return None if passed(checks) else _failure(inputs.case, inputs.routing, subject, checks)
+        candidate = ours(inputs, router=True, concatenated=options.concatenated)
+        checks = verify(candidate, inputs)
+    return None if passed(checks) else failure_text(inputs.case, inputs.routing, candidate, checks)
 
 
 def _table(findings: Sequence[Finding]) -> str:
@@ -98,12 +98,12 @@ def _table(findings: Sequence[Finding]) -> str:
         ]
         for f in findings
     ]  # fmt: skip
-    return report.table(("product", "default", "ms", "best", "ms", "TFLOP/s", "gain", ""), rows)
+    return tables.table(("product", "default", "ms", "best", "ms", "TFLOP/s", "gain", ""), rows)
 
 
 def _record(case: Case, options: Options, f: Finding) -> Record:
     return about_case(case, options) | {
-        "subject": "tune",
+        "candidate": "tune",
         "product": f.name,
         "default": asdict(f.default),
         "default_ms": f.default_ms,

@@ -1,7 +1,7 @@
-"""Right before fast: the output and every gradient against fp64, under random upstream gradients.
+"""Check the output and every gradient against fp64, under random upstream gradients.
 
-A subject may err at most `MARGIN` times what plain PyTorch errs in the same dtype. Both passes walk
-the layer one expert at a time, so that the largest cases fit beside their inputs.
+The error of a candidate may be at most `MARGIN` times that of plain PyTorch in the same dtype. Both
+references run one expert at a time, so that the largest cases fit beside their inputs.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from ..reference.activation import activate
+from .candidates import Candidate
 from .inputs import Inputs
-from .subjects import Subject
 
 # At two bytes rounding decides; at four the order of a sum does, which nobody fixes.
 MARGIN = {2: 1.1, 4: 2.0, 8: 2.0}
@@ -41,7 +41,7 @@ def passed(checks: list[Check]) -> bool:
     return all(check.passed for check in checks)
 
 
-def verify(subject: Subject, inputs: Inputs, *, peer: bool = False) -> list[Check]:
+def verify(candidate: Candidate, inputs: Inputs, *, peer: bool = False) -> list[Check]:
     """One check for the output (`out`) and one for each leaf's gradient.
 
     A peer may break ties of the router as it likes, and may round more often: tokens whose choice
@@ -50,17 +50,17 @@ def verify(subject: Subject, inputs: Inputs, *, peer: bool = False) -> list[Chec
     margin = PEER_MARGIN if peer else MARGIN[inputs.x.element_size()]
     dout = inputs.dout
     judged = torch.ones(dout.shape[0], dtype=torch.bool, device=dout.device)
-    if peer and subject.router:
+    if peer and candidate.router:
         judged = _untied(inputs)
         dout = dout * judged.unsqueeze(-1)
-    out = subject.forward()
-    got = subject.gradients(out, dout)
+    out = candidate.forward()
+    got = candidate.gradients(out, dout)
     out, got["x"] = out.detach()[judged], got["x"][judged]
 
     errors: dict[str, _Error] = {}
     with _honest_products():
-        exact = _Pass(subject, inputs, dout, torch.float64)
-        plain = _Pass(subject, inputs, dout, inputs.x.dtype)
+        exact = _Pass(candidate, inputs, dout, torch.float64)
+        plain = _Pass(candidate, inputs, dout, inputs.x.dtype)
         for e in range(inputs.case.problem.E):
             true, rounded = exact.expert(e), plain.expert(e)
             for name in true:
@@ -72,7 +72,7 @@ def verify(subject: Subject, inputs: Inputs, *, peer: bool = False) -> list[Chec
             true[name], rounded[name] = true[name][judged], rounded[name][judged]
         errors.setdefault(name, _Error()).add(mine, rounded[name], true[name])
     step = torch.finfo(inputs.x.dtype).eps
-    return [errors[name].check(name, margin, step) for name in ("out", *subject.leaves)]
+    return [errors[name].check(name, margin, step) for name in ("out", *candidate.leaves)]
 
 
 @contextlib.contextmanager
@@ -128,16 +128,16 @@ class _Pass:
     """The layer in one dtype, an expert at a time, forward and backward. Scores at least fp32."""
 
     def __init__(
-        self, subject: Subject, inputs: Inputs, dout: torch.Tensor, dtype: torch.dtype
+        self, candidate: Candidate, inputs: Inputs, dout: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        self.subject, self.inputs, self.dtype = subject, inputs, dtype
+        self.candidate, self.inputs, self.dtype = candidate, inputs, dtype
         self.x = inputs.x.detach().to(dtype)
         self.dout = dout.to(dtype)
         self.out, self.dx = torch.zeros_like(self.x), torch.zeros_like(self.x)
-        ids = inputs.router_ids if subject.router else inputs.ids
+        ids = inputs.router_ids if candidate.router else inputs.ids
         self.slots = ids.flatten().argsort(stable=True)
         self.ends = ids.flatten().bincount(minlength=inputs.case.problem.E).cumsum(0).tolist()
-        if subject.router:
+        if candidate.router:
             self.route_leaves = [
                 t.detach().to(dtype).requires_grad_() for t in (inputs.x, inputs.router_w)
             ]
@@ -173,7 +173,7 @@ class _Pass:
         x = self.x[token].requires_grad_()
         score = self.scores.detach().flatten()[slots].requires_grad_()
         z = F.linear(x, weights["w1"], weights.get("b1"))
-        a = activate(z, self.inputs.case.activation, self.subject.concatenated)
+        a = activate(z, self.inputs.case.activation, self.candidate.concatenated)
         y = F.linear(a, weights["w2"], weights.get("b2"))
         weighted = (score.unsqueeze(-1) * y).to(self.dtype)
         dx, dscore, *found = torch.autograd.grad(
@@ -186,7 +186,7 @@ class _Pass:
 
     def finish(self) -> dict[str, torch.Tensor]:
         """The output and the gradients of whole tensors, once every expert has added its part."""
-        if not self.subject.router:
+        if not self.candidate.router:
             return {"out": self.out, "x": self.dx, "scores": self.dscores}
         dx, drouter = torch.autograd.grad(self.scores, self.route_leaves, self.dscores)
         return {"out": self.out, "x": self.dx + dx, "router_w": drouter}

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from ..bench.tables import table
 from ..errors import bad_argument
 from . import plots, run, runlog, summary
 from .backends import check_backend
 from .config import TrainConfig
 from .progress import count, human_bytes
-from .tables import table
 
 
 def variants(

@@ -1,33 +1,10 @@
-"""What GPUs can do by their data sheets."""
+"""The GPUs that `sonicmoe plan` knows: the data sheets of `sonicmoe.cost`."""
 
-from dataclasses import dataclass
-
+from .. import cost
+from ..cost import Gpu
 from ..errors import bad_argument
 
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """Dense bf16 FLOP/s, memory in bytes/s and bytes, bytes/s from a GPU to its node and beyond."""
-
-    name: str
-    flops: float
-    bandwidth: float
-    memory: float
-    node_link: float
-    network_link: float
-    per_node: int = 8
-
-
-GPUS = {
-    g.name: g
-    for g in (
-        Gpu("A100", 312e12, 2.0e12, 80e9, 300e9, 25e9),
-        Gpu("H100", 989e12, 3.35e12, 80e9, 450e9, 50e9),
-        Gpu("H200", 989e12, 4.8e12, 141e9, 450e9, 50e9),
-        Gpu("B200", 2250e12, 8.0e12, 180e9, 900e9, 50e9),
-        Gpu("GB200", 2500e12, 8.0e12, 186e9, 900e9, 50e9, per_node=72),
-    )
-}
+GPUS = {g.name: g for g in cost.GPUS.values() if g.power is None}
 
 
 def gpu(name: str) -> Gpu:
@@ -37,7 +14,7 @@ def gpu(name: str) -> Gpu:
 
 
 def recognise(device_name: str) -> Gpu | None:
-    """The table's entry for a name as the driver reports it, the longest match first."""
+    """The entry for a name as the driver reports it, the longest match first."""
     for name in sorted(GPUS, key=len, reverse=True):
         if name in device_name:
             return GPUS[name]

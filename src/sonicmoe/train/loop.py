@@ -345,7 +345,7 @@ def share_of_peak(flops: float, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     known = hardware.recognise(torch.cuda.get_device_name(device))
-    return flops / known.flops if known else None
+    return flops / known.half if known else None
 
 
 def _balance(aux_loss: float, config: TrainConfig) -> float | None:

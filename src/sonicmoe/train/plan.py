@@ -9,6 +9,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..bench.tables import table
 from ..errors import bad_argument
 from . import accounting
 from .config import PRECISIONS, ModelConfig, TrainConfig, parse_assignments
@@ -16,7 +17,6 @@ from .hardware import GPUS, Gpu, gpu
 from .presets import PRESETS, preset
 from .progress import count as counted
 from .progress import human, human_bytes
-from .tables import table
 
 PAPER = (213e9, "7B", "H100", 64)  # tokens a day, model, GPU, how many
 
@@ -108,7 +108,7 @@ def _part_of_layer(
     rows = tokens * m.experts_per_token
     padding = 1 + eff.empty * 64 * m.num_experts / rows  # half a tile of 128 rows an expert
     matrix = m.hidden_size * m.intermediate_size
-    products = flops * rows * matrix * padding / (eff.grouped * device.flops)
+    products = flops * rows * matrix * padding / (eff.grouped * device.half)
     passes = rows * (rows_of_h * m.hidden_size + rows_of_z * 2 * m.intermediate_size)
     traffic = eff.uncovered * 2 * (passes + weights * m.num_experts * matrix)
     return products + traffic / (eff.copy * device.bandwidth)
@@ -149,7 +149,7 @@ def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -
 def _compute(config: TrainConfig, tokens: int, device: Gpu, eff: Efficiency) -> dict[str, float]:
     m = config.model
     width = m.num_heads * m.head_dim
-    dense, copy = eff.dense * device.flops, eff.copy * device.bandwidth
+    dense, copy = eff.dense * device.half, eff.copy * device.bandwidth
     projections = 2 * m.hidden_size * m.head_dim * (m.num_heads + m.num_kv_heads)
     elements = 2.5 * accounting.BLOCK_ELEMENTS * tokens * m.hidden_size  # written, read, read back
     logits = tokens * m.vocab_size
@@ -160,7 +160,7 @@ def _compute(config: TrainConfig, tokens: int, device: Gpu, eff: Efficiency) -> 
     # bf16 logits, their fp32 copy, its log-softmax and both gradients pass through memory; in
     # chunks the logits are computed twice.
     head_flops, head_bytes = (8, 54) if config.loss_chunk else (6, 40)
-    attention = eff.attention(m.head_dim) * device.flops
+    attention = eff.attention(m.head_dim) * device.half
     return {
         "MoE layers": m.num_layers * moe_seconds(m, tokens, device, eff),
         "attention products": m.num_layers * 6 * tokens * projections / dense,
@@ -235,7 +235,7 @@ def report(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) ->
         ("a step", _ms(p.step)),
         ("tokens a step", counted(p.tokens_per_step)),
         ("tokens/s a GPU", counted(p.tokens_per_step / p.step / layout.gpus)),
-        ("model FLOP/s a GPU", f"{human(flops)} ({flops / device.flops:.0%} of peak)"),
+        ("model FLOP/s a GPU", f"{human(flops)} ({flops / device.half:.0%} of peak)"),
         ("tokens a day", counted(p.tokens_per_day)),
         (
             f"tokens a day, calibrated (× {_realised(eff):.2f})",
@@ -314,7 +314,7 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
         f"recompute={str(config.recompute).lower()}",
         f"{layout.shard} GPUs share a copy of the weights (FSDP2), {layout.gpus // layout.shard} "
         f"copies; experts shared by {layout.expert_parallel}",
-        f"{device.name} by its data sheet: {human(device.flops)} bf16 FLOP/s dense, "
+        f"{device.name} by its data sheet: {human(device.half)} bf16 FLOP/s dense, "
         f"{human(device.bandwidth)}B/s memory, {human(device.node_link)}B/s out of a GPU within "
         f"{device.per_node} of a node, {human(device.network_link)}B/s beyond",
         f"grouped products reach {eff.grouped:.0%} of peak, plain ones {eff.dense:.0%}, copies "

@@ -139,37 +139,6 @@ def on_top(path: Path, curves: Mapping[str, Curve], title: str, subtitle: str) -
     _finish(figure, path, title, subtitle)
 
 
-def bars(
-    path: Path, groups: Mapping[str, Mapping[str, tuple[float, str]]], title: str, subtitle: str,
-    label: str, mark: float,
-) -> None:  # fmt: skip
-    """Groups of horizontal bars, each with a length and what is written at its end; a mark."""
-    figure, (axes,) = _figure(1, (9, 2.2 + 0.75 * len(groups)))
-    names = list(dict.fromkeys(name for group in groups.values() for name in group))
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        found = {place: g for place, g in enumerate(groups.values()) if name in g}
-        at = [
-            place + (list(g).index(name) - (len(g) - 1) / 2) * width for place, g in found.items()
-        ]
-        drawn = axes.barh(
-            at, [g[name][0] for g in found.values()], 0.86 * width,
-            color=_COLOURS[i % len(_COLOURS)], label=name,
-        )  # fmt: skip
-        axes.bar_label(
-            drawn, [g[name][1] for g in found.values()], padding=3, color=_MUTED, fontsize=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-        )  # fmt: skip
-    axes.axvline(mark, color=_INK, linewidth=1.2)
-    axes.set_yticks(range(len(groups)), list(groups))
-    axes.invert_yaxis()
-    axes.margins(x=0.08)
-    _label(axes, label, "")
-    axes.grid(visible=False, axis="y")
-    figure.legend(frameon=False, loc="lower center", ncols=len(names))
-    _finish(figure, path, title, subtitle, below=0.36)
-
-
 def _mean(runs: Sequence[Curve]) -> list[tuple[float, float]]:
     """Of curves with the same steps."""
     return [
@@ -205,8 +174,7 @@ def _label(axes, x: str, y: str) -> None:
         axes.spines[side].set_color(_MUTED)
 
 
-def _finish(figure, path: Path, title: str, subtitle: str, below: float = 0.0) -> None:
-    """`below` inches stay free at the bottom."""
+def _finish(figure, path: Path, title: str, subtitle: str) -> None:
     from matplotlib import pyplot
 
     height = figure.get_figheight()
@@ -215,6 +183,6 @@ def _finish(figure, path: Path, title: str, subtitle: str, below: float = 0.0) -
         0.02, 1 - 0.08 / height, title, va="top", color=_INK, fontsize=13, fontweight="bold"
     )
     figure.text(0.02, below_title, subtitle, va="top", color=_MUTED, fontsize=9.5, linespacing=1.4)
-    figure.tight_layout(rect=(0, below / height, 1, top))
+    figure.tight_layout(rect=(0, 0, 1, top))
     figure.savefig(path)
     pyplot.close(figure)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from ..bench.tables import table
 from . import accounting
 from .config import TrainConfig
 from .loop import Trainer, peak_memory, share_of_peak
 from .progress import count as counted
 from .progress import human, human_bytes
-from .tables import table
 
 
 def summarise(trainer: Trainer) -> dict[str, Any]:

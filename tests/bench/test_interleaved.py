@@ -1,4 +1,4 @@
-"""Contenders are timed in turns, and a backward pass is what both take less the forward pass."""
+"""Contenders are timed interleaved, and a backward pass is what both take less the forward pass."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,8 @@ import torch
 
 from sonicmoe import MoE
 from sonicmoe.bench import host, timing
-from sonicmoe.bench.measure import Timers, time_in_turns
-from sonicmoe.bench.timing import in_turns
+from sonicmoe.bench.measure import Timers, time_interleaved
+from sonicmoe.bench.timing import interleaved
 from sonicmoe.shapes import Problem
 
 
@@ -19,14 +19,16 @@ def test_every_timer_has_its_turn_in_every_round():
         left = iter(times)
         return lambda: turns.append(name) or next(left)
 
-    found = in_turns({"a": timer("a", (1.0, 9.0, 2.0)), "b": timer("b", (7.0, 5.0, 6.0))}, rounds=3)
+    found = interleaved(
+        {"a": timer("a", (1.0, 9.0, 2.0)), "b": timer("b", (7.0, 5.0, 6.0))}, rounds=3
+    )
     assert turns == ["a", "b"] * 3
     assert found == {"a": 2.0, "b": 6.0}
 
 
 def test_times_and_rates_of_each_contender():
     p = Problem(T=1000, H=100, I=10, E=4, K=2)
-    found = time_in_turns(
+    found = time_interleaved(
         p, {0: Timers(lambda: 2.0, lambda: 5.0), 1: Timers(lambda: 1.0, lambda: 4.0)}
     )
     assert [(f["fwd_ms"], f["bwd_ms"], f["fwd_bwd_ms"]) for f in found.values()] == [
@@ -55,6 +57,8 @@ def test_the_queue_of_the_device_stays_short(monkeypatch):
 
     most[0] = 0
     monkeypatch.setattr(host, "ours", ours)
+    monkeypatch.setattr(host, "_dense", lambda inputs: ours(inputs, router=False))
+    monkeypatch.setattr(host, "_module", lambda inputs, captured: {"fwd": lambda: layers(1)})
     host.measure_host("cpu", torch.float32)
     assert most == [10]
 

@@ -1,4 +1,4 @@
-"""Each operator of the layer by itself: caught during one call, run again on the same tensors."""
+"""Per-op timing: record the operators of one call, then time each on the same tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ NAMESPACE = "sonicmoe"
 
 
 @dataclass(frozen=True, slots=True)
-class StageTime:
+class OpTime:
     """Median time of one operator, its FLOPs, and its traffic with every operand moved once."""
 
-    stage: str
+    name: str
     ms: float
     flops: int
     traffic: int
@@ -46,7 +46,7 @@ class _Catch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def stage_times(call: Callable[[], object], device: str | torch.device) -> list[StageTime]:
+def per_op_times(call: Callable[[], object], device: str | torch.device) -> list[OpTime]:
     """The operators behind one call, in the order in which they ran."""
     with _Catch() as caught:
         call()
@@ -56,12 +56,12 @@ def stage_times(call: Callable[[], object], device: str | torch.device) -> list[
             with FlopCounterMode(display=False) as counter:
                 operands = again()
             ms = median_ms(again, device, rep_ms=100)
-        found.append(StageTime(name, ms, counter.get_total_flops(), _bytes(operands)))
+        found.append(OpTime(name, ms, counter.get_total_flops(), _bytes(operands)))
     return found
 
 
 def copy_terabytes_per_s(device: str | torch.device) -> float:
-    """Bandwidth of a plain copy, read and write: what a stage without products can reach."""
+    """Bandwidth of a device copy, read and write: what an operator without a GEMM can reach."""
     source = torch.empty(2**30 if is_cuda(device) else 2**24, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_ms(lambda: target.copy_(source), device) / 1e9

@@ -1,24 +1,25 @@
-"""Token rounding in the layer: router in, router out, and the routing alone; verified first."""
+"""Times of the layer under token rounding: with its router, without it, and the routing alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from .. import ops
-from ..enums import ActivationType
-from ..errors import bad_argument
-from ..functional import experts, permute
-from ..routing import Router, Routing, TokenRounding, TopK, statistics
-from ..validation import resolve_backend
-from . import report
-from .cases import Case
-from .inputs import Inputs, make_inputs
-from .kernels import busy_ms
-from .measure import times
-from .subjects import Subject, leaves_of
-from .timing import median_ms
-from .verify import Check, passed, verify
+from sonicmoe import ops
+from sonicmoe.bench import report
+from sonicmoe.bench.candidates import Candidate, leaves_of
+from sonicmoe.bench.cases import Case
+from sonicmoe.bench.inputs import Inputs, make_inputs
+from sonicmoe.bench.kernels import busy_ms
+from sonicmoe.bench.measure import times
+from sonicmoe.bench.tables import table
+from sonicmoe.bench.timing import median_ms
+from sonicmoe.bench.verify import Check, passed, verify
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import bad_argument
+from sonicmoe.functional import experts, permute
+from sonicmoe.routing import Router, Routing, TokenRounding, TopK, statistics
+from sonicmoe.validation import resolve_backend
 
 ROUTINGS = {
     "top_k": None,
@@ -55,7 +56,7 @@ def parse_shape(text: str, bias: bool = False) -> tuple[Case, int]:
 
 
 def bench_rounding(case: Case, options: Options) -> list[str]:
-    """Print the table of one routing; what is wrong comes back as text and gets no figure."""
+    """Verify and time one routing, print its table; returns a text for every failure."""
     inputs = make_inputs(case, "uniform", options.device, options.dtype)
     p, router = case.problem, make_router(case, options)
     with torch.no_grad():
@@ -67,15 +68,15 @@ def bench_rounding(case: Case, options: Options) -> list[str]:
             return failures
 
     leaf = fixed.scores.detach().clone().requires_grad_()
-    subjects = {
-        "in": Subject(options.routing, True, with_router(inputs, router, options),
+    candidates = {
+        "in": Candidate(options.routing, True, with_router(inputs, router, options),
                       leaves_of(inputs, router=True), inputs.dout),
         "out": _without_router(inputs, fixed, leaf, lambda: leaf, options),
     }  # fmt: skip
     rows = []
-    for name, subject in subjects.items():
-        forward = median_ms(subject.forward, options.device, options.rep_ms)
-        both = median_ms(subject.forward_backward, options.device, options.rep_ms)
+    for name, candidate in candidates.items():
+        forward = median_ms(candidate.forward, options.device, options.rep_ms)
+        both = median_ms(candidate.forward_backward, options.device, options.rep_ms)
         found = times(p, forward, both - forward)
         columns = ("fwd_ms", "bwd_ms", "fwd_bwd_ms", "fwd_tflops", "fwd_bwd_tflops")
         rows.append([options.routing, name, *(found[column] for column in columns)])
@@ -86,7 +87,7 @@ def bench_rounding(case: Case, options: Options) -> list[str]:
     s = statistics(fixed, options.tile)
     print(f"\n{p}, tile {options.tile}, {options.dtype}{'' if options.check else ', NOT VERIFIED'}")
     head = ("routing", "router", "fwd ms", "bwd ms", "fwd+bwd ms", "fwd TFLOP/s", "TFLOP/s")
-    print(report.table(head, rows))
+    print(table(head, rows))
     print(f"routing alone, logits to permutation: {by_clock:.4f} ms, busy {busy:.4f} ms")
     print(
         f"rows {int(s.rows.sum())} of {p.R}: {int(s.dropped)} dropped, {int(s.added)} added; "
@@ -124,9 +125,9 @@ def _without_router(
     leaf: torch.Tensor,
     scores: Callable[[], torch.Tensor],
     options: Options,
-) -> Subject:
+) -> Candidate:
     leaves = leaves_of(i, router=False) | {"scores": leaf}
-    return Subject(
+    return Candidate(
         options.routing, False, lambda: _layer(i, r, scores(), options), leaves, i.dout,
         options.concatenated,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The published SonicMoE, in a process of its own: its import name is ours.
+"""The published SonicMoE, measured in its own process because it has the import name of this one.
 
 `Published` starts this file as a script. There `sonicmoe` is the published package, found in the
-folder the user names, and our own modules go by the name `instruments`.
+folder the user names, and our own modules are imported as `instruments.*`.
 """
 
 import json
@@ -20,15 +20,18 @@ _ANSWER = "answer: "  # begins the lines that are for us; the package may print 
 
 
 class Failed(Exception):
-    """The package cannot be measured; says why."""
+    """The package cannot be measured; the message says why."""
 
 
 class Published:
-    """The package on the inputs of a case, ready to be timed whenever its turn has come."""
+    """The package on the inputs of a case; each call of `forward` and `both` times it once."""
 
     def __init__(self, folder: str, case, routing: str, dtype: str, device: str = "cuda") -> None:
+        import sonicmoe  # ours; in the process that is started it is the published package
+
         request = {
             "folder": str(Path(folder).resolve()),
+            "source": str(Path(sonicmoe.__file__).parent),
             "routing": routing,
             "dtype": dtype,
             "device": device,
@@ -55,7 +58,7 @@ class Published:
         self._errors.close()
 
     def needs(self) -> dict:
-        """Its figures but for the times, once it was checked; takes minutes."""
+        """Verify it and return memory and kernel time; takes minutes."""
         return self._ask("needs")
 
     def forward(self) -> float:
@@ -102,19 +105,19 @@ def _search_path(folder: str) -> str:
     return os.pathsep.join([folder, *named])
 
 
-def _instruments() -> None:
+def _instruments(source: str) -> None:
     """Make our modules importable as `instruments.*` without running our package's own import."""
     package = types.ModuleType("instruments")
-    package.__path__ = [str(Path(__file__).resolve().parents[1])]
+    package.__path__ = [source]
     sys.modules["instruments"] = package
 
 
 def _subject(request: dict):
-    """Theirs on our inputs, which are given back too."""
+    """The published layer on our inputs, and the inputs."""
     import torch
+    from instruments.bench.candidates import Candidate, leaves_of
     from instruments.bench.cases import Case
     from instruments.bench.inputs import make_inputs
-    from instruments.bench.subjects import Subject, leaves_of
     from instruments.bench.timing import is_cuda
     from instruments.enums import ActivationType
     from instruments.shapes import Problem
@@ -139,29 +142,29 @@ def _subject(request: dict):
             problem.K, stream, TheirActivation[activation.name], False, **options,
         )[0]  # fmt: skip
 
-    return Subject(NAME, True, forward, leaves_of(i, router=True), i.dout), i
+    return Candidate(NAME, True, forward, leaves_of(i, router=True), i.dout), i
 
 
 def _serve(request: dict) -> None:
-    """Answer what `Published` asks, a line each, until nobody asks any more."""
+    """Answer the requests of `Published`, one line each, until its end of the pipe closes."""
     sys.path = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
-    _instruments()
+    _instruments(request["source"])
     from instruments.bench.measure import needs, timers_of
     from instruments.bench.timing import wall_ms
     from instruments.bench.verify import passed, verify
 
-    subject, inputs = _subject(request)
+    candidate, inputs = _subject(request)
 
     def checked() -> dict:
-        first = wall_ms(subject.forward_backward, request["device"]) / 1e3
-        checks = verify(subject, inputs, peer=True)
+        first = wall_ms(candidate.forward_backward, request["device"]) / 1e3
+        checks = verify(candidate, inputs, peer=True)
         if not passed(checks):
             bad = ", ".join(check.tensor for check in checks if not check.passed)
             raise SystemExit(f"differs from fp64 in {bad}")
         found = {"first_call_s": first, "checks": [asdict(c) for c in checks]}
-        return found | needs(subject)
+        return found | needs(candidate)
 
-    answers = {"needs": checked} | timers_of(subject)._asdict()
+    answers = {"needs": checked} | timers_of(candidate)._asdict()
     for line in sys.stdin:
         print(_ANSWER + json.dumps(answers[line.strip()]()), flush=True)
 

@@ -1,4 +1,4 @@
-"""What is measured: a forward function and the tensors it is differentiated by."""
+"""A candidate of a benchmark: a forward function and the tensors that get gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ OURS = "sonicmoe"
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Candidate:
     """One implementation of the layer on given inputs.
 
-    `leaves` names what it has gradients for: x, w1, w2, b1, b2 where there are biases, and router_w
-    or scores with the router in or out.
+    `leaves` are the tensors that get gradients: x, w1, w2, b1 and b2 with biases, and router_w or,
+    without the router, scores.
     """
 
     name: str
@@ -42,8 +42,8 @@ def leaves_of(inputs: Inputs, router: bool) -> dict[str, torch.Tensor]:
     return {name: t for name, t in (named | choice).items() if t is not None}
 
 
-def ours(inputs: Inputs, *, router: bool, concatenated: bool = False, layers: int = 1) -> Subject:
-    """The layer of this package, through its public functions, or some with the same weights."""
+def ours(inputs: Inputs, *, router: bool, concatenated: bool = False, layers: int = 1) -> Candidate:
+    """The layer of this package, through its public functions; `layers` of them share weights."""
     from ..functional import experts, router_logits, topk_scores
     from ..routing import Sigmoid
 
@@ -78,4 +78,4 @@ def ours(inputs: Inputs, *, router: bool, concatenated: bool = False, layers: in
             x = with_router(x) if router else layer(x, i.ids, i.scores)
         return x
 
-    return Subject(OURS, router, forward, leaves_of(inputs, router), inputs.dout, concatenated)
+    return Candidate(OURS, router, forward, leaves_of(inputs, router), inputs.dout, concatenated)

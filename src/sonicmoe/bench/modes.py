@@ -1,4 +1,4 @@
-"""The ways in which people run a layer: each is checked against the plain one, then timed."""
+"""Modes of running a layer (eager, checkpointed, compiled, …): each is checked, then timed."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,30 +10,30 @@ from torch.utils.checkpoint import checkpoint
 from ..moe import MoE
 from .cases import Case
 from .inputs import make_inputs
-from .timing import in_turns, is_cuda, median_ms
+from .timing import interleaved, is_cuda, median_ms
 
 Gradients = dict[str, torch.Tensor]
 PLAIN = "plain"
-# As it is called, and the figure of it in a record.
-WAYS = {
+# Name of the mode, and the field of its time in a record.
+MODES = {
     name: f"{name}_fwd_bwd_ms"
     for name in (PLAIN, "checkpointed", "frozen", "main_grad", "autocast", "compiled")
 }
 _STEPS_OF_ROUNDING = 8
 
 
-def measure_ways(case: Case, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """ms of `MoE` with its auxiliary loss, forward and backward, in turns."""
-    ways = _ways(case, device, dtype)
-    want = ways[PLAIN]()
-    for name, step in ways.items():
+def measure_modes(case: Case, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Time of `MoE` with its auxiliary loss in every mode: ms forward and backward, interleaved."""
+    modes = _modes(case, device, dtype)
+    want = modes[PLAIN]()
+    for name, step in modes.items():
         _check(name, step(), want, dtype)
     del want
-    return in_turns({WAYS[name]: partial(median_ms, s, device) for name, s in ways.items()})
+    return interleaved({MODES[name]: partial(median_ms, s, device) for name, s in modes.items()})
 
 
-def _ways(case: Case, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Gradients]]:
-    """Each gives the gradients of x and of the weights; all weights but fp32 ones are shared."""
+def _modes(case: Case, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Gradients]]:
+    """One training step per mode; it returns the gradients of x and of the weights."""
     inputs = make_inputs(case, device=device, dtype=dtype)
     x, dout = inputs.x, inputs.dout
     moe = _moe(case).to(device, dtype)
@@ -50,17 +50,17 @@ def _ways(case: Case, device: str, dtype: torch.dtype) -> dict[str, Callable[[],
     frozen = _sharing(case, moe)
     for experts in (frozen.c_fc, frozen.c_proj):
         experts.requires_grad_(False)
-    ways: dict[str, Callable[[], Gradients]] = {
+    modes: dict[str, Callable[[], Gradients]] = {
         PLAIN: partial(step, moe),
         "checkpointed": partial(step, moe, partial(checkpoint, moe, use_reentrant=False)),
         "frozen": partial(step, frozen),
         "main_grad": partial(_into_main_grad, _sharing(case, moe), x, dout),
     }
     if dtype.itemsize == 2:
-        ways["autocast"] = partial(step, _sharing(case, moe).float(), autocast=True)
+        modes["autocast"] = partial(step, _sharing(case, moe).float(), autocast=True)
     if is_cuda(device):
-        ways["compiled"] = partial(step, moe, torch.compile(moe))
-    return ways
+        modes["compiled"] = partial(step, moe, torch.compile(moe))
+    return modes
 
 
 def _moe(case: Case) -> MoE:

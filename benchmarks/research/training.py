@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from ..errors import bad_argument
-from ..train import corpus, runlog
-from ..train.backends import check_backend
-from ..train.compare import slug, train_each
-from ..train.config import TrainConfig
-from ..train.extras import MissingExtra
-from ..train.presets import preset
-from ..train.run import train
-from .results import provenance
+from sonicmoe.bench.results import provenance
+from sonicmoe.errors import bad_argument
+from sonicmoe.train import corpus, runlog
+from sonicmoe.train.backends import check_backend
+from sonicmoe.train.compare import slug, train_each
+from sonicmoe.train.config import TrainConfig
+from sonicmoe.train.extras import MissingExtra
+from sonicmoe.train.presets import preset
+from sonicmoe.train.run import train
 
 # Experts sharp enough to be told apart, rows enough for a GPU: 16384 tokens go to 2 of E experts.
 # E = 64, 128 and 256 give 512, 256 and 128 rows an expert, and 109M, 210M and 411M parameters.

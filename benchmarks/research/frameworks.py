@@ -1,4 +1,4 @@
-"""Our experts inside other frameworks, beside what runs there without them; verified first.
+"""Our experts inside other frameworks, compared with what runs there by default.
 
 train   small random models of transformers: loss curves and step times from the same seed
 layer   one OLMoE block of transformers: its router, and our experts or `grouped_mm`
@@ -16,18 +16,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..functional import experts, grouped_experts
-from ..integrations.lora import LowRank, lora_experts
-from ..reference import layer as reference
-from ..shapes import Problem
-from . import report
-from .cases import Case, find_case
-from .inputs import Inputs, make_inputs
-from .measure import measure
-from .results import Record
-from .subjects import Subject, leaves_of
-from .timing import wall_ms
-from .verify import MARGIN, PEER_MARGIN, Check, _Error, _honest_products, passed, verify
+from sonicmoe.bench import report
+from sonicmoe.bench.candidates import Candidate, leaves_of
+from sonicmoe.bench.cases import Case, find_case
+from sonicmoe.bench.inputs import Inputs, make_inputs
+from sonicmoe.bench.measure import measure
+from sonicmoe.bench.results import Record
+from sonicmoe.bench.tables import table
+from sonicmoe.bench.timing import wall_ms
+from sonicmoe.bench.verify import (
+    MARGIN,
+    PEER_MARGIN,
+    Check,
+    _Error,
+    _honest_products,
+    passed,
+    verify,
+)
+from sonicmoe.functional import experts, grouped_experts
+from sonicmoe.integrations.lora import LowRank, lora_experts
+from sonicmoe.reference import layer as reference
+from sonicmoe.shapes import Problem
 
 NAME = "sonicmoe_experts"
 LAYER = replace(find_case("olmoe-1b-7b"), name="olmoe in transformers")
@@ -102,9 +111,9 @@ def train(options: Options) -> Outcome:
             for step in range(options.steps)
         ]
         rows += [["ms a step", *times.values()], ["off eager", *strays.values()]]
-        print(f"\n{model}, {options.dtype}: loss\n{report.table(('step', *IMPLEMENTATIONS), rows)}")
+        print(f"\n{model}, {options.dtype}: loss\n{table(('step', *IMPLEMENTATIONS), rows)}")
         records += [
-            {"part": "train", "case": model, "subject": name, "losses": losses[name],
+            {"part": "train", "case": model, "candidate": name, "losses": losses[name],
              "step_ms": times[name], "off_eager": strays[name]}
             for name in IMPLEMENTATIONS
         ]  # fmt: skip
@@ -114,7 +123,7 @@ def train(options: Options) -> Outcome:
 def _train(name: str, implementation: str, options: Options) -> tuple[list[float], float]:
     import transformers
 
-    from ..integrations.transformers import register
+    from sonicmoe.integrations.transformers import register
 
     register()
     sizes = MODELS[name] | (TINY if options.tiny else LARGE)
@@ -158,7 +167,7 @@ def _batches(vocabulary: int, options: Options) -> Iterator[torch.Tensor]:
 
 # --- layer ----------------------------------------------------------------------------------------
 def layer(options: Options) -> Outcome:
-    from ..integrations.transformers import register
+    from sonicmoe.integrations.transformers import register
 
     register()
     case = options.sized(LAYER)
@@ -166,19 +175,19 @@ def layer(options: Options) -> Outcome:
     outcome = Outcome([], [])
     for name in (NAME, "grouped_mm"):
         for router in (False, True):
-            subject = _in_transformers(inputs, name, router)
+            candidate = _in_transformers(inputs, name, router)
             # Its router rounds scores to the model's dtype, which ours does not.
-            checks = verify(subject, inputs, peer=router or name != NAME)
-            _measured("layer", case, subject, checks, outcome)
+            checks = verify(candidate, inputs, peer=router or name != NAME)
+            _measured("layer", case, candidate, checks, outcome)
     _print_table(case, outcome)
     for where in ("out", "in"):
-        found = {r["subject"]: r["fwd_bwd_ms"] for r in outcome.records if r["router"] == where}
+        found = {r["candidate"]: r["fwd_bwd_ms"] for r in outcome.records if r["router"] == where}
         if len(found) == 2:
             print(f"router {where}: {found['grouped_mm'] / found[NAME]:.2f} × grouped_mm")
     return outcome
 
 
-def _in_transformers(inputs: Inputs, implementation: str, router: bool) -> Subject:
+def _in_transformers(inputs: Inputs, implementation: str, router: bool) -> Candidate:
     block, ids, leaves = (
         _block(inputs, implementation),
         inputs.ids.long(),
@@ -191,7 +200,7 @@ def _in_transformers(inputs: Inputs, implementation: str, router: bool) -> Subje
     def forward() -> torch.Tensor:
         return block(inputs.x[None])[0] if router else block.experts(inputs.x, ids, inputs.scores)
 
-    return Subject(implementation, router, forward, leaves, inputs.dout, concatenated=True)
+    return Candidate(implementation, router, forward, leaves, inputs.dout, concatenated=True)
 
 
 def _block(inputs: Inputs, implementation: str) -> Any:
@@ -232,8 +241,8 @@ def lora(options: Options) -> Outcome:
     )
     leaves = {"x": i.x, "scores": i.scores, "a1": up.a, "b1": up.b, "a2": down.a, "b2": down.b}
 
-    def subject(name: str, forward: Callable[[], torch.Tensor]) -> Subject:
-        return Subject(name, False, forward, leaves, i.dout)
+    def candidate(name: str, forward: Callable[[], torch.Tensor]) -> Candidate:
+        return Candidate(name, False, forward, leaves, i.dout)
 
     def ours() -> torch.Tensor:
         return lora_experts(i.x, i.ids, i.scores, w1, w2, up, down, gate_up="concatenated")
@@ -246,9 +255,9 @@ def lora(options: Options) -> Outcome:
     _release()
     outcome = Outcome([], [])
     for s in (
-        subject("lora_experts", ours),
-        subject("W + scale·B·A, experts", written_out),
-        subject(PEFT, _peft(i, up, down)),
+        candidate("lora_experts", ours),
+        candidate("W + scale·B·A, experts", written_out),
+        candidate(PEFT, _peft(i, up, down)),
     ):
         _measured("lora", case, s, _checks(s, exact, plain), outcome)
     _print_table(case, outcome)
@@ -276,10 +285,10 @@ def _reference(i: Inputs, leaves: dict, dtype: torch.dtype) -> dict[str, torch.T
     return {"out": out.detach(), **dict(zip(same, grads, strict=True))}
 
 
-def _checks(subject: Subject, exact: dict, plain: dict) -> list[Check]:
-    out = subject.forward()
-    got, checks = {"out": out.detach(), **subject.gradients(out)}, []
-    margin = PEER_MARGIN if subject.name == PEFT else MARGIN[out.element_size()]
+def _checks(candidate: Candidate, exact: dict, plain: dict) -> list[Check]:
+    out = candidate.forward()
+    got, checks = {"out": out.detach(), **candidate.gradients(out)}, []
+    margin = PEER_MARGIN if candidate.name == PEFT else MARGIN[out.element_size()]
     for name, true in exact.items():
         error = _Error()
         error.add(got[name], plain[name], true)
@@ -322,38 +331,38 @@ def join(options: Options) -> Outcome:
         w1 = torch.cat([gate, up], dim=1)
         return grouped_experts(rows, counts, w1, i.w2, gate_up="concatenated")
 
-    subjects = (
-        Subject("one parameter", False, one, {"x": rows, "w1": i.w1, "w2": i.w2}, dout),
-        Subject("two, joined", False, two, {"x": rows, "g": gate, "u": up, "w2": i.w2}, dout),
+    candidates = (
+        Candidate("one parameter", False, one, {"x": rows, "w1": i.w1, "w2": i.w2}, dout),
+        Candidate("two, joined", False, two, {"x": rows, "g": gate, "u": up, "w2": i.w2}, dout),
     )
-    outcome, want = Outcome([], []), subjects[0].forward().detach()
-    for subject in subjects:
-        off = ((subject.forward().detach() - want).float().norm() / want.float().norm()).item()
+    outcome, want = Outcome([], []), candidates[0].forward().detach()
+    for candidate in candidates:
+        off = ((candidate.forward().detach() - want).float().norm() / want.float().norm()).item()
         allowed = 4 * torch.finfo(options.dtype).eps
-        _measured("join", case, subject, [Check("out", off, 0.0, allowed)], outcome)
+        _measured("join", case, candidate, [Check("out", off, 0.0, allowed)], outcome)
     _print_table(case, outcome)
     return outcome
 
 
 # --- shared ---------------------------------------------------------------------------------------
 def _measured(
-    part: str, case: Case, subject: Subject, checks: list[Check], outcome: Outcome
+    part: str, case: Case, candidate: Candidate, checks: list[Check], outcome: Outcome
 ) -> None:
     """A record of what was right; a failure for what was not."""
-    router = "in" if subject.router else "out"
+    router = "in" if candidate.router else "out"
     if not passed(checks):
         wrong = ", ".join(check.tensor for check in checks if not check.passed)
         outcome.failures.append(
-            f"{case.name}: {subject.name}, router {router}, is wrong in {wrong}\n"
+            f"{case.name}: {candidate.name}, router {router}, is wrong in {wrong}\n"
             f"{report.check_table(checks)}"
         )
         return
-    _say(f"{case.name}: timing {subject.name}, router {router}")
-    figures = measure(subject, case.problem)
+    _say(f"{case.name}: timing {candidate.name}, router {router}")
+    figures = measure(candidate, case.problem)
     if part == "lora":  # the frozen weights have no gradient: the FLOPs are not those of the layer
         figures = {name: v for name, v in figures.items() if not name.endswith("tflops")}
     outcome.records.append(
-        {"part": part, "case": case.name, "shape": str(case.problem), "subject": subject.name,
+        {"part": part, "case": case.name, "shape": str(case.problem), "candidate": candidate.name,
          "router": router, **figures, "checks": [asdict(check) for check in checks]}
     )  # fmt: skip
     _release()

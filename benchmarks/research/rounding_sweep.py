@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import torch
 
-from . import report
-from .inputs import make_inputs
-from .kernels import busy_ms
-from .measure import time_in_turns, timers
-from .results import Record
+from sonicmoe.bench.candidates import Candidate, leaves_of
+from sonicmoe.bench.inputs import make_inputs
+from sonicmoe.bench.kernels import busy_ms
+from sonicmoe.bench.measure import time_interleaved, timers
+from sonicmoe.bench.results import Record
+from sonicmoe.bench.tables import table
+
 from .rounding import Options, failures_of, make_router, parse_shape, routing_alone, with_router
-from .subjects import Subject, leaves_of
 
 # The more experts, the fewer rows for each, and the larger the share of their last tiles.
 SWEEPS = {
@@ -37,7 +38,7 @@ def run_sweep(shapes: list[str], options: Options) -> Iterator[list[Record] | st
         inputs = make_inputs(case, "uniform", options.device, options.dtype)
         with torch.no_grad():
             logits = torch.nn.functional.linear(inputs.x, inputs.router_w)
-        subjects: dict[tuple[str, int], Subject] = {}
+        candidates: dict[tuple[str, int], Candidate] = {}
         records, wrong = [], []
         for routing, tile in CONTENDERS:
             one = replace(options, routing=routing, tile=tile)
@@ -46,7 +47,7 @@ def run_sweep(shapes: list[str], options: Options) -> Iterator[list[Record] | st
                 fixed = router(logits)
             if options.check:
                 wrong += failures_of(inputs, router, fixed, one)
-            subjects[routing, tile] = Subject(
+            candidates[routing, tile] = Candidate(
                 routing, True, with_router(inputs, router, one),
                 leaves_of(inputs, router=True), inputs.dout,
             )  # fmt: skip
@@ -60,10 +61,10 @@ def run_sweep(shapes: list[str], options: Options) -> Iterator[list[Record] | st
             continue
         contenders = {
             key: timers(s.forward, s.forward_backward, options.device, options.rep_ms)
-            for key, s in subjects.items()
+            for key, s in candidates.items()
         }
-        timed = time_in_turns(case.problem, contenders, ROUNDS)
-        for record, key in zip(records, subjects, strict=True):
+        timed = time_interleaved(case.problem, contenders, ROUNDS)
+        for record, key in zip(records, candidates, strict=True):
             record |= timed[key]
         yield records
 
@@ -84,4 +85,4 @@ def sweep_table(records: list[Record]) -> str:
     head = (
         "T,H,I,E,K", "top-K ms (TFLOP/s)", "NR-f 128", "gain", "NR-f 64", "gain", "routing + µs"
     )  # fmt: skip
-    return report.table(head, rows)
+    return table(head, rows)

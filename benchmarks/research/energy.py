@@ -1,4 +1,4 @@
-"""Energy of a layer's products beside the dense ones, by the board's own counter.
+"""Energy of a layer's GEMMs and of dense cuBLAS, from the energy counter of the board.
 
 Where the board is at its power limit, the time of a layer is its energy over that power.
 """
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import bad_argument
-from . import peers
-from .inputs import Inputs
-from .products import products
+from sonicmoe.bench.dense import dense_gemms
+from sonicmoe.bench.inputs import Inputs
+from sonicmoe.bench.products import products
+from sonicmoe.errors import bad_argument
 
 _LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
 _SM_CLOCK = 1
@@ -25,7 +25,7 @@ _MOST_CALLS = 400  # of a burst, however short: beyond its queue the driver make
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """One product, called again and again: its time, and the board's power and clock meanwhile."""
+    """One GEMM called repeatedly: its time, and the power and clock of the board meanwhile."""
 
     name: str
     flops: int
@@ -80,9 +80,9 @@ class Board:
 
 
 def energies(inputs: Inputs, concatenated: bool) -> Iterator[tuple[Energy, Energy]]:
-    """Each grouped product of a case and the dense product of the same FLOPs."""
+    """Each grouped GEMM of a case, and the dense GEMM with the same FLOPs."""
     board = Board(inputs.x.device)
-    dense = peers.dense_products(inputs.case.problem, inputs.x.device, inputs.x.dtype)
+    dense = dense_gemms(inputs.case.problem, inputs.x.device, inputs.x.dtype)
     for product in products(inputs, concatenated)[0]:
         calls = (lambda product=product: product.run(None)), dense[product.name]
         ours, theirs = (_measure(product.name, product.flops, call, board) for call in calls)

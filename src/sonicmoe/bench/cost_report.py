@@ -1,14 +1,14 @@
-"""The cost model of a case as text: work, memory, and the least time of each stage on a GPU."""
+"""The cost model of a case as text: FLOPs, memory, and the roofline time of every step."""
 
 from .. import cost
 from ..cost import Gpu, Stage
 from .cases import Case
-from .report import table
+from .tables import table
 
 MIB = 2**20
 
 
-def price(case: Case, gpu: Gpu, itemsize: int, tile_height: int) -> str:
+def cost_report(case: Case, gpu: Gpu, itemsize: int, tile_height: int) -> str:
     p = case.problem
     kept = cost.kept_bytes(p, itemsize, tile_height, case.router)
     peak = cost.peak_bytes(p, itemsize, tile_height, case.router)
@@ -23,7 +23,7 @@ def price(case: Case, gpu: Gpu, itemsize: int, tile_height: int) -> str:
     return "\n".join(
         [
             f"\n{case.name}: T={p.T} H={p.H} I={p.I} E={p.E} K={p.K}, {case.activation.value}",
-            f"products: {cost.forward_flops(p) / 1e12:.2f} TFLOP forward, "
+            f"GEMMs: {cost.forward_flops(p) / 1e12:.2f} TFLOP forward, "
             f"{cost.backward_flops(p) / 1e12:.2f} backward",
             f"padding: {cost.padding_share(even, tile_height):.1%} of the rows with even experts "
             f"and tiles of {tile_height} rows",
@@ -34,7 +34,7 @@ def price(case: Case, gpu: Gpu, itemsize: int, tile_height: int) -> str:
             ),
             "",
             table(
-                ("stage", "GFLOP", "MB moved", "least ms", "bound by"),
+                ("step", "GFLOP", "MB moved", "roofline ms", "bound by"),
                 _rows("forward", forward, gpu, itemsize)
                 + _rows("backward", backward, gpu, itemsize),
             ),
@@ -55,5 +55,8 @@ def _rows(name: str, stages: list[Stage], gpu: Gpu, itemsize: int) -> list[list[
         for stage in stages
     ]
     flops, traffic = sum(s.flops for s in stages), sum(s.traffic for s in stages)
-    least = sum(gpu.seconds(stage, itemsize) for stage in stages)
-    return [*rows, [name, f"{flops / 1e9:.1f}", f"{traffic / 1e6:.1f}", f"{1e3 * least:.4f}", ""]]
+    roofline = sum(gpu.seconds(stage, itemsize) for stage in stages)
+    return [
+        *rows,
+        [name, f"{flops / 1e9:.1f}", f"{traffic / 1e6:.1f}", f"{1e3 * roofline:.4f}", ""],
+    ]

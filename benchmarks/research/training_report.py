@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..train import accounting, plots
-from ..train.config import TrainConfig
-from ..train.progress import count, human_bytes
-from ..train.tables import table
+from sonicmoe.bench.tables import table
+from sonicmoe.train import accounting, plots
+from sonicmoe.train.config import TrainConfig
+from sonicmoe.train.progress import count, human_bytes
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -105,7 +105,7 @@ def _rounding_picture(path: Path, records: Records) -> None:
 
 
 # --- throughput -----------------------------------------------------------------------------------
-def _throughput_table(records: Records) -> str:
+def throughput_table(records: Records) -> str:
     rate = next((r["tokens_per_second"] for r in records if "failed" not in r), 1.0)
     lines = []
     for r in records:
@@ -117,7 +117,9 @@ def _throughput_table(records: Records) -> str:
             f"{r['peak_share']:.1%}" if r["peak_share"] is not None else "–",
             human_bytes(r["peak_memory"]) if r["peak_memory"] else "–",
         ))  # fmt: skip
-    return table(("backend", "tokens/s", "of the first", "of peak FLOP/s", "peak memory"), lines)
+    return table(
+        ("backend", "tokens/s", "relative speed", "fraction of peak FLOP/s", "peak memory"), lines
+    )
 
 
 # --- agreement ------------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ def _agreement_picture(path: Path, records: Records) -> None:
 
 TABLES = {
     "rounding": _rounding_table,
-    "throughput": _throughput_table,
+    "throughput": throughput_table,
     "agreement": _agreement_table,
 }
 PICTURES = {"rounding": _rounding_picture, "agreement": _agreement_picture}

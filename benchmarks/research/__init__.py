@@ -1,0 +1,1 @@
+"""Benchmarks that only developers run: peers, energy, training experiments, the report."""

@@ -1,0 +1,259 @@
+"""docs/benchmarks.md and the table of the README, made from the kept results and nothing else."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sonicmoe.bench.candidates import OURS
+from sonicmoe.bench.cases import HOST
+from sonicmoe.bench.dense import DENSE
+from sonicmoe.bench.host import CANDIDATES as HOST_ROWS
+from sonicmoe.bench.modes import MODES
+from sonicmoe.bench.results import Record
+from sonicmoe.bench.tables import table
+
+from . import kept
+from .rounding_sweep import sweep_table
+from .training_report import throughput_table
+
+Evidence = Mapping[str, Any]  # a training/**/evidence.json
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+NOTHING = "No results are kept yet."
+_METHOD = Path(__file__).with_name("method.md")
+
+
+class Section(NamedTuple):
+    """A table with a heading and a one-line caption; `records` are its sources."""
+
+    title: str
+    caption: str
+    table: str
+    records: Sequence[Mapping[str, Any]]
+
+    def __str__(self) -> str:
+        return f"### {self.title}\n\n{self.caption}\n\n{self.table}"
+
+
+def document(
+    records: Sequence[Record], evidence: Sequence[Evidence] = (), pictures: Mapping | None = None
+) -> str:
+    """The whole of docs/benchmarks.md. `pictures`: links to charts by (device, dtype)."""
+    parts, rows = [HEAD], []
+    for (device, dtype), found in kept.by_device(records).items():
+        sections = _sections(device, dtype, records, found, evidence)
+        if not sections:
+            continue
+        parts.append(f"## {device}, {dtype}")
+        if picture := (pictures or {}).get((device, dtype)):
+            parts.append(f"![Speed and memory of one layer on {device}]({picture})")
+        parts += map(str, sections)
+        rows += _provenance(sections)
+    if not rows:
+        return f"{HEAD}\n\n{NOTHING}\n"
+    head = ("table", "date", "commit", "command", "versions")
+    parts += [
+        _METHOD.read_text().strip(),
+        f"## Provenance\n\nWhere every table comes from.\n\n{table(head, rows)}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _provenance(sections: Sequence[Section]) -> list[list[str]]:
+    """Date, commit, command and versions of every run, and the tables that show it."""
+    runs: dict[tuple[str, ...], list[str]] = {}
+    for section in sections:
+        for source in kept.sources(section.records):
+            runs.setdefault(source, []).append(section.title)
+    return [[", ".join(titles), *source] for source, titles in runs.items()]
+
+
+HEAD = """# Benchmarks
+
+How fast is one MoE layer, how much memory does it keep, and compared with what? Written by
+`python benchmarks/report.py` from the results in `benchmarks/results/`; do not edit it by hand.
+Shapes are T,H,I,E,K: tokens, hidden size, intermediate size, experts, experts per token."""
+
+
+def _sections(
+    device: str, dtype: str, everything: Sequence[Record], found: Sequence[Record],
+    evidence: Sequence[Evidence],
+) -> list[Section]:  # fmt: skip
+    layers = kept.newest_layers(found)
+    made = [
+        _times(layers, kept.measured_gpu(device, dtype)),
+        _memory(layers),
+        _skew(found),
+        _modes(found),
+        _host(found),
+        _cold(found),
+    ]
+    if dtype == "bfloat16":
+        made += [_rounding([r for r in everything if r["device"] == device])]
+        made += [_training(e) for e in evidence if e["device"] == device]
+    return [section for section in made if section]
+
+
+# --- the layer and other implementations ----------------------------------------------------------
+def _times(layers: kept.Runs, gpu: str | None) -> Section | None:
+    if not layers:
+        return None
+    peers = _peers(layers)
+    head = ["layer", "T,H,I,E,K", "this package", *map(kept.PEERS.__getitem__, peers)]
+    head += ["dense cuBLAS"] + ["roofline"] * bool(gpu) + ["fraction of dense cuBLAS"]
+    rows: list[list[object]] = []
+    for layer, found in layers.items():
+        times = [found[OURS], *kept.peers_of(found).values()]
+        best = min(r["fwd_bwd_ms"] for r in times) if len(times) > 1 else 0.0
+        row = [layer.name, layer.shape, *(_ms(found.get(p), best) for p in (OURS, *peers))]
+        row.append(_ms(found.get(DENSE), 0.0))
+        if gpu:
+            row.append("{:.2f} / {:.2f}".format(*kept.roofline(layer, gpu)))
+        rows.append([*row, _form(kept.speedup(found, DENSE), "{:.2f}")])
+    bold = "; the fastest layer is bold" if peers else ""
+    mine = [found[OURS] for found in layers.values()]
+    tuned = "; with a table of `sonicmoe tune`" if any(r.get("tuned") for r in mine) else ""
+    caption = f"The whole layer with its router, ms: forward / forward and backward{bold}{tuned}."
+    return Section("Time of one layer", caption, table(head, rows), mine)
+
+
+def _memory(layers: kept.Runs) -> Section | None:
+    layers = {k: found for k, found in layers.items() if found[OURS].get("kept_mib")}
+    if not layers:
+        return None
+    names = {OURS: "this package"} | {p: kept.PEERS[p] for p in _peers(layers)}
+    head = ["layer", "T,H,I,E,K"]
+    head += [f"{what}: {name}" for what in ("kept", "peak") for name in names.values()]
+    rows = [
+        [layer.name, layer.shape]
+        + [
+            _form(found.get(name, {}).get(field), "{:.0f}")
+            for field in ("kept_mib", "peak_mib")
+            for name in names
+        ]
+        for layer, found in layers.items()
+    ]
+    caption = "MiB kept from forward to backward, and at the peak, beside inputs and weights."
+    return Section("Memory", caption, table(head, rows), [f[OURS] for f in layers.values()])
+
+
+def summary(records: Sequence[Record]) -> str:
+    """The table of the README: layers that were measured beside other implementations."""
+    parts = []
+    for (device, dtype), found in kept.by_device(records).items():
+        layers = {k: f for k, f in kept.newest_layers(found).items() if kept.peers_of(f)}
+        if not layers:
+            continue
+        peers = _peers(layers)
+        head = ["layer", "T,H,I,E,K", "ms"] + [f"vs {kept.PEERS[p]}" for p in peers]
+        head += ["fraction of dense cuBLAS", "kept MiB"]
+        rows = [
+            [layer.name, layer.shape, f"{f[OURS]['fwd_bwd_ms']:.2f}"]
+            + [_form(kept.speedup(f, p), "{:.2f}×") for p in peers]
+            + [_form(kept.speedup(f, DENSE), "{:.2f}"), _form(f[OURS].get("kept_mib"), "{:.0f}")]
+            for layer, f in layers.items()
+        ]
+        caption = f"One layer, forward and backward, on one {device} in {dtype}; vs: speedup."
+        parts.append(f"{table(head, rows)}\n\n{caption}")
+    return "\n\n".join(parts) or NOTHING
+
+
+def _peers(layers: kept.Runs) -> list[str]:
+    return [peer for peer in kept.PEERS if any(peer in found for found in layers.values())]
+
+
+def _ms(record: Record | None, best: float) -> str:
+    if record is None:
+        return "–"
+    both = f"{record['fwd_bwd_ms']:.2f}"
+    won = record["candidate"] != DENSE and record["fwd_bwd_ms"] <= best
+    return f"{record['fwd_ms']:.2f} / {f'**{both}**' if won else both}"
+
+
+# --- skewed routing, modes, host time, cold start -------------------------------------------------
+def _skew(records: Sequence[Record]) -> Section | None:
+    given = [
+        r for r in records
+        if r.get("candidate") == OURS and r.get("router") == "out" and "fwd_bwd_ms" in r
+    ]  # fmt: skip
+    found: dict[kept.Layer, dict[str, float]] = {}
+    sources: list[Record] = []
+    for routing in ("zipf", "hot"):
+        pair = [r for r in given if r["routing"] in ("uniform", routing)]
+        for layer, run in kept.newest_runs(pair, routing=routing).items():
+            times = {r["routing"]: r["fwd_bwd_ms"] for r in run}
+            if "uniform" in times:
+                found.setdefault(layer, {})[routing] = times[routing] / times["uniform"]
+                sources += run
+    if not found:
+        return None
+    rows = [
+        [layer.name, layer.shape, *(_form(found[layer].get(r), "{:.2f}×") for r in ("zipf", "hot"))]
+        for layer in kept.ordered(found)
+    ]
+    caption = "Time relative to uniform routing. Hot: one expert gets a quarter of all rows."
+    head = ("layer", "T,H,I,E,K", "Zipf", "hot")
+    return Section("Skewed routing", caption, table(head, rows), sources)
+
+
+def _modes(records: Sequence[Record]) -> Section | None:
+    runs = kept.newest_runs(r for r in records if r.get("candidate") == "modes")
+    if not runs:
+        return None
+    rows = [
+        [layer.name, layer.shape, *(_form(run[-1].get(f), "{:.2f}") for f in MODES.values())]
+        for layer, run in runs.items()
+    ]
+    caption = "`MoE` with its auxiliary loss, ms forward and backward, in every mode."
+    head = ("layer", "T,H,I,E,K", *MODES)
+    return Section("Modes", caption, table(head, rows), [run[-1] for run in runs.values()])
+
+
+def _host(records: Sequence[Record]) -> Section | None:
+    host = next((r for r in reversed(records) if r.get("candidate") == "host"), None)
+    if host is None:
+        return None
+    rows = [
+        [name, f"{host[f'{prefix}host_fwd_ms']:.2f}", f"{host[both]:.2f}"]
+        for prefix, name in HOST_ROWS.items()
+        if (both := f"{prefix}host_fwd_bwd_ms") in host
+    ]
+    caption = f"ms until the call returns, at {HOST.problem}, where the GPU does not matter."
+    head = ("host time of", "forward", "forward and backward")
+    return Section("Host time", caption, table(head, rows), [host])
+
+
+def _cold(records: Sequence[Record]) -> Section | None:
+    runs = kept.newest_runs(r for r in records if r.get("candidate") == "cold")
+    if not runs:
+        return None
+    fields = ("new_tokens_first_ms", "new_tokens_steady_ms")
+    rows = [
+        [layer.name, layer.shape, f"{run[-1]['cold_first_call_s']:.1f}"]
+        + [f"{run[-1][field]:.2f}" for field in fields]
+        for layer, run in runs.items()
+    ]
+    caption = "First call of a new process with empty caches; first call with another T."
+    head = ("layer", "T,H,I,E,K", "cold start, s", "new T: first call, ms", "later calls, ms")
+    return Section("Cold start", caption, table(head, rows), [run[-1] for run in runs.values()])
+
+
+# --- token rounding, training ---------------------------------------------------------------------
+def _rounding(records: Sequence[Record]) -> Section | None:
+    sweep = [r for r in records if r.get("kind") == "rounding"]
+    if not sweep:
+        return None
+    newest = [r for r in sweep if r["date"] == sweep[-1]["date"]]
+    caption = "Token rounding to tiles of 128 and 64 rows against top-K: ms forward and backward."
+    return Section("Token rounding", caption, sweep_table(newest), newest[:1])
+
+
+def _training(evidence: Evidence) -> Section | None:
+    runs = [r for r in evidence["records"] if r["experiment"] == "throughput"]
+    if not runs:
+        return None
+    caption = "Training step of the 1.4B model of `sonicmoe train --preset 1.4B` on one GPU."
+    return Section("Whole training step", caption, throughput_table(runs), [evidence])
+
+
+def _form(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)

@@ -1,0 +1,123 @@
+"""benchmarks/layer.py on the CPU: other implementations beside ours, each verified first."""
+
+import layer
+import pytest
+from research import peers
+
+from sonicmoe.bench import dense, results
+
+TINY = ["--device", "cpu", "--shape", "64,32,16,4,2"]
+
+
+def test_peers_are_measured_beside_our_layer(quick, tmp_path, capsys):
+    assert layer.main([*TINY, "--peers", "grouped_mm", "--results", str(tmp_path)]) == 0
+    records = results.read(tmp_path)
+    assert [r["candidate"] for r in records] == ["sonicmoe", "sonicmoe", "dense", "grouped_mm"]
+    assert records[3]["command"].startswith("python benchmarks/layer.py --device cpu")
+    assert "| grouped_mm |" in capsys.readouterr().out
+
+
+def test_an_unknown_peer_is_refused():
+    with pytest.raises(ValueError, match="--peers: expected names of grouped_mm, scattermoe"):
+        layer.main([*TINY, "--peers", "someone"])
+
+
+STAND_IN = """
+import torch
+import torch.nn.functional as F
+
+def moe_TC_softmax_topk_layer(x, router_w, w1, b1, w2, b2, K, stream, activation, inference):
+    values, ids = F.linear(x, router_w).topk(K, dim=-1)
+    scores, out = values.softmax(-1), torch.zeros_like(x)
+    for e in range(w1.shape[-1]):
+        token, k = (ids == e).nonzero(as_tuple=True)
+        z = x[token] @ w1[:, :, e].T
+        y = (F.silu(z[:, ::2]) * z[:, 1::2]) @ w2[:, :, e].T
+        out = out.index_add(0, token, scores[token, k, None] * y)
+    return (out * SCALE,)
+"""
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.1])
+def test_the_published_package_answers_from_its_own_process(tmp_path, scale):
+    """A stand-in under the published names: what the folder holds is measured, if it is right."""
+    from research.published import Failed, Published
+
+    from sonicmoe.bench.cases import Case
+
+    folder = tmp_path / "sonicmoe"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("print('whatever a package may print')\n")
+    (folder / "enums.py").write_text("ActivationType = {'SWIGLU': None}\n")
+    (folder / "functional.py").write_text(STAND_IN.replace("SCALE", str(scale)))
+    case = Case.of_shape("64,32,16,4,2")
+    with Published(str(tmp_path), case, "uniform", "float32", "cpu") as package:
+        if scale == 1.0:
+            found = package.needs()
+            assert found["first_call_s"] > 0 and found["kept_mib"] > 0 and len(found["checks"]) == 5
+            assert package.forward() > 0 and package.both() > 0 and package.forward() > 0
+        else:
+            with pytest.raises(Failed, match="differs from fp64 in out, x"):
+                package.needs()
+
+
+def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
+    from research.published import Failed, Published
+
+    from sonicmoe.bench.cases import Case
+
+    (tmp_path / "sonicmoe.py").write_text("raise RuntimeError('not today')\n")
+    case = Case.of_shape("64,32,16,4,2")
+    with (
+        Published(str(tmp_path), case, "uniform", "float32", "cpu") as package,
+        pytest.raises(Failed, match="RuntimeError: not today"),
+    ):
+        package.needs()
+
+
+def test_a_package_that_never_answers_is_given_up(tmp_path, monkeypatch):
+    from research import published
+
+    from sonicmoe.bench.cases import Case
+
+    (tmp_path / "sonicmoe.py").write_text("import time; time.sleep(60)\n")
+    monkeypatch.setattr(published, "TIMEOUT_S", 0.5)
+    case = Case.of_shape("64,32,16,4,2")
+    with (
+        published.Published(str(tmp_path), case, "uniform", "float32", "cpu") as package,
+        pytest.raises(published.Failed, match=r"no answer within 0\.5 s"),
+    ):
+        package.needs()
+
+
+def test_a_peer_that_breaks_between_turns_does_not_stop_us(quick, tmp_path, capsys, monkeypatch):
+    right, calls = dense.dense, []
+
+    def breaks_later(*given):
+        forward, both = right(*given)
+
+        def forward_once():
+            calls.append(1)
+            if len(calls) > 1:
+                raise MemoryError("too hot")
+            forward()
+
+        return forward_once, both
+
+    monkeypatch.setattr(dense, "dense", breaks_later)
+    assert layer.main([*TINY, "--peers", "--results", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "dense gives no figure: MemoryError: too hot" in captured.err and len(calls) == 2
+    assert [r["candidate"] for r in results.read(tmp_path)] == ["sonicmoe", "sonicmoe"]
+    assert "| dense " not in captured.out
+
+
+def test_a_peer_that_breaks_does_not_stop_us(quick, tmp_path, capsys, monkeypatch):
+    def broken(inputs):
+        raise MemoryError("too large")
+
+    monkeypatch.setitem(peers.PEERS, "grouped_mm", broken)
+    assert layer.main([*TINY, "--peers", "grouped_mm", "--results", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "grouped_mm gives no figure: MemoryError: too large" in captured.err
+    assert "grouped_mm" not in captured.out and "sonicmoe" in captured.out
