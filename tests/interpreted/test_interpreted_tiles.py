@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from sonicmoe import ops
-from sonicmoe.kernels.tile import BAND, in_bands, tile_of
+from sonicmoe.kernels.tile_order import BAND, in_bands, tile_of
 
 
 @triton.jit

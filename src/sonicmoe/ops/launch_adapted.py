@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from ..enums import ActivationType
-from ..kernels import adapted
 from ..kernels.activation import value_of
+from ..kernels.triton import lora
 from ..shapes import ceil_div
 from ..tuning import RowConfig, Target, row_config
 from ..tuning.select import default_row_config
@@ -42,7 +42,7 @@ def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
         )  # fmt: skip
         return z, a
     launch(
-        adapted.adapted_up_kernel, grid,
+        lora.lora_up_kernel, grid,
         x, row_token, products._weight_source(w1, config, activation.is_gated and concatenated),
         b1, u, factor.contiguous(), z, a, tiles, *w1.stride(),
         H=hidden, N=n, **Adapter(u, factor).options,
@@ -82,7 +82,7 @@ def transposed(t, scale, dtype):
     out = memory.empty((columns, rows), dtype, t.device)
     if t.numel():
         launch(
-            adapted.transpose_kernel, (ceil_div(rows, 64), ceil_div(columns, 64)),
+            lora.transpose_kernel, (ceil_div(rows, 64), ceil_div(columns, 64)),
             t, out, scale, rows, columns, BP=64, BQ=64, num_warps=4,
         )  # fmt: skip
     return out

@@ -6,10 +6,10 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ..kernels.activation import derivative_of, value_of
-from ..kernels.hopper_rows import hopper_product_kernel
-from ..kernels.hopper_score_gradient import SLICE, hopper_score_gradient_kernel
-from ..kernels.hopper_up import hopper_up_kernel
-from ..kernels.hopper_weight_gradient import hopper_weight_gradient_kernel
+from ..kernels.hopper.dz import SLICE, hopper_dz_kernel
+from ..kernels.hopper.gemm import hopper_gemm_kernel
+from ..kernels.hopper.up import hopper_up_kernel
+from ..kernels.hopper.wgrad import hopper_wgrad_kernel
 from ..tuning import RowConfig, WeightConfig
 from .launch import Bound, Boxes, launch
 from .launch_products import NO_ADAPTER, Adapter
@@ -63,7 +63,7 @@ def _z_boxes(dtype, columns, width, two_halves) -> Boxes:
 
 
 def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
-    """Boxes of rows that end with their expert: see `kernels.ragged`."""
+    """Boxes of rows that end with their expert: see `kernels.hopper.ragged`."""
     return t, _row_boxes(t.dtype, t.shape[1:], t.stride(), block)
 
 
@@ -96,7 +96,7 @@ def _product(dtype, shape, strides, n, k, stages, rank):
     """The kernel; boxes of the weights and of the result."""
     _, columns, depth = shape
     kernel = Bound(
-        hopper_product_kernel,
+        hopper_gemm_kernel,
         K=depth, N=columns, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1, num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(dtype, shape, strides, n, k)
@@ -113,7 +113,7 @@ def _score_gradient(
     gated = activation.is_gated
     two_halves = gated and concatenated
     kernel = Bound(
-        hopper_score_gradient_kernel,
+        hopper_dz_kernel,
         H=hidden, I=inner, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[1] != 1,
         GATED=gated, CONCATENATED=two_halves, BACKWARD=derivative_of(activation),
         STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=gather, num_warps=4,
@@ -131,7 +131,7 @@ def _score_gradient(
 def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather_right, add):
     """The kernel; boxes of the gradient, which in fp32 needs none."""
     kernel = Bound(
-        hopper_weight_gradient_kernel,
+        hopper_wgrad_kernel,
         M=shape[1], N=shape[2], BM=m, BN=n, BK=k, STAGES=stages,
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, ADD=add, num_warps=4,
     )  # fmt: skip

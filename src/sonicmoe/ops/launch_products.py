@@ -5,8 +5,17 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels import aggregation, rows, score_gradient, weight_gradient
 from ..kernels.activation import derivative_of, value_of
+from ..kernels.combine import (
+    bias_score_kernel,
+    combine_kernel,
+    sum_partials_kernel,
+    zero_tail_kernel,
+)
+from ..kernels.spans import sum_spans_kernel
+from ..kernels.triton.dz import dz_kernel
+from ..kernels.triton.gemm import gemm_kernel, up_kernel
+from ..kernels.triton.wgrad import bias_gradient_kernel, wgrad_kernel
 from ..shapes import ceil_div
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from . import memory
@@ -51,7 +60,7 @@ def _row_source(t: torch.Tensor, config: RowConfig, row_token):
 
 
 def _unroll(t: torch.Tensor) -> int:
-    """Products added up before they join the accumulator: see `kernels.tile.accumulate`."""
+    """Products added up before they join the accumulator: see `kernels.triton.tile.accumulate`."""
     return 2 if t.dtype == torch.float32 else 1
 
 
@@ -114,7 +123,7 @@ def up(
         return z, a
     source, a_tma = _row_source(x, config, row_token)
     launch(
-        rows.up_kernel, grid,
+        up_kernel, grid,
         source, row_token, _weight_source(w1, config, two_halves), b1,
         z if keep_z else a,  # where nothing is stored, any address will do
         a, tiles, *w1.stride(),
@@ -140,7 +149,7 @@ def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAP
         return y
     source, a_tma = _row_source(a, config, None)
     launch(
-        rows.product_kernel, grid,
+        gemm_kernel, grid,
         source, _weight_source(w, config), bias, row_scores, *adapter.in_order(), y, tiles,
         *w.stride(),
         K=k, N=n, **adapter.options, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
@@ -160,7 +169,7 @@ def _bound_aggregate(hidden: int, per_token: int) -> tuple[int, Bound]:
     """Programs of a token, and the kernel."""
     block = min(power_of_two(hidden), 1024)
     return ceil_div(hidden, block), Bound(
-        aggregation.aggregate_kernel,
+        combine_kernel,
         H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BH=block, num_warps=4,
     )  # fmt: skip
 
@@ -200,7 +209,7 @@ def down_backward(
 
 @cache
 def _bound_sum_partials(planes: int) -> Bound:
-    return Bound(aggregation.sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
+    return Bound(sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
 
 
 def _score_gradient(
@@ -236,7 +245,7 @@ def _score_gradient(
         source, a_tma = _row_source(dout, config, row_token)
         w2t = w2.mT  # the product contracts over H: (E, I, H) weights
         launch(
-            score_gradient.score_gradient_kernel, grid,
+            dz_kernel, grid,
             source, row_token, _weight_source(w2t, config), *adapter.in_order(),
             scores, row_slot, z, dz, a, partial, tiles, plane, *w2t.stride(),
             H=hidden, I=intermediate, **adapter.options,
@@ -249,7 +258,7 @@ def _score_gradient(
     if need_dscores:
         if b2 is not None:
             launch(
-                aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
+                bias_score_kernel, (tiles.shape[0] - 1,),
                 dout, row_token, row_slot, b2, partial[parts], tiles,
                 H=hidden, BM=tile_height, BH=64, num_warps=8,
             )  # fmt: skip
@@ -287,7 +296,7 @@ def _zero_tail(y, expert_start, tiles) -> torch.Tensor:
     count, n = y.shape
     if count:
         launch(
-            aggregation.zero_tail_kernel, (ceil_div(count, 32),),
+            zero_tail_kernel, (ceil_div(count, 32),),
             y, expert_start, tiles, count, expert_start.shape[0] - 1,
             N=n, BR=32, BN=128, num_warps=4,
         )  # fmt: skip
@@ -327,7 +336,7 @@ def _weight_gradient(
         l_tma = config.tma and left_token is None and left.shape[0] > 0
         r_tma = config.tma and right_token is None and right.shape[0] > 0
         launch(
-            weight_gradient.weight_gradient_kernel, grid,
+            wgrad_kernel, grid,
             descriptor(left, [config.block_k, config.block_m]) if l_tma else left, left_token,
             descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
             out, spans.partial, expert_start, tiles, experts, spans.rows, spans.places,
@@ -344,11 +353,11 @@ def _weight_gradient(
 
 @cache
 def _bound_sum_spans(size: int, add: bool) -> Bound:
-    return Bound(weight_gradient.sum_spans_kernel, SIZE=size, BLOCK=2048, ADD=add, num_warps=4)
+    return Bound(sum_spans_kernel, SIZE=size, BLOCK=2048, ADD=add, num_warps=4)
 
 
 class Spans(NamedTuple):
-    """How the sums of experts with many rows are split: see `kernels.weight_gradient`."""
+    """How the sums of experts with many rows are split: see `kernels.spans`."""
 
     partial: torch.Tensor | None = None  # (places, M·N)
     rows: int = 0
@@ -374,7 +383,7 @@ def _bias_gradient(source, row_token, scores, row_slot, bias, expert_start):
     experts, n = bias.shape
     out = memory.empty(bias.shape, bias.dtype, bias.device)
     launch(
-        weight_gradient.bias_gradient_kernel, (experts, ceil_div(n, 64)),
+        bias_gradient_kernel, (experts, ceil_div(n, 64)),
         source, row_token, scores, row_slot, out, expert_start,
         N=n, BR=64, BN=64, num_warps=4,
     )  # fmt: skip

@@ -8,7 +8,8 @@ dS = ⟨dA', A⟩. It works on column slices of the tile: in one piece it spills
 import triton
 import triton.language as tl
 
-from .tile import accumulate_adapted, halves, pairs, source_rows, tile_of
+from ..tile_order import tile_of
+from .tile import accumulate_lora, halves, pairs, source_rows
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def _slice_epilogue(
 
 
 @triton.jit(do_not_specialize=["plane"])
-def score_gradient_kernel(
+def dz_kernel(
     dout, row_token, w2, u, b, scores, row_slot, z, dz, a, partial, tiles, plane,
     w_stride_e, w_stride_n, w_stride_k,
     H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr,
@@ -76,7 +77,7 @@ def score_gradient_kernel(
         rows = row + tl.arange(0, BM)
         ok = rows < end
         i = column + tl.arange(0, BN)
-        acc = accumulate_adapted(
+        acc = accumulate_lora(
             dout, source_rows(row_token, rows, ok, row), row,
             w2, expert, column, 0, w_stride_e, w_stride_n, w_stride_k,
             u, rows, ok, b, i, i < I,

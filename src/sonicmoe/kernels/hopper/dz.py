@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from .hopper_rows import (
+from .ragged import load_rows, load_rows_of_half, store_rows, store_rows_of_half
+from .ring import (
     ROWS,
     accumulate,
     finish,
@@ -26,7 +27,6 @@ from .hopper_rows import (
     rows_of_work,
     weight_ring,
 )
-from .ragged import load_rows, load_rows_of_half, store_rows, store_rows_of_half
 
 SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of interleaved Z a row
 BUFFERS = gl.constexpr(4)  # slices of Z on their way at once, for each computing warpgroup
@@ -190,7 +190,7 @@ def _consumer(
 
 
 @gluon.jit(do_not_specialize=["plane"])
-def hopper_score_gradient_kernel(
+def hopper_dz_kernel(
     dout, row_token, w2, u, b, scores, row_slot, z, dz, a, partial, plane, tiles,
     H: gl.constexpr, I: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr, CONCATENATED: gl.constexpr,

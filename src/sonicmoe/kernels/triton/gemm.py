@@ -7,7 +7,8 @@ Every kernel is persistent: programs walk over (M-tile, N-tile) pairs in the ord
 import triton
 import triton.language as tl
 
-from .tile import accumulate, accumulate_adapted, halves, pairs, source_rows, tile_of
+from ..tile_order import tile_of
+from .tile import accumulate, accumulate_lora, halves, pairs, source_rows
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def up_kernel(
 
 
 @triton.jit
-def product_kernel(
+def gemm_kernel(
     a, w, bias, row_scores, u, b, y, tiles,
     w_stride_e, w_stride_n, w_stride_k,
     K: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr,
@@ -98,7 +99,7 @@ def product_kernel(
         rows = row + tl.arange(0, BM)
         ok = rows < end
         n = column + tl.arange(0, BN)
-        acc = accumulate_adapted(
+        acc = accumulate_lora(
             a, source_rows(None, rows, ok, row), row,
             w, expert, column, 0, w_stride_e, w_stride_n, w_stride_k,
             u, rows, ok, b, n, n < N,

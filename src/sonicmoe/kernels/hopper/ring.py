@@ -15,14 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from .gluon_names import copy_gathered, copy_in, reinterpreted
+from ..tile_order import load_tile, place_of
+from .gluon_compat import copy_gathered, copy_in, reinterpreted
 from .ragged import load_rows, store_rows
-from .tile import load_tile, place_of
 
 ROWS = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instruction
 
@@ -246,74 +245,3 @@ def stage_and_store(value, out, end, row, column, smem, COLUMNS: gl.constexpr):
     smem.store(value)
     fence_async_shared()
     store_rows(out, end, row, column, smem.reshape([1, 1, ROWS, COLUMNS]))
-
-
-@gluon.jit
-def _product_consumer(
-    y, bias, row_scores, tiles, total, a_smem, w_smem, y_smem, full, empty,
-    WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
-):  # fmt: skip
-    L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    step = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        acc, step, expert, end, row, n = next_tile(
-            step, index, tiles, total, a_smem, w_smem, full, empty,
-            WHICH, K, N, RANK, BN, BK, STAGES, KN, False,
-        )  # fmt: skip
-        if bias is not None:
-            c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
-            acc += gl.expand_dims(
-                gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32), 0
-            )
-        if row_scores is not None:
-            r = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
-            acc *= gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
-        tma.store_wait(0)
-        stage_and_store(acc.to(y.dtype), y, end, row, n * BN, y_smem.index(WHICH), BN)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def hopper_product_kernel(
-    a, w, u, b, bias, row_scores, y, tiles,
-    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, KN: gl.constexpr,
-):  # fmt: skip
-    """Y = (A Wᵀ + U Bᵀ + bias)·score, rows sorted by expert. Grid: one program a multiprocessor."""
-    a_smem = gl.allocate_shared_memory(
-        y.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], y.dtype)
-    )
-    w_smem = weight_ring(w, BN, BK, STAGES, False)
-    y_smem = gl.allocate_shared_memory(
-        y.dtype, [2, ROWS, BN], gl.NVMMASharedLayout.get_default_for([ROWS, BN], y.dtype)
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    total = gl.load(tiles) * ((N + BN - 1) // BN)
-    gl.warp_specialize(
-        [
-            (_product_consumer, (
-                y, bias, row_scores, tiles, total,
-                a_smem, w_smem, y_smem, full, empty,
-                0, K, N, RANK, BN, BK, STAGES, KN,
-            )),
-            (_product_consumer, (
-                y, bias, row_scores, tiles, total,
-                a_smem, w_smem, y_smem, full, empty,
-                1, K, N, RANK, BN, BK, STAGES, KN,
-            )),
-            (producer, (
-                a, None, w, u, b, tiles, total,
-                a_smem, w_smem, full, empty,
-                K, N, RANK, BN, BK, STAGES, KN, False, False,
-            )),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip

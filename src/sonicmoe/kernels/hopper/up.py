@@ -7,7 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .hopper_rows import (
+from .ragged import store_rows_of_half
+from .ring import (
     ROWS,
     next_tile,
     pairs,
@@ -16,7 +17,6 @@ from .hopper_rows import (
     stage_and_store,
     weight_ring,
 )
-from .ragged import store_rows_of_half
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ makes the matching descriptor.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .gluon_names import copy_in, copy_out
+from .gluon_compat import copy_in, copy_out
 
 ORIGIN = gl.constexpr(1 << 30)
 

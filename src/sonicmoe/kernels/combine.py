@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from .tile import load_tile
+from .tile_order import load_tile
 
 
 @triton.jit(do_not_specialize=["slots"])
-def aggregate_kernel(
+def combine_kernel(
     y, scores, slot_row, token_start, out,
     K, slots, H: tl.constexpr, UNROLL: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip

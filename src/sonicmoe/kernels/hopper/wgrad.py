@@ -17,11 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_names import copy_gathered, copy_out
-from .hopper_rows import quarters
+from ..spans import any_is_split, rows_of
+from ..tile_order import in_bands
+from .gluon_compat import copy_gathered, copy_out
 from .ragged import load_rows
-from .tile import in_bands
-from .weight_gradient import any_is_split, rows_of
+from .ring import quarters
 
 
 @gluon.jit
@@ -240,7 +240,7 @@ def _consumer(
 
 
 @gluon.jit(do_not_specialize=["span", "places"])
-def hopper_weight_gradient_kernel(
+def hopper_wgrad_kernel(
     left, right, row_token, out, wide, partial, expert_start, tiles, num_experts, span, places,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr, ADD: gl.constexpr,
@@ -248,7 +248,7 @@ def hopper_weight_gradient_kernel(
     """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :]; at most one of the operands gathered.
 
     Instead of `out`, `wide` (E, M, N) in fp32 may be given, to which the sums are added if `ADD`.
-    `partial` is as in `weight_gradient_kernel`.
+    `partial` is as in `wgrad_kernel`.
 
     Grid: one program a multiprocessor; each walks over (expert or place, M-tile, N-tile).
     """

@@ -6,11 +6,12 @@ And a transposition, to get at an expert's own factor: PEFT stores them side by 
 import triton
 import triton.language as tl
 
-from .tile import accumulate_adapted, halves, pairs, source_rows, tile_of
+from ..tile_order import tile_of
+from .tile import accumulate_lora, halves, pairs, source_rows
 
 
 @triton.jit
-def adapted_up_kernel(
+def lora_up_kernel(
     x, row_token, w1, b1, u, b, z, a, tiles,
     w_stride_e, w_stride_n, w_stride_k,
     H: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr,
@@ -41,7 +42,7 @@ def adapted_up_kernel(
             first_column = column
             n = column + j
             n_ok = n < N
-        acc = accumulate_adapted(
+        acc = accumulate_lora(
             x, source_rows(row_token, rows, ok, row), row,
             w1, expert, first_column, I, w_stride_e, w_stride_n, w_stride_k,
             u, rows, ok, b, n, n_ok,
