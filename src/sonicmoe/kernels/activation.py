@@ -54,14 +54,6 @@ def _normal(x):
     return tl.abs(tl.where(x > 0, 1.0, 0.0) - tail), 0.3989422804014327 * bell
 
 
-def value_of(activation: ActivationType):
-    return globals()[activation.value]
-
-
-def derivative_of(activation: ActivationType):
-    return globals()[f"{activation.value}_backward"]
-
-
 # --- functions of one variable: value, and value with slope ---------------------------------------
 @triton.jit
 def _silu(x):
@@ -222,3 +214,28 @@ def swiglu_clamped_backward(gate, up, da):
     dg = tl.where(gate > _CLAMP_LIMIT, 0.0, da * (u + 1.0) * slope)
     du = tl.where(tl.abs(up) > _CLAMP_LIMIT, 0.0, da * value)
     return (u + 1.0) * value, dg, du
+
+
+# --- lookup ---------------------------------------------------------------------------------------
+_FORWARD_AND_BACKWARD = {
+    ActivationType.SWIGLU: (swiglu, swiglu_backward),
+    ActivationType.GEGLU: (geglu, geglu_backward),
+    ActivationType.GEGLU_TANH: (geglu_tanh, geglu_tanh_backward),
+    ActivationType.REGLU: (reglu, reglu_backward),
+    ActivationType.SWIGLU_CLAMPED: (swiglu_clamped, swiglu_clamped_backward),
+    ActivationType.RELU_SQ: (relu_sq, relu_sq_backward),
+    ActivationType.RELU: (relu, relu_backward),
+    ActivationType.GELU: (gelu, gelu_backward),
+    ActivationType.GELU_TANH: (gelu_tanh, gelu_tanh_backward),
+    ActivationType.SILU: (silu, silu_backward),
+}
+
+
+def value_of(activation: ActivationType):
+    """f of an activation, for kernels of the forward pass."""
+    return _FORWARD_AND_BACKWARD[activation][0]
+
+
+def derivative_of(activation: ActivationType):
+    """df of an activation, for kernels of the backward pass."""
+    return _FORWARD_AND_BACKWARD[activation][1]
