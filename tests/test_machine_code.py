@@ -163,7 +163,7 @@ def test_only_valid_configurations_are_selected(arch, itemsize):
     for n in (64, 128, 256, 768, 4096):
         for k in (64, 256, 1024):
             for gated in (True, False):
-                for kernel in ("up", "down", "dx", "score_gradient"):
+                for kernel in ("up", "down", "dx", "dz"):
                     config = row_config(kernel, itemsize, k, n, gated, target)
                     assert is_valid(config, itemsize, target, kernel), (kernel, k, n, config)
                     assert config.block_m == (128 if itemsize == 2 else 32)

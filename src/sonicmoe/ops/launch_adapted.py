@@ -19,9 +19,9 @@ def _config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target: Tar
     config = row_config(kernel, itemsize, k, n, gated, target)
     if config.hopper:
         return config
-    config = default_row_config(kernel, itemsize, k, n, False, target._replace(gluon=False))
+    config = default_row_config(kernel, itemsize, k, n, target._replace(gluon=False))
     # Gate and up take twice the registers: two slices spill up to 18 of them with the clamp.
-    return replace(config, slices=4 if gated else 2) if kernel == "score_gradient" else config
+    return replace(config, slices=4 if gated else 2) if kernel == "dz" else config
 
 
 def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
@@ -68,7 +68,7 @@ def down_backward(
     """dZ, A' and dscores."""
     hidden, intermediate = w2.shape[1:]
     config = _config(
-        "score_gradient", z.element_size(), hidden, intermediate, activation.is_gated,
+        "dz", z.element_size(), hidden, intermediate, activation.is_gated,
         products.target_of(z),
     )  # fmt: skip
     return products._score_gradient(

@@ -130,7 +130,7 @@ def up(
         H=hidden, N=n, GATED=activation.is_gated, CONCATENATED=concatenated,
         ACTIVATION=value_of(activation), KEEP_Z=keep_z,
         A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w1), PRECISION=dot_precision(x),
-        UNROLL=_unroll(x), FLATTEN=config.flatten, **_options(config),
+        UNROLL=_unroll(x), **_options(config),
     )  # fmt: skip
     return z, a
 
@@ -153,7 +153,7 @@ def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAP
         source, _weight_source(w, config), bias, row_scores, *adapter.in_order(), y, tiles,
         *w.stride(),
         K=k, N=n, **adapter.options, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
-        PRECISION=dot_precision(a), UNROLL=_unroll(a), FLATTEN=config.flatten, **_options(config),
+        PRECISION=dot_precision(a), UNROLL=_unroll(a), **_options(config),
     )  # fmt: skip
     return y
 
@@ -222,7 +222,7 @@ def _score_gradient(
     experts, hidden, intermediate = w2.shape
     target = target_of(z)
     config = config or row_config(
-        "score_gradient", z.element_size(), hidden, intermediate, activation.is_gated, target
+        "dz", z.element_size(), hidden, intermediate, activation.is_gated, target
     )
     # The Hopper kernel's dZ leaves from where Z arrived, wanted or not.
     dz = memory.empty(z.shape, z.dtype, device) if need_dz or config.hopper else None
@@ -341,7 +341,7 @@ def _weight_gradient(
             descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
             out, spans.partial, expert_start, tiles, experts, spans.rows, spans.places,
             M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
-            FLATTEN=config.flatten, ADD=main_grad is not None, **_options(config),
+            ADD=main_grad is not None, **_options(config),
         )  # fmt: skip
     if spans.places:
         launch(

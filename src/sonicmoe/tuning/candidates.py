@@ -10,8 +10,8 @@ from .table import Config, Key, RowKey, WeightKey, allowed
 
 def default_config(key: Key, target: Target) -> Config:
     if isinstance(key, RowKey):
-        return default_row_config(*key, target)
-    return default_weight_config(*key, target)
+        return default_row_config(key.kernel, key.itemsize, key.K, key.N, target)
+    return default_weight_config(key.itemsize, key.M, key.N, key.gather_right, target)
 
 
 def candidates(key: Key, target: Target) -> list[Config]:
@@ -34,10 +34,10 @@ def _stages(key: Key, config: Config, target: Target) -> list[Config]:
 
 
 def _row_tiles(key: RowKey, target: Target) -> Iterator[RowConfig]:
-    default = default_row_config(*key, target)
+    default = default_row_config(key.kernel, key.itemsize, key.K, key.N, target)
     for hopper, tma, depths in _ways(key, target):
         slices = default.slices
-        if key.kernel == "score_gradient" and not hopper:
+        if key.kernel == "dz" and not hopper:
             slices = max(slices, 2)
         for n in (64, 128) if _small(key, target) else (128, 256):
             if n == 256 and key.N <= 128:
@@ -49,7 +49,7 @@ def _row_tiles(key: RowKey, target: Target) -> Iterator[RowConfig]:
 
 
 def _weight_tiles(key: WeightKey, target: Target) -> Iterator[WeightConfig]:
-    default = default_weight_config(*key, target)
+    default = default_weight_config(key.itemsize, key.M, key.N, key.gather_right, target)
     wide = 128 if _small(key, target) else 256
     for hopper, tma, depths in _ways(key, target):
         for m, n in ((wide, wide // 2), (wide // 2, wide), (wide // 2, wide // 2)):

@@ -33,7 +33,6 @@ class RowConfig:
     stages: int
     tma: bool
     slices: int = 1  # pieces of the score-gradient epilogue
-    flatten: bool = False  # prefetch the next tile under the epilogue
     programs: int = 1  # per multiprocessor
     hopper: bool = False  # the warp-specialised kernel
 
@@ -48,7 +47,6 @@ class WeightConfig:
     warps: int
     stages: int
     tma: bool
-    flatten: bool = False
     programs: int = 1
     hopper: bool = False
 
@@ -63,7 +61,7 @@ def is_valid(
 ) -> bool:
     """Whether the device can run it: shared memory, registers, and what the kernels assume.
 
-    kernel: 'up', 'down', 'dx' or 'score_gradient' for a row product.
+    kernel: 'up', 'down', 'dx' or 'dz' for a row product.
     """
     powers = (config.block_m, config.block_n, config.block_k, config.warps)
     if any(p <= 0 or p & (p - 1) for p in powers) or config.block_k < 16 or config.stages < 2:
@@ -97,7 +95,7 @@ def shared_bytes(config: RowConfig | WeightConfig, itemsize: int, kernel: str) -
     if not config.hopper:
         return ring
     tile = config.block_m * config.block_n * itemsize
-    if kernel == "score_gradient":
+    if kernel == "dz":
         leaving = 80 * 1024  # slices of Z and dZ, and of A'
     elif kernel == "up" or isinstance(config, WeightConfig):
         leaving = tile // 2  # two pieces of four

@@ -20,9 +20,10 @@ def tile_height(dtype: torch.dtype, backend: str) -> int:
 def row_config(
     kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target
 ) -> RowConfig:
-    """kernel: 'up', 'down', 'dx' or 'score_gradient'; the product is (rows, K) × (K, N)."""
+    """kernel: 'up', 'down', 'dx' or 'dz'; the product is (rows, K) × (K, N)."""
     key = RowKey(kernel, itemsize, K, N, gated)
-    return tuned(target).rows.get(key) or default_row_config(*key, target)
+    default = default_row_config(kernel, itemsize, K, N, target)
+    return tuned(target).rows.get(key, default)
 
 
 @remembered
@@ -31,19 +32,19 @@ def weight_config(
 ) -> WeightConfig:
     """The gradient is (M, N) for each expert; which operand's rows are gathered, if any."""
     key = WeightKey(itemsize, M, N, gather_left, gather_right)
-    return tuned(target).weights.get(key) or default_weight_config(*key, target)
+    return tuned(target).weights.get(key) or default_weight_config(
+        itemsize, M, N, gather_right, target
+    )
 
 
-def default_row_config(
-    kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target
-) -> RowConfig:
-    """What was measured here, for shapes that nobody tuned for: the same, gated or not."""
+def default_row_config(kernel: str, itemsize: int, K: int, N: int, target: Target) -> RowConfig:
+    """The built-in configuration, for shapes that no table covers."""
     if itemsize > 2:
         return RowConfig(32, 64, 32, warps=8, stages=2, tma=False, programs=2, slices=2)
     if target.arch == 90 and target.gluon:
         return _hopper_rows(kernel, K, N)
     if _copies_wide_tiles(target):
-        if kernel == "score_gradient":
+        if kernel == "dz":
             return RowConfig(128, 128, 64, warps=8, stages=4, tma=True, slices=2)
         # Of 256 columns the epilogue of a plain activation spilled 33 registers.
         return RowConfig(128, 128, 64, warps=8, stages=4, tma=True)
@@ -67,7 +68,7 @@ def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
     columns = 128 if N <= 128 or (kernel == "down" and K < 1024) else 256
     if kernel in ("down", "dx"):
         depth, stages = 64, 6 if columns == 128 else 3
-    elif kernel == "score_gradient":
+    elif kernel == "dz":
         depth, stages = 32, 6
     else:
         depth, stages = 64, 4
@@ -75,9 +76,9 @@ def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
 
 
 def default_weight_config(
-    itemsize: int, M: int, N: int, gather_left: bool, gather_right: bool, target: Target
+    itemsize: int, M: int, N: int, gather_right: bool, target: Target
 ) -> WeightConfig:
-    """As `default_row_config`."""
+    """The built-in configuration, for shapes that no table covers."""
     if itemsize > 2:
         return WeightConfig(64, 64, 32, warps=4, stages=2, tma=False, programs=2)
     if target.arch == 90 and target.gluon:

@@ -22,10 +22,10 @@ import torch
 from ..notices import say_once
 from .config import RowConfig, Target, WeightConfig, is_valid
 
-FORMAT = 1
+FORMAT = 2
 VARIABLE = "SONICMOE_TUNED"
-WEIGHT_GRADIENT = "weight_gradient"
-ROW_KERNELS = ("up", "down", "dx", "score_gradient")
+WGRAD = "wgrad"
+ROW_KERNELS = ("up", "down", "dx", "dz")
 
 
 class RowKey(NamedTuple):
@@ -165,7 +165,7 @@ def _name_of(target: Target) -> str | None:
 
 # --- the file -------------------------------------------------------------------------------------
 def encode(key: Key, config: Config, **figures: float) -> Entry:
-    kernel = {"kernel": WEIGHT_GRADIENT} if isinstance(key, WeightKey) else {}
+    kernel = {"kernel": WGRAD} if isinstance(key, WeightKey) else {}
     return kernel | key._asdict() | {"config": asdict(config)} | figures
 
 
@@ -173,7 +173,7 @@ def decode(entry: Any) -> tuple[Key, Config]:
     """Raises ValueError for anything but what `encode` returns."""
     if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
         raise ValueError("not an entry with a config")
-    weights = entry.get("kernel") == WEIGHT_GRADIENT
+    weights = entry.get("kernel") == WGRAD
     key_type, config = (WeightKey, WeightConfig) if weights else (RowKey, RowConfig)
     key = key_type(**_typed(entry, key_type.__annotations__))
     types = {f.name: f.type for f in fields(config)}

@@ -19,7 +19,7 @@ def up_kernel(
     ACTIVATION: tl.constexpr, KEEP_Z: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
-    UNROLL: tl.constexpr, FLATTEN: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Z = X W1ᵀ + b1, A = act(Z). Grid: any number of programs."""
     TWO_HALVES: tl.constexpr = GATED and CONCATENATED
@@ -28,7 +28,7 @@ def up_kernel(
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     dtype = a.dtype.element_ty
     total = tl.load(tiles) * n_tiles
-    for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+    for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, row, end, n_tile = tile_of(tiles, t, H, N, BM, BN)
         column = n_tile * BN
         rows = row + tl.arange(0, BM)
@@ -85,7 +85,7 @@ def gemm_kernel(
     K: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, PRECISION: tl.constexpr,
-    UNROLL: tl.constexpr, FLATTEN: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Y = (A Wᵀ + bias)·score, rows already sorted by expert. Grid: any number of programs.
 
@@ -93,7 +93,7 @@ def gemm_kernel(
     """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     total = tl.load(tiles) * n_tiles
-    for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+    for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, row, end, n_tile = tile_of(tiles, t, K, N, BM, BN)
         column = n_tile * BN
         rows = row + tl.arange(0, BM)

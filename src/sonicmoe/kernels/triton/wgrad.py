@@ -54,8 +54,7 @@ def wgrad_kernel(
     places,
     M: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    L_TMA: tl.constexpr, R_TMA: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
-    ADD: tl.constexpr,
+    L_TMA: tl.constexpr, R_TMA: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :] over the rows of e; zeros where e has none.
 
@@ -71,7 +70,7 @@ def wgrad_kernel(
     if partial is not None:
         groups += tl.where(any_is_split(tiles, span), places, 0)
     total = groups * m_tiles * n_tiles
-    for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+    for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         group = t // (m_tiles * n_tiles)
         m_tile, n_tile = in_bands(t % (m_tiles * n_tiles), m_tiles, n_tiles, BM, BN)
         m0 = m_tile * BM
