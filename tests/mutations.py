@@ -84,7 +84,7 @@ MUTATIONS = [
     ),
     Mutation(
         "another expert's rows in a weight gradient", "kernels/triton/wgrad.py",
-        "    ok = rows < end\n    if TMA:\n", "    ok = rows < end + BK\n    if TMA:\n",
+        "    ok = rows < end\n    if TMA:\n", "    ok = rows < end + BLOCK_K\n    if TMA:\n",
         f"{_LAYER} -k zipf", interpreted=True,
     ),
     Mutation(
@@ -176,12 +176,12 @@ MUTATIONS = [
     ),
     Mutation(
         "another expert's rows in a weight gradient on Hopper", "kernels/hopper/wgrad.py",
-        "            ok = k + r < end\n", "            ok = k + r < end + BK\n",
+        "            ok = k + r < end\n", "            ok = k + r < end + BLOCK_K\n",
         "tests/gpu/test_gpu_promises.py -k nan", gpu=True,
     ),
     Mutation(
         "main_grad of the wrong columns", "kernels/hopper/wgrad.py",
-        "        column = n0 + i * (BN // 4)\n        if wide",
+        "        column = n0 + i * (BLOCK_N // 4)\n        if wide",
         "        column = n0\n        if wide",
         "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
     ),

@@ -23,7 +23,7 @@ def _load_ids(ids, slot, inside, num_experts):
 
 @triton.jit(do_not_specialize=["slots"])
 def count_kernel(
-    ids, counts, totals, slots, num_experts, BE: tl.constexpr, CHUNK: tl.constexpr
+    ids, counts, totals, slots, num_experts, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Slots of span p with expert e in counts[p, e], those with a lower expert above them.
 
@@ -32,8 +32,8 @@ def count_kernel(
     p = tl.program_id(0)
     slot = p * CHUNK + tl.arange(0, CHUNK)
     expert = _load_ids(ids, slot, slot < slots, num_experts)
-    histogram = tl.histogram(expert, BE, mask=expert < num_experts)
-    e = tl.arange(0, BE)
+    histogram = tl.histogram(expert, BLOCK_E, mask=expert < num_experts)
+    e = tl.arange(0, BLOCK_E)
     if counts is not None:
         lower = tl.cumsum(histogram, 0) - histogram
         at = counts + p.to(tl.int64) * num_experts + e
@@ -43,18 +43,18 @@ def count_kernel(
 
 @triton.jit
 def _write_tiles(
-    tiles, rows, invalid, mine, row, end, tile, HEIGHT: tl.constexpr, AT_ONCE: tl.constexpr
+    tiles, rows, invalid, mine, row, end, tile, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """The tile table's header, by the first program, and the entries of experts `mine`.
 
     `rows` are those of all experts; rows row..end of each of `mine` begin with tile number `tile`.
     """
     if tl.program_id(0) == 0:
-        tl.store(tiles, tl.sum((rows + HEIGHT - 1) // HEIGHT, 0))
+        tl.store(tiles, tl.sum((rows + BLOCK_M - 1) // BLOCK_M, 0))
         tl.store(tiles + 1, tl.max(rows, 0))
         tl.store(tiles + 2, invalid)
         tl.store(tiles + 3, 0)
-    n = (end - row + HEIGHT - 1) // HEIGHT
+    n = (end - row + BLOCK_M - 1) // BLOCK_M
     for first in tl.range(0, tl.max(n, 0), AT_ONCE):
         i = first + tl.arange(0, AT_ONCE)[None, :]
         entry = tiles + 4 * (1 + tile[:, None] + i)
@@ -66,33 +66,33 @@ def _write_tiles(
 
 @triton.jit
 def _write_my_tiles(
-    tiles, first_row, rows, invalid, HEIGHT: tl.constexpr, BE: tl.constexpr, EXPERTS: tl.constexpr
+    tiles, first_row, rows, invalid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, EXPERTS: tl.constexpr
 ):  # fmt: skip
     """The part of the table of a program that owns EXPERTS experts: these, their first and end row.
 
-    `rows` (BE,) are those of all experts, one expert behind the other from `first_row` on.
+    `rows` (BLOCK_E,) are those of all experts, one expert behind the other from `first_row` on.
     """
-    e = tl.arange(0, BE)
+    e = tl.arange(0, BLOCK_E)
     mine = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     before = e[None, :] < mine[:, None]
     row = first_row + tl.sum(tl.where(before, rows[None, :], 0), 1)
-    tile = tl.sum(tl.where(before, ((rows + HEIGHT - 1) // HEIGHT)[None, :], 0), 1)
+    tile = tl.sum(tl.where(before, ((rows + BLOCK_M - 1) // BLOCK_M)[None, :], 0), 1)
     end = row + tl.sum(tl.where(e[None, :] == mine[:, None], rows[None, :], 0), 1)
-    _write_tiles(tiles, rows, invalid, mine, row, end, tile, HEIGHT, 32)
+    _write_tiles(tiles, rows, invalid, mine, row, end, tile, BLOCK_M, 32)
     return mine, row, end
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tiles_kernel(
     offsets, expert_start, tiles, rows, num_experts,
-    HEIGHT: tl.constexpr, BE: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """expert_start and the tile table from offsets (E+1,). Grid: E/EXPERTS.
 
     A program owns EXPERTS experts. Offsets that do not ascend within [0, rows] would be out of
     bounds: the table is then marked as invalid, and no expert has a row.
     """
-    e = tl.arange(0, BE)
+    e = tl.arange(0, BLOCK_E)
     known = e < num_experts
     start = tl.load(offsets + e, mask=known, other=0).to(tl.int64)
     end = tl.load(offsets + e + 1, mask=known, other=0).to(tl.int64)
@@ -100,7 +100,7 @@ def tiles_kernel(
     invalid = tl.max(outside.to(tl.int32), 0)
     first_row = tl.where(invalid > 0, 0, tl.load(offsets)).to(tl.int32)
     count = tl.where(invalid > 0, 0, end - start).to(tl.int32)
-    mine, _, last = _write_my_tiles(tiles, first_row, count, invalid, HEIGHT, BE, EXPERTS)
+    mine, _, last = _write_my_tiles(tiles, first_row, count, invalid, BLOCK_M, BLOCK_E, EXPERTS)
     _write_expert_start(expert_start, first_row, mine, last, num_experts)
 
 
@@ -114,19 +114,19 @@ def _write_expert_start(expert_start, first_row, mine, end, num_experts):
 @triton.jit(do_not_specialize=["spans"])
 def scan_kernel(
     counts, totals, expert_start, tiles, spans, num_experts,
-    HEIGHT: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """counts[p, e] becomes what makes a row of a slot's place in its sorted span. Grid: E/EXPERTS.
 
     That is the first row of span p's slots of e, less the place of the first of them. A program
     owns EXPERTS columns, their entries of expert_start and of the tile table.
     """
-    e = tl.arange(0, BE)
+    e = tl.arange(0, BLOCK_E)
     rows = tl.load(totals + e, mask=e < num_experts, other=0)
-    mine, row, end = _write_my_tiles(tiles, 0, rows, 0, HEIGHT, BE, EXPERTS)
+    mine, row, end = _write_my_tiles(tiles, 0, rows, 0, BLOCK_M, BLOCK_E, EXPERTS)
     _write_expert_start(expert_start, 0, mine, end, num_experts)
-    for first in tl.range(0, spans, BP):
-        p = first + tl.arange(0, BP)
+    for first in tl.range(0, spans, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)
         ok = (p < spans)[:, None] & (mine < num_experts)[None, :]
         at = counts + p.to(tl.int64)[:, None] * num_experts + mine[None, :]
         both = tl.load(at, mask=ok, other=0)
@@ -182,7 +182,7 @@ def place_kernel(
 def one_span_kernel(
     ids, slot_token, row_token, row_slot, slot_row, expert_start, tiles, totals,
     slots, num_experts, slots_per_token,
-    HEIGHT: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The whole permutation of at most CHUNK slots: sorted, they are the rows. Grid: 1."""
     row = tl.arange(0, CHUNK)
@@ -191,11 +191,11 @@ def one_span_kernel(
     _write_maps(
         slot_token, row_token, row_slot, slot_row, slot, row, here, slots, slots_per_token
     )  # fmt: skip
-    e = tl.arange(0, BE)
-    rows = tl.histogram(expert, BE, mask=here)
+    e = tl.arange(0, BLOCK_E)
+    rows = tl.histogram(expert, BLOCK_E, mask=here)
     end = tl.cumsum(rows, 0)
-    count = (rows + HEIGHT - 1) // HEIGHT
+    count = (rows + BLOCK_M - 1) // BLOCK_M
     tl.store(totals + e, rows, mask=e < num_experts)
     tl.store(expert_start, 0)
     tl.store(expert_start + e + 1, end, mask=e < num_experts)
-    _write_tiles(tiles, rows, 0, e, end - rows, end, tl.cumsum(count, 0) - count, HEIGHT, 1)
+    _write_tiles(tiles, rows, 0, e, end - rows, end, tl.cumsum(count, 0) - count, BLOCK_M, 1)

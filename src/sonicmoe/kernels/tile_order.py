@@ -10,20 +10,20 @@ _SHORT: tl.constexpr = tl.constexpr(1024)  # rows of an expert
 
 
 @triton.jit
-def in_bands(index, m_tiles, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def in_bands(index, m_tiles, n_tiles: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Row and column of tile `index` of m_tiles × n_tiles.
 
     The tiles in work at once should be about as high as wide, and share most of what they fetch: a
     wide matrix is walked in bands, down each of their columns, one that is narrow and higher than
     wide row by row.
     """
-    HIGH: tl.constexpr = max(BAND // BM, 1)
+    HIGH: tl.constexpr = max(BAND // BLOCK_M, 1)
     bands = tl.maximum((m_tiles + HIGH // 2) // HIGH, 1)  # the last one has the remainder too
     band = tl.minimum(index // (HIGH * n_tiles), bands - 1)
     first = band * HIGH
     high = tl.where(band == bands - 1, tl.maximum(m_tiles - first, 1), HIGH)
-    if n_tiles * BN <= BAND:
-        by_row = m_tiles * BM >= n_tiles * BN
+    if n_tiles * BLOCK_N <= BAND:
+        by_row = m_tiles * BLOCK_M >= n_tiles * BLOCK_N
         first = tl.where(by_row, index // n_tiles, first)
         high = tl.where(by_row, 1, high)
     index -= first * n_tiles
@@ -41,7 +41,7 @@ def load_tile(tiles, index):
 @triton.jit
 def place_of(
     index, start, end, number,
-    K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """First row and column of tiles of work item `index` of rows (R, K) times weights (E, N, K).
 
@@ -52,27 +52,27 @@ def place_of(
     its rows might fall into the next round. 2% of the layer at 16384,4096,1024,256,4; not where
     weights are light: forward took 4% longer at 16384,2048,64,1024,32.
     """
-    n_tiles: tl.constexpr = (N + BN - 1) // BN
-    m_tiles = (end - start + BM - 1) // BM
+    n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    m_tiles = (end - start + BLOCK_M - 1) // BLOCK_M
     among_the_experts = number * n_tiles + index % n_tiles
     if N * K > _STAYS:
-        row, column = in_bands(among_the_experts, m_tiles, n_tiles, BM, BN)
+        row, column = in_bands(among_the_experts, m_tiles, n_tiles, BLOCK_M, BLOCK_N)
     else:
-        by_row = (m_tiles * BM > _SHORT) | (N * K < _LIGHT)
+        by_row = (m_tiles * BLOCK_M > _SHORT) | (N * K < _LIGHT)
         first = tl.where(by_row, number, 0)
         high = tl.where(by_row, 1, tl.maximum(m_tiles, 1))
         among_the_experts -= first * n_tiles
         column = among_the_experts // high
         row = first + among_the_experts - column * high
-    return start + row * BM, column
+    return start + row * BLOCK_M, column
 
 
 @triton.jit
 def tile_of(
-    tiles, index, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    tiles, index, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Expert, first row, the expert's end row, and column of tiles of work item `index`."""
-    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     expert, start, end, number = load_tile(tiles, index // n_tiles)
-    row, column = place_of(index, start, end, number, K, N, BM, BN)
+    row, column = place_of(index, start, end, number, K, N, BLOCK_M, BLOCK_N)
     return expert, row, end, column

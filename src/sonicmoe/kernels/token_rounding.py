@@ -38,15 +38,15 @@ def _score(key):
 # --- keys -----------------------------------------------------------------------------------------
 @triton.jit
 def _load_rows(values, stride, token, column, known):
-    """Some columns (BT, n) of the rows of tokens, in fp32; the lowest value where not `known`."""
+    """Some columns (BLOCK_T, n) of the rows of tokens, in fp32; the lowest value where not `known`."""
     at = values + token.to(tl.int64)[:, None] * stride + column
     return tl.load(at, mask=known, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _load_ids(ids, token, tokens, experts, k, BK: tl.constexpr):
-    """The choice (BT, BK), −1 where there is none."""
-    slot = tl.arange(0, BK)
+def _load_ids(ids, token, tokens, experts, k, BLOCK_K: tl.constexpr):
+    """The choice (BLOCK_T, BLOCK_K), −1 where there is none."""
+    slot = tl.arange(0, BLOCK_K)
     here = (token < tokens)[:, None] & (slot < k)[None, :]
     at = token.to(tl.int64)[:, None] * k + slot[None, :]
     id = tl.load(ids + at, mask=here, other=-1).to(tl.int32)
@@ -57,16 +57,16 @@ def _load_ids(ids, token, tokens, experts, k, BK: tl.constexpr):
 def keys_kernel(
     values, ids, keys, counts, block_pairs, tokens, length, experts, k, values_stride,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The keys of scores, or of logits with SOFTMAX, and the choices added up in counts, if any.
 
-    Grid: length/BT; a program owns the rows of BT tokens. It also clears block_pairs.
+    Grid: length/BLOCK_T; a program owns the rows of BLOCK_T tokens. It also clears block_pairs.
     """
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    e = tl.arange(0, BE)[None, :]
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)[None, :]
     ok, known = (token < tokens)[:, None], e < experts
-    id = _load_ids(ids, token, tokens, experts, k, BK)
+    id = _load_ids(ids, token, tokens, experts, k, BLOCK_K)
     score = _load_rows(values, values_stride, token, e, ok & known)
     if SOFTMAX:
         peak = tl.max(score, 1)[:, None]
@@ -231,9 +231,9 @@ def _write_kept(kept, block_pairs, key, first, least, cut, me, experts, length):
 
 
 @triton.jit
-def _balanced_up(counts, me, tokens, experts, tile, BE: tl.constexpr):
+def _balanced_up(counts, me, tokens, experts, tile, BLOCK_E: tl.constexpr):
     """The running error is the smallest number in the class of −Σ rest modulo the tile."""
-    e = tl.arange(0, BE)
+    e = tl.arange(0, BLOCK_E)
     count = tl.load(counts + e, mask=e < experts, other=0)
     rest = tl.where(count - count % tile + tile <= tokens, count % tile, 0)
     before = tl.sum(tl.where(e < me, rest, 0), 0)
@@ -245,12 +245,12 @@ def _balanced_up(counts, me, tokens, experts, tile, BE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def select_kernel(
     keys, counts, uniform, rows, chosen_rows, kept, block_pairs, tokens, length, experts, tile,
-    SUBROUTINE: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    SUBROUTINE: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The rows of each expert, and which tokens they are. Grid: E; a program owns one expert."""
     me = tl.program_id(0)
     if SUBROUTINE == "balance-f":  # before the keys take the registers
-        balanced_up = _balanced_up(counts, me, tokens, experts, tile, BE)
+        balanced_up = _balanced_up(counts, me, tokens, experts, tile, BLOCK_E)
     column = keys + me.to(tl.int64) * length
     held = _load_keys(column, _tokens(0, PARTS, STEP), length)
     f, _ = _count_two(column, held, length, 0, 0)
@@ -283,7 +283,7 @@ def select_kernel(
 # --- pairs ----------------------------------------------------------------------------------------
 @triton.jit
 def _four_by_four(kept, block, e, experts):
-    """(BE, 8) int32: whether each expert keeps tokens j, j + 8, j + 16, j + 24, a byte for each."""
+    """(BLOCK_E, 8) int32: whether each expert keeps tokens j, j + 8, j + 16, j + 24, a byte for each."""
     word = tl.load(kept + block.to(tl.int64) * experts + e, mask=e < experts, other=0)
     return (word[:, None] >> tl.arange(0, 8)[None, :]) & 0x01010101
 
@@ -297,16 +297,16 @@ def _apart(four):
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def emit_kernel(
     keys, kept, block_pairs, pair_expert, pair_token, pair_score, token_start,
-    tokens, length, experts, slots, BE: tl.constexpr, BP: tl.constexpr,
+    tokens, length, experts, slots, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """The kept pairs, by token and then by expert. Grid: T/32; a program owns one block of tokens,
     and an even share of the slots, of which it marks the unused ones.
     """
     p, blocks = tl.program_id(0), tl.num_programs(0)
-    total = tl.zeros((BP,), tl.int32)
-    before = tl.zeros((BP,), tl.int32)
-    for first in tl.range(0, blocks, BP):
-        q = first + tl.arange(0, BP)
+    total = tl.zeros((BLOCK_P,), tl.int32)
+    before = tl.zeros((BLOCK_P,), tl.int32)
+    for first in tl.range(0, blocks, BLOCK_P):
+        q = first + tl.arange(0, BLOCK_P)
         found = tl.load(block_pairs + q, mask=q < blocks, other=0)
         total += found
         before += tl.where(q < p, found, 0)
@@ -314,8 +314,8 @@ def emit_kernel(
     begin = tl.sum(before, 0)
 
     mine = tl.zeros((4, 8), tl.int32)
-    for first in tl.range(0, experts, BE):
-        mine += _apart(tl.sum(_four_by_four(kept, p, first + tl.arange(0, BE), experts), 0))
+    for first in tl.range(0, experts, BLOCK_E):
+        mine += _apart(tl.sum(_four_by_four(kept, p, first + tl.arange(0, BLOCK_E), experts), 0))
     count = tl.reshape(mine, (_WORD,))
     end = begin + tl.cumsum(count, 0)
     token = p * _WORD + tl.arange(0, _WORD)
@@ -326,10 +326,10 @@ def emit_kernel(
     # One place of 50 is kept. Of these only who they are is written first, into pair_token; the
     # rest then goes pair by pair.
     start = tl.reshape(end - count, (4, 8))
-    for first in tl.range(0, experts, BE):
-        e = first + tl.arange(0, BE)
+    for first in tl.range(0, experts, BLOCK_E):
+        e = first + tl.arange(0, BLOCK_E)
         here = _four_by_four(kept, p, e, experts)
-        rank = tl.cumsum(here, 0)  # four at once: bytes, since BE is at most 128
+        rank = tl.cumsum(here, 0)  # four at once: bytes, since BLOCK_E is at most 128
         who = e[:, None] * _WORD + tl.arange(0, 8)[None, :]
         for i in tl.static_range(4):
             row = tl.sum(tl.where(tl.arange(0, 4)[:, None] == i, start, 0), 0)[None, :]
@@ -338,8 +338,8 @@ def emit_kernel(
         start += _apart(tl.sum(here, 0))
     tl.debug_barrier()
     last = begin + tl.sum(count, 0)
-    for first in tl.range(begin, last, BP):
-        slot = first + tl.arange(0, BP)
+    for first in tl.range(begin, last, BLOCK_P):
+        slot = first + tl.arange(0, BLOCK_P)
         here = slot < last
         who = tl.load(pair_token + slot, mask=here, other=0)
         expert, mate = who // _WORD, p * _WORD + who % _WORD
@@ -350,8 +350,8 @@ def emit_kernel(
 
     share = (slots + blocks - 1) // blocks
     last = tl.minimum((p + 1) * share, slots)
-    for first in tl.range(tl.maximum(p * share, used), last, BP):
-        slot = first + tl.arange(0, BP)
+    for first in tl.range(tl.maximum(p * share, used), last, BLOCK_P):
+        slot = first + tl.arange(0, BLOCK_P)
         unused = slot < last
         tl.store(pair_expert + slot, -1, mask=unused)
         tl.store(pair_token + slot, tokens, mask=unused)
@@ -362,11 +362,11 @@ def emit_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def logits_gradient_kernel(
     dscore, logits, ids, pair_expert, token_start, dlogits, tokens, experts, k, logits_stride,
-    BT: tl.constexpr, BE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dlogits (T, E) from the gradients of the kept pairs. Grid: T/BT; a program owns BT tokens."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    e = tl.arange(0, BE)[None, :]
+    """dlogits (T, E) from the gradients of the kept pairs. Grid: T/BLOCK_T; a program owns BLOCK_T tokens."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)[None, :]
     ok, known = token < tokens, e < experts
     logit = _load_rows(logits, logits_stride, token, e, ok[:, None] & known)
     weight = tl.exp(logit - tl.max(logit, 1)[:, None])

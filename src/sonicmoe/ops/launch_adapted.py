@@ -83,6 +83,6 @@ def transposed(t, scale, dtype):
     if t.numel():
         launch(
             lora.transpose_kernel, (ceil_div(rows, 64), ceil_div(columns, 64)),
-            t, out, scale, rows, columns, BP=64, BQ=64, num_warps=4,
+            t, out, scale, rows, columns, BLOCK_P=64, BLOCK_Q=64, num_warps=4,
         )  # fmt: skip
     return out

@@ -82,7 +82,7 @@ def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, g
     inner = columns // 2 if gated else columns
     kernel = Bound(
         hopper_up_kernel,
-        H=hidden, N=columns, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1,
+        H=hidden, N=columns, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages, KN=strides[2] != 1,
         GATED=gated, TWO_HALVES=two_halves, ACTIVATION=value_of(activation),
         KEEP_Z=keep_z, GATHER=gather, num_warps=4,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def _product(dtype, shape, strides, n, k, stages, rank):
     _, columns, depth = shape
     kernel = Bound(
         hopper_gemm_kernel,
-        K=depth, N=columns, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1, num_warps=4,
+        K=depth, N=columns, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages, KN=strides[2] != 1, num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(dtype, shape, strides, n, k)
     return kernel, weights, _row_boxes(dtype, (columns,), (columns, 1), (_ROWS, n))
@@ -114,7 +114,7 @@ def _score_gradient(
     two_halves = gated and concatenated
     kernel = Bound(
         hopper_dz_kernel,
-        H=hidden, I=inner, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[1] != 1,
+        H=hidden, I=inner, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages, KN=strides[1] != 1,
         GATED=gated, CONCATENATED=two_halves, BACKWARD=derivative_of(activation),
         STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=gather, num_warps=4,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather
     """The kernel; boxes of the gradient, which in fp32 needs none."""
     kernel = Bound(
         hopper_wgrad_kernel,
-        M=shape[1], N=shape[2], BM=m, BN=n, BK=k, STAGES=stages,
+        M=shape[1], N=shape[2], BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, STAGES=stages,
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, ADD=add, num_warps=4,
     )  # fmt: skip
     if dtype == torch.float32:

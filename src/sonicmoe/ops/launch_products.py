@@ -66,7 +66,7 @@ def _unroll(t: torch.Tensor) -> int:
 
 def _options(config: RowConfig | WeightConfig) -> dict:
     return dict(
-        BM=config.block_m, BN=config.block_n, BK=config.block_k,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
@@ -93,9 +93,9 @@ class Adapter(NamedTuple):
     def options(self) -> dict[str, int]:
         """The rank, and how many of its columns are taken at once."""
         if self.u is None:
-            return {"RANK": 0, "BR": 0}
+            return {"RANK": 0, "BLOCK_R": 0}
         narrow = self.rank <= 16 and self.u.element_size() == 2
-        return {"RANK": self.rank, "BR": 16 if narrow else 32}
+        return {"RANK": self.rank, "BLOCK_R": 16 if narrow else 32}
 
 
 NO_ADAPTER = Adapter()
@@ -170,7 +170,7 @@ def _bound_aggregate(hidden: int, per_token: int) -> tuple[int, Bound]:
     block = min(power_of_two(hidden), 1024)
     return ceil_div(hidden, block), Bound(
         combine_kernel,
-        H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BH=block, num_warps=4,
+        H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BLOCK_H=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -260,7 +260,7 @@ def _score_gradient(
             launch(
                 bias_score_kernel, (tiles.shape[0] - 1,),
                 dout, row_token, row_slot, b2, partial[parts], tiles,
-                H=hidden, BM=tile_height, BH=64, num_warps=8,
+                H=hidden, BLOCK_M=tile_height, BLOCK_H=64, num_warps=8,
             )  # fmt: skip
         launch(
             _bound_sum_partials(planes), (ceil_div(slots, _SLOTS),),
@@ -298,7 +298,7 @@ def _zero_tail(y, expert_start, tiles) -> torch.Tensor:
         launch(
             zero_tail_kernel, (ceil_div(count, 32),),
             y, expert_start, tiles, count, expert_start.shape[0] - 1,
-            N=n, BR=32, BN=128, num_warps=4,
+            N=n, BLOCK_M=32, BLOCK_N=128, num_warps=4,
         )  # fmt: skip
     return y
 
@@ -385,6 +385,6 @@ def _bias_gradient(source, row_token, scores, row_slot, bias, expert_start):
     launch(
         bias_gradient_kernel, (experts, ceil_div(n, 64)),
         source, row_token, scores, row_slot, out, expert_start,
-        N=n, BR=64, BN=64, num_warps=4,
+        N=n, BLOCK_M=64, BLOCK_N=64, num_warps=4,
     )  # fmt: skip
     return out

@@ -36,7 +36,7 @@ def _bound_topk(backward: bool, experts: int, k: int, softmax_over_topk: bool) -
     return block, Bound(
         kernel,
         E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
-        BT=block, BE=keys, BK=power_of_two(k), num_warps=1 if alone else 4,
+        BLOCK_T=block, BLOCK_E=keys, BLOCK_K=power_of_two(k), num_warps=1 if alone else 4,
     )  # fmt: skip
 
 
@@ -76,9 +76,9 @@ def _bound_sigmoid(
     block = min(_tokens_at_once(experts), 16)
     tile = {
         "E": experts, "K": k, "NORMALIZE": normalize,
-        "BT": block, "BE": power_of_two(experts), "BK": power_of_two(k), "num_warps": 4,
+        "BLOCK_T": block, "BLOCK_E": power_of_two(experts), "BLOCK_K": power_of_two(k), "num_warps": 4,
     }  # fmt: skip
-    grouped = {"GROUPS": groups, "KEPT": kept, "BG": power_of_two(groups)}
+    grouped = {"GROUPS": groups, "KEPT": kept, "BLOCK_G": power_of_two(groups)}
     return (
         block,
         Bound(sigmoid_kernels.sigmoid_topk_kernel, **tile, **grouped),
@@ -118,12 +118,12 @@ _SUMS = 512  # programs that add up softmaxes, at most; one adds up what they ha
 def _bound_balance(experts: int) -> tuple[int, Bound, Bound, Bound]:
     """Tokens that a program takes at once, and the kernels: sums, the loss, its gradient."""
     block, width = min(_tokens_at_once(experts), 32), power_of_two(experts)
-    tile = {"E": experts, "BE": width}
+    tile = {"E": experts, "BLOCK_E": width}
     return (
         block,
-        Bound(balance_kernels.softmax_sums_kernel, **tile, BT=block, num_warps=4),
-        Bound(balance_kernels.balance_kernel, **tile, BP=max(1, 16384 // width), num_warps=16),
-        Bound(balance_kernels.balance_backward_kernel, **tile, BT=block, num_warps=4),
+        Bound(balance_kernels.softmax_sums_kernel, **tile, BLOCK_T=block, num_warps=4),
+        Bound(balance_kernels.balance_kernel, **tile, BLOCK_P=max(1, 16384 // width), num_warps=16),
+        Bound(balance_kernels.balance_backward_kernel, **tile, BLOCK_T=block, num_warps=4),
     )
 
 
@@ -168,7 +168,11 @@ def _experts_at_once(experts: int) -> tuple[int, int]:
 def _bound_one_span(experts: int, tile_height: int) -> Bound:
     block, _ = _experts_at_once(experts)
     return Bound(
-        permute_kernels.one_span_kernel, HEIGHT=tile_height, BE=block, CHUNK=_CHUNK, num_warps=8
+        permute_kernels.one_span_kernel,
+        BLOCK_M=tile_height,
+        BLOCK_E=block,
+        CHUNK=_CHUNK,
+        num_warps=8,
     )
 
 
@@ -177,10 +181,10 @@ def _bound_permute(experts: int, tile_height: int) -> tuple[Bound, Bound, Bound,
     """The kernels that count, scan and place, and the programs of the second."""
     block, columns = _experts_at_once(experts)
     return (
-        Bound(permute_kernels.count_kernel, BE=block, CHUNK=_CHUNK, num_warps=8),
+        Bound(permute_kernels.count_kernel, BLOCK_E=block, CHUNK=_CHUNK, num_warps=8),
         Bound(
             permute_kernels.scan_kernel,
-            HEIGHT=tile_height, BE=block, BP=256, EXPERTS=columns, num_warps=8,
+            BLOCK_M=tile_height, BLOCK_E=block, BLOCK_P=256, EXPERTS=columns, num_warps=8,
         ),
         Bound(permute_kernels.place_kernel, CHUNK=_CHUNK, num_warps=8),
         ceil_div(experts, columns),
@@ -244,6 +248,6 @@ def tiles(offsets, rows, tile_height):
     launch(
         permute_kernels.tiles_kernel, (ceil_div(num_experts, columns),),
         offsets, expert_start, table, rows, num_experts,
-        HEIGHT=tile_height, BE=block, EXPERTS=columns, num_warps=4,
+        BLOCK_M=tile_height, BLOCK_E=block, EXPERTS=columns, num_warps=4,
     )  # fmt: skip
     return expert_start, table

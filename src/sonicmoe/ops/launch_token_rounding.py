@@ -43,10 +43,10 @@ def _bound_rounding(
         Bound(
             kernels.keys_kernel,
             SOFTMAX=softmax, NORMALIZE=normalize,
-            BT=block, BE=all_experts, BK=power_of_two(k), num_warps=8,
+            BLOCK_T=block, BLOCK_E=all_experts, BLOCK_K=power_of_two(k), num_warps=8,
         ),
-        Bound(kernels.select_kernel, SUBROUTINE=subroutine, BE=all_experts, **columns),
-        Bound(kernels.emit_kernel, BE=_EXPERTS, BP=_PAIRS, num_warps=4),
+        Bound(kernels.select_kernel, SUBROUTINE=subroutine, BLOCK_E=all_experts, **columns),
+        Bound(kernels.emit_kernel, BLOCK_E=_EXPERTS, BLOCK_P=_PAIRS, num_warps=4),
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _bound_gradient(experts: int) -> tuple[int, Bound]:
     """Tokens of a program, and the kernel."""
     block = _tokens_at_once(experts, _VALUES // 2)
     kernel = kernels.logits_gradient_kernel
-    return block, Bound(kernel, BT=block, BE=power_of_two(experts), num_warps=8)
+    return block, Bound(kernel, BLOCK_T=block, BLOCK_E=power_of_two(experts), num_warps=8)
 
 
 def round_logits_backward(dscore, logits, ids, pair_expert, token_start):

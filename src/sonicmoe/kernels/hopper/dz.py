@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .ragged import load_rows, load_rows_of_half, store_rows, store_rows_of_half
 from .ring import (
-    ROWS,
+    CONSUMER_M,
     accumulate,
     finish,
     halves,
@@ -42,13 +42,13 @@ def _load_z(
 ):
     """One slice of Z: gates and ups side by side, or the two halves, or as it is."""
     PER_COLUMN: gl.constexpr = 2 if GATED else 1
-    mbarrier.expect(barrier, 2 * ROWS * PER_COLUMN * SLICE)
+    mbarrier.expect(barrier, 2 * CONSUMER_M * PER_COLUMN * SLICE)
     if CONCATENATED:
         for half in gl.static_range(2):
-            box = smem.index(first + half).reshape([1, 1, ROWS, 1, SLICE])
+            box = smem.index(first + half).reshape([1, 1, CONSUMER_M, 1, SLICE])
             load_rows_of_half(z, end, row, half, column, barrier, box)
     else:
-        box = smem.index(first).reshape([1, 1, ROWS, PER_COLUMN * SLICE])
+        box = smem.index(first).reshape([1, 1, CONSUMER_M, PER_COLUMN * SLICE])
         load_rows(z, end, row, PER_COLUMN * column, barrier, box)
 
 
@@ -84,20 +84,20 @@ def _slice(
         gate = gl.convert_layout(gate, L, assert_trivial=True)
         up = gl.convert_layout(up, L, assert_trivial=True)
         value, dgate, dup = BACKWARD(gate.to(gl.float32), up.to(gl.float32), acc * weight)
-        both = gl.reshape(gl.join(dgate.to(dz.dtype), dup.to(dz.dtype)), (ROWS, 2 * SLICE))
+        both = gl.reshape(gl.join(dgate.to(dz.dtype), dup.to(dz.dtype)), (CONSUMER_M, 2 * SLICE))
         first.store(gl.convert_layout(both, LZ, assert_trivial=True))
     if STORE_A:
         a_smem.index(a_first).store((value * weight).to(a.dtype))
     fence_async_shared()
     if CONCATENATED:
-        store_rows_of_half(dz, end, row, 0, column, first.reshape([1, 1, ROWS, 1, SLICE]))
-        store_rows_of_half(dz, end, row, 1, column, second.reshape([1, 1, ROWS, 1, SLICE]))
+        store_rows_of_half(dz, end, row, 0, column, first.reshape([1, 1, CONSUMER_M, 1, SLICE]))
+        store_rows_of_half(dz, end, row, 1, column, second.reshape([1, 1, CONSUMER_M, 1, SLICE]))
     else:
         PER_COLUMN: gl.constexpr = 2 if GATED else 1
-        box = first.reshape([1, 1, ROWS, PER_COLUMN * SLICE])
+        box = first.reshape([1, 1, CONSUMER_M, PER_COLUMN * SLICE])
         store_rows(dz, end, row, PER_COLUMN * column, box)
     if STORE_A:
-        store_rows(a, end, row, column, a_smem.index(a_first).reshape([1, 1, ROWS, SLICE]))
+        store_rows(a, end, row, column, a_smem.index(a_first).reshape([1, 1, CONSUMER_M, SLICE]))
     left, right = halves(acc * value)
     left, right = halves(left + right)
     return gl.convert_layout(left + right, SUMS, assert_trivial=True)
@@ -115,8 +115,8 @@ def _slots(row_slot, row, end, r):
 def _consumer(
     z, dz, a, scores, row_slot, partial, plane, tiles, total,
     do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-    WHICH: gl.constexpr, H: gl.constexpr, I: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr,
+    CONSUMER: gl.constexpr, H: gl.constexpr, I: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr,
     CONCATENATED: gl.constexpr, BACKWARD: gl.constexpr, STORE_A: gl.constexpr,
     STORE_PARTIAL: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
@@ -124,39 +124,51 @@ def _consumer(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLICE, 16]
     )
     PARTS: gl.constexpr = 2 if CONCATENATED else 1
-    ROUNDS: gl.constexpr = BN // SLICE // BUFFERS  # in which a tile fills all buffers
+    ROUNDS: gl.constexpr = BLOCK_N // SLICE // BUFFERS  # in which a tile fills all buffers
     STORES: gl.constexpr = PARTS + (1 if STORE_A else 0)
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
-    MINE: gl.constexpr = WHICH * BUFFERS  # of the buffers
+    r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
+    MINE: gl.constexpr = CONSUMER * BUFFERS  # of the buffers
     step = 0
     filled = 0  # how often all buffers were
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    _expert, start, end, number = load_work(tiles, first, total, I, BN)
-    row, n = rows_of_work(first, start, end, number, H, I, BN)
-    row += WHICH * ROWS
+    _expert, start, end, number = load_work(tiles, first, total, I, BLOCK_N)
+    row, n = rows_of_work(first, start, end, number, H, I, BLOCK_N)
+    row += CONSUMER * CONSUMER_M
     slot = _slots(row_slot, row, end, r)
     for index in range(first, total, stride):
-        _expert, start, next_end, number = load_work(tiles, index + stride, total, I, BN)
+        _expert, start, next_end, number = load_work(tiles, index + stride, total, I, BLOCK_N)
         tma.store_wait(0)
         for s in gl.static_range(BUFFERS):
             _load_z(
-                z, end, row, n * BN + s * SLICE, z_full.index(MINE + s), z_smem, (MINE + s) * PARTS,
+                z, end, row, n * BLOCK_N + s * SLICE, z_full.index(MINE + s), z_smem, (MINE + s) * PARTS,
                 GATED, CONCATENATED,
             )  # fmt: skip
         ok = row + r < end
         if scores is None:
-            score = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, L))
+            score = gl.full((CONSUMER_M,), 1.0, gl.float32, gl.SliceLayout(1, L))
         else:
             score = gl.load(scores + slot, mask=ok, other=0.0)
         acc, step = accumulate(
-            step, do_smem, w_smem, full, empty, WHICH, H, RANK, BN, BK, STAGES, KN, GATHER
+            step,
+            do_smem,
+            w_smem,
+            full,
+            empty,
+            CONSUMER,
+            H,
+            RANK,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+            KN,
+            GATHER,
         )
-        next_row, next_n = rows_of_work(index + stride, start, next_end, number, H, I, BN)
-        next_row += WHICH * ROWS
+        next_row, next_n = rows_of_work(index + stride, start, next_end, number, H, I, BLOCK_N)
+        next_row += CONSUMER * CONSUMER_M
         next_slot = _slots(row_slot, next_row, next_end, r)
         acc = finish(acc, step, empty, STAGES)
-        ds = gl.zeros((ROWS, SLICE // 4), gl.float32, SUMS)
+        ds = gl.zeros((CONSUMER_M, SLICE // 4), gl.float32, SUMS)
         now, then = acc, acc
         if ROUNDS == 2:
             now, then = halves(acc)
@@ -165,11 +177,11 @@ def _consumer(
         for turn in range(ROUNDS):
             parts = quarters(now)
             for i in gl.static_range(BUFFERS):
-                column = n * BN + (turn * BUFFERS + i) * SLICE
+                column = n * BLOCK_N + (turn * BUFFERS + i) * SLICE
                 mbarrier.wait(z_full.index(MINE + i), filled + turn & 1)
                 ds += _slice(
                     parts[i], score, dz, a, z_smem, a_smem, end, row, column,
-                    GATED, CONCATENATED, BACKWARD, STORE_A, (MINE + i) * PARTS, WHICH * 2 + i % 2,
+                    GATED, CONCATENATED, BACKWARD, STORE_A, (MINE + i) * PARTS, CONSUMER * 2 + i % 2,
                 )  # fmt: skip
                 # All but this slice's stores have been read: the buffer before it is free, and
                 # takes a slice of the next turn; the last one, in that turn, its last slice.
@@ -192,29 +204,33 @@ def _consumer(
 @gluon.jit(do_not_specialize=["plane"])
 def hopper_dz_kernel(
     dout, row_token, w2, u, b, scores, row_slot, z, dz, a, partial, plane, tiles,
-    H: gl.constexpr, I: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    H: gl.constexpr, I: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr, CONCATENATED: gl.constexpr,
     BACKWARD: gl.constexpr, STORE_A: gl.constexpr, STORE_PARTIAL: gl.constexpr,
     GATHER: gl.constexpr,
 ):  # fmt: skip
-    """dZ (R, N), A' (R, I), partial (I/BN, plane ≥ S); with an adapter from dA' = dO W2 + U Bᵀ.
+    """dZ (R, N), A' (R, I), partial (I/BLOCK_N, plane ≥ S); with an adapter from dA' = dO W2 + U Bᵀ.
 
     Grid: one program a multiprocessor.
     """
     dtype: gl.constexpr = z.dtype
-    ZC: gl.constexpr = 2 * SLICE if GATED and not CONCATENATED else SLICE
+    Z_COLUMNS: gl.constexpr = 2 * SLICE if GATED and not CONCATENATED else SLICE
     PARTS: gl.constexpr = 2 if CONCATENATED else 1
     do_smem = gl.allocate_shared_memory(
-        dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], dtype)
+        dtype,
+        [2 * STAGES, CONSUMER_M, BLOCK_K],
+        gl.NVMMASharedLayout.get_default_for([CONSUMER_M, BLOCK_K], dtype),
     )
-    w_smem = weight_ring(w2, BN, BK, STAGES, False)
+    w_smem = weight_ring(w2, BLOCK_N, BLOCK_K, STAGES, False)
     z_smem = gl.allocate_shared_memory(
         dtype,
-        [2 * BUFFERS * PARTS, ROWS, ZC],
-        gl.NVMMASharedLayout.get_default_for([ROWS, ZC], dtype),
+        [2 * BUFFERS * PARTS, CONSUMER_M, Z_COLUMNS],
+        gl.NVMMASharedLayout.get_default_for([CONSUMER_M, Z_COLUMNS], dtype),
     )
     a_smem = gl.allocate_shared_memory(
-        dtype, [4, ROWS, SLICE], gl.NVMMASharedLayout.get_default_for([ROWS, SLICE], dtype)
+        dtype,
+        [4, CONSUMER_M, SLICE],
+        gl.NVMMASharedLayout.get_default_for([CONSUMER_M, SLICE], dtype),
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -225,25 +241,25 @@ def hopper_dz_kernel(
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2 * BUFFERS):
         mbarrier.init(z_full.index(i), count=1)
-    total = gl.load(tiles) * ((I + BN - 1) // BN)
+    total = gl.load(tiles) * ((I + BLOCK_N - 1) // BLOCK_N)
     gl.warp_specialize(
         [
             (_consumer, (
                 z, dz, a, scores, row_slot, partial, plane, tiles, total,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-                0, H, I, RANK, BN, BK, STAGES, KN, GATED, CONCATENATED, BACKWARD, STORE_A,
+                0, H, I, RANK, BLOCK_N, BLOCK_K, STAGES, KN, GATED, CONCATENATED, BACKWARD, STORE_A,
                 STORE_PARTIAL, GATHER,
             )),
             (_consumer, (
                 z, dz, a, scores, row_slot, partial, plane, tiles, total,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
-                1, H, I, RANK, BN, BK, STAGES, KN, GATED, CONCATENATED, BACKWARD, STORE_A,
+                1, H, I, RANK, BLOCK_N, BLOCK_K, STAGES, KN, GATED, CONCATENATED, BACKWARD, STORE_A,
                 STORE_PARTIAL, GATHER,
             )),
             (producer, (
                 dout, row_token, w2, u, b, tiles, total,
                 do_smem, w_smem, full, empty,
-                H, I, RANK, BN, BK, STAGES, KN, False, GATHER,
+                H, I, RANK, BLOCK_N, BLOCK_K, STAGES, KN, False, GATHER,
             )),
         ],
         [4, 4 if GATHER else 1],

@@ -7,73 +7,77 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .ring import ROWS, next_tile, producer, stage_and_store, weight_ring
+from .ring import CONSUMER_M, next_tile, producer, stage_and_store, weight_ring
 
 
 @gluon.jit
 def _gemm_consumer(
     y, bias, row_scores, tiles, total, a_smem, w_smem, y_smem, full, empty,
-    WHICH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
+    CONSUMER: gl.constexpr, K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         acc, step, expert, end, row, n = next_tile(
             step, index, tiles, total, a_smem, w_smem, full, empty,
-            WHICH, K, N, RANK, BN, BK, STAGES, KN, False,
+            CONSUMER, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN, False,
         )  # fmt: skip
         if bias is not None:
-            c = n * BN + gl.arange(0, BN, gl.SliceLayout(0, L))
+            c = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, L))
             acc += gl.expand_dims(
                 gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32), 0
             )
         if row_scores is not None:
-            r = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+            r = row + gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
             acc *= gl.expand_dims(gl.load(row_scores + r, mask=r < end, other=0.0), 1)
         tma.store_wait(0)
-        stage_and_store(acc.to(y.dtype), y, end, row, n * BN, y_smem.index(WHICH), BN)
+        stage_and_store(acc.to(y.dtype), y, end, row, n * BLOCK_N, y_smem.index(CONSUMER), BLOCK_N)
     tma.store_wait(0)
 
 
 @gluon.jit
 def hopper_gemm_kernel(
     a, w, u, b, bias, row_scores, y, tiles,
-    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr,
 ):  # fmt: skip
     """Y = (A Wᵀ + U Bᵀ + bias)·score, rows sorted by expert. Grid: one program a multiprocessor."""
     a_smem = gl.allocate_shared_memory(
-        y.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], y.dtype)
+        y.dtype,
+        [2 * STAGES, CONSUMER_M, BLOCK_K],
+        gl.NVMMASharedLayout.get_default_for([CONSUMER_M, BLOCK_K], y.dtype),
     )
-    w_smem = weight_ring(w, BN, BK, STAGES, False)
+    w_smem = weight_ring(w, BLOCK_N, BLOCK_K, STAGES, False)
     y_smem = gl.allocate_shared_memory(
-        y.dtype, [2, ROWS, BN], gl.NVMMASharedLayout.get_default_for([ROWS, BN], y.dtype)
+        y.dtype,
+        [2, CONSUMER_M, BLOCK_N],
+        gl.NVMMASharedLayout.get_default_for([CONSUMER_M, BLOCK_N], y.dtype),
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    total = gl.load(tiles) * ((N + BN - 1) // BN)
+    total = gl.load(tiles) * ((N + BLOCK_N - 1) // BLOCK_N)
     gl.warp_specialize(
         [
             (_gemm_consumer, (
                 y, bias, row_scores, tiles, total,
                 a_smem, w_smem, y_smem, full, empty,
-                0, K, N, RANK, BN, BK, STAGES, KN,
+                0, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN,
             )),
             (_gemm_consumer, (
                 y, bias, row_scores, tiles, total,
                 a_smem, w_smem, y_smem, full, empty,
-                1, K, N, RANK, BN, BK, STAGES, KN,
+                1, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN,
             )),
             (producer, (
                 a, None, w, u, b, tiles, total,
                 a_smem, w_smem, full, empty,
-                K, N, RANK, BN, BK, STAGES, KN, False, False,
+                K, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN, False, False,
             )),
         ],
         [4, 1],

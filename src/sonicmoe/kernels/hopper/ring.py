@@ -1,6 +1,6 @@
 """Row products on Hopper: one warpgroup fetches, two compute.
 
-A tile is 128 rows by BN columns. The fetching warpgroup fills a ring of `STAGES` blocks of BK:
+A tile is 128 rows by BLOCK_N columns. The fetching warpgroup fills a ring of `STAGES` blocks of BLOCK_K:
 weights by the copy engine, rows by the copy engine where they lie in order, else gathered row by
 row. Each computing warpgroup owns 64 rows of the tile; results leave through shared memory. Where a
 tile lies is asked for long before it is needed: a load from memory takes as long as a step.
@@ -23,33 +23,35 @@ from ..tile_order import load_tile, place_of
 from .gluon_compat import copy_gathered, copy_in, reinterpreted
 from .ragged import load_rows, store_rows
 
-ROWS = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instruction
+CONSUMER_M = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instruction
 
 
 @gluon.jit
-def load_work(tiles, index, total, N: gl.constexpr, BN: gl.constexpr):
+def load_work(tiles, index, total, N: gl.constexpr, BLOCK_N: gl.constexpr):
     """The table's entry for work item `index`; past the last one its header, with end row 0.
 
     Asked for well before `rows_of_work`: a load is waited for where its value is first used.
     """
-    n_tiles: gl.constexpr = (N + BN - 1) // BN
+    n_tiles: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     return load_tile(tiles, gl.where(index < total, index // n_tiles, -1))
 
 
 @gluon.jit
-def rows_of_work(index, start, end, number, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr):
+def rows_of_work(
+    index, start, end, number, K: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr
+):
     """First row and column of tiles of work item `index`; not before `end` past the last one."""
-    return place_of(index, start, end, number, K, N, 2 * ROWS, BN)
+    return place_of(index, start, end, number, K, N, 2 * CONSUMER_M, BLOCK_N)
 
 
 @gluon.jit
 def weight_ring(
-    w, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BY_HALVES: gl.constexpr
+    w, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BY_HALVES: gl.constexpr
 ):
     """Shared memory for the boxes of weights."""
     if BY_HALVES:
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN], w.dtype)
-        ring = gl.allocate_shared_memory(w.dtype, [STAGES, BK, BN], layout)
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_N], w.dtype)
+        ring = gl.allocate_shared_memory(w.dtype, [STAGES, BLOCK_K, BLOCK_N], layout)
     else:
         ring = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_shape, w.layout)
     return ring
@@ -58,13 +60,13 @@ def weight_ring(
 @gluon.jit
 def _load_weights(
     w, expert, column, k, barrier, smem, slot,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
     TWO_HALVES: gl.constexpr,
 ):  # fmt: skip
     """The box of weights for columns column.. and k..; `column` counts gates when in two halves."""
     if KN and TWO_HALVES:
-        # Columns lie in panels of 64, so gates and ups side by side are one (BK, BN) operand.
-        half = reinterpreted(smem, [2 * STAGES, 1, BK, 1, BN // 2], w)
+        # Columns lie in panels of 64, so gates and ups side by side are one (BLOCK_K, BLOCK_N) operand.
+        half = reinterpreted(smem, [2 * STAGES, 1, BLOCK_K, 1, BLOCK_N // 2], w)
         copy_in(w, [expert, k, 0, column], barrier, half.index(2 * slot))
         copy_in(w, [expert, k, 1, column], barrier, half.index(2 * slot + 1))
     elif KN:
@@ -82,17 +84,17 @@ def _tokens(row_token, row, end, r):
 
 
 @gluon.jit
-def _load_both(a, end, row, k, barrier, smem, slot, BK: gl.constexpr):
+def _load_both(a, end, row, k, barrier, smem, slot, BLOCK_K: gl.constexpr):
     """The rows of both computing warpgroups, where they lie in order."""
     for half in gl.static_range(2):
-        box = smem.index(2 * slot + half).reshape([1, 1, ROWS, BK])
-        load_rows(a, end, row + half * ROWS, k, barrier, box)
+        box = smem.index(2 * slot + half).reshape([1, 1, CONSUMER_M, BLOCK_K])
+        load_rows(a, end, row + half * CONSUMER_M, k, barrier, box)
 
 
 @gluon.jit
 def producer(
     a, row_token, w, u, b, tiles, total, a_smem, w_smem, full, empty,
-    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, TWO_HALVES: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """Rows past an expert's end are zeros, since zeros draw less power, and power is the limit:
@@ -100,93 +102,108 @@ def producer(
     with other rows there the layer takes 2.4% longer at 32768,2048,512,512,10.
     """
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // (BK // 8), BK // 8], [gl.num_warps(), 1], [1, 0]
+        [1, 8], [32 // (BLOCK_K // 8), BLOCK_K // 8], [gl.num_warps(), 1], [1, 0]
     )
-    IN_ORDER: gl.constexpr = 2 * BK * (BN + 2 * ROWS)  # bytes of a block
-    BYTES: gl.constexpr = 2 * BK * BN if GATHER else IN_ORDER
-    offs_k = gl.arange(0, BK, gl.SliceLayout(0, L))
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    IN_ORDER: gl.constexpr = 2 * BLOCK_K * (BLOCK_N + 2 * CONSUMER_M)  # bytes of a block
+    BYTES: gl.constexpr = 2 * BLOCK_K * BLOCK_N if GATHER else IN_ORDER
+    offs_k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, L))
+    r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    expert, start, end, number = load_work(tiles, first, total, N, BN)
-    next_expert, next_start, next_end, next_number = load_work(tiles, first + stride, total, N, BN)
-    row, n = rows_of_work(first, start, end, number, K, N, BN)
-    next_row, next_n = rows_of_work(first + stride, next_start, next_end, next_number, K, N, BN)
+    expert, start, end, number = load_work(tiles, first, total, N, BLOCK_N)
+    next_expert, next_start, next_end, next_number = load_work(
+        tiles, first + stride, total, N, BLOCK_N
+    )
+    row, n = rows_of_work(first, start, end, number, K, N, BLOCK_N)
+    next_row, next_n = rows_of_work(
+        first + stride, next_start, next_end, next_number, K, N, BLOCK_N
+    )
     if GATHER:
         upper = _tokens(row_token, row, end, r)
-        lower = _tokens(row_token, row + ROWS, end, r)
+        lower = _tokens(row_token, row + CONSUMER_M, end, r)
     step = 0
     for index in range(first, total, stride):
-        column = n * (BN // 2) if TWO_HALVES else n * BN
+        column = n * (BLOCK_N // 2) if TWO_HALVES else n * BLOCK_N
         later = index + 2 * stride
-        later_expert, start, later_end, number = load_work(tiles, later, total, N, BN)
+        later_expert, start, later_end, number = load_work(tiles, later, total, N, BLOCK_N)
         if GATHER:
             upper_ptr = a + gl.expand_dims(upper.to(gl.int64) * K, 1) + gl.expand_dims(offs_k, 0)
             lower_ptr = a + gl.expand_dims(lower.to(gl.int64) * K, 1) + gl.expand_dims(offs_k, 0)
             upper_ok = gl.expand_dims(upper >= 0, 1)
             lower_ok = gl.expand_dims(lower >= 0, 1)
             upper = _tokens(row_token, next_row, next_end, r)
-            lower = _tokens(row_token, next_row + ROWS, next_end, r)
-        for k in range(0, K, BK):
+            lower = _tokens(row_token, next_row + CONSUMER_M, next_end, r)
+        for k in range(0, K, BLOCK_K):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(slot), BYTES)
             _load_weights(
-                w, expert, column, k, full.index(slot), w_smem, slot, BN, BK, STAGES, KN, TWO_HALVES
+                w,
+                expert,
+                column,
+                k,
+                full.index(slot),
+                w_smem,
+                slot,
+                BLOCK_N,
+                BLOCK_K,
+                STAGES,
+                KN,
+                TWO_HALVES,
             )
             if GATHER:
-                inside = gl.expand_dims(k + offs_k < K, 0) if K % BK else True
+                inside = gl.expand_dims(k + offs_k < K, 0) if K % BLOCK_K else True
                 copy_gathered(a_smem.index(2 * slot), upper_ptr + k, mask=upper_ok & inside)
                 copy_gathered(a_smem.index(2 * slot + 1), lower_ptr + k, mask=lower_ok & inside)
                 async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             else:
-                _load_both(a, end, row, k, full.index(slot), a_smem, slot, BK)
+                _load_both(a, end, row, k, full.index(slot), a_smem, slot, BLOCK_K)
             step += 1
         if RANK:
-            for k in range(0, RANK, BK):
+            for k in range(0, RANK, BLOCK_K):
                 slot = step % STAGES
                 mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(full.index(slot), IN_ORDER)
                 _load_weights(
                     b, expert, column, k, full.index(slot), w_smem, slot,
-                    BN, BK, STAGES, KN, TWO_HALVES,
+                    BLOCK_N, BLOCK_K, STAGES, KN, TWO_HALVES,
                 )  # fmt: skip
-                _load_both(u, end, row, k, full.index(slot), a_smem, slot, BK)
+                _load_both(u, end, row, k, full.index(slot), a_smem, slot, BLOCK_K)
                 if GATHER:
                     async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
                 step += 1
         expert, row, end, n = next_expert, next_row, next_end, next_n
         next_expert, next_end = later_expert, later_end
-        next_row, next_n = rows_of_work(later, start, next_end, number, K, N, BN)
+        next_row, next_n = rows_of_work(later, start, next_end, number, K, N, BLOCK_N)
     if GATHER:
         async_copy.wait_group(0)
 
 
 @gluon.jit
 def accumulate(
-    step, a_smem, w_smem, full, empty, WHICH: gl.constexpr,
-    K: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    step, a_smem, w_smem, full, empty, CONSUMER: gl.constexpr,
+    K: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     KN: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """The (64, BN) accumulator of this warpgroup's next tile, and the ring position after it.
+    """The (64, BLOCK_N) accumulator of this warpgroup's next tile, and the ring position after it.
 
     The last product is still under way, see `finish`, which leaves time to look up the tile.
     """
     L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
-    acc = gl.zeros((ROWS, BN), gl.float32, L)
-    BLOCKS: gl.constexpr = (K + BK - 1) // BK + (RANK + BK - 1) // BK
-    for k in range(0, BLOCKS * BK, BK):
+    acc = gl.zeros((CONSUMER_M, BLOCK_N), gl.float32, L)
+    BLOCKS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K + (RANK + BLOCK_K - 1) // BLOCK_K
+    for k in range(0, BLOCKS * BLOCK_K, BLOCK_K):
         slot = step % STAGES
         mbarrier.wait(full.index(slot), step // STAGES & 1)
         if GATHER:
             fence_async_shared()  # gathered rows came through the threads, not the copy engine
         if KN:
-            b = w_smem.index(slot).reshape([BK, BN])
+            b = w_smem.index(slot).reshape([BLOCK_K, BLOCK_N])
         else:
-            b = w_smem.index(slot).reshape([BN, BK]).permute((1, 0))
-        acc = warpgroup_mma(a_smem.index(2 * slot + WHICH), b, acc, is_async=True)
+            b = w_smem.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+        acc = warpgroup_mma(a_smem.index(2 * slot + CONSUMER), b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
         step += 1
@@ -202,19 +219,19 @@ def finish(acc, step, empty, STAGES: gl.constexpr):
 
 @gluon.jit
 def next_tile(
-    step, index, tiles, total, a_smem, w_smem, full, empty, WHICH: gl.constexpr,
-    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    step, index, tiles, total, a_smem, w_smem, full, empty, CONSUMER: gl.constexpr,
+    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """This warpgroup's accumulator of work item `index`, the ring position after it, and where the
     tile lies: expert, the expert's end row, the warpgroup's first row, column of tiles."""
-    expert, start, end, number = load_work(tiles, index, total, N, BN)
+    expert, start, end, number = load_work(tiles, index, total, N, BLOCK_N)
     acc, step = accumulate(
-        step, a_smem, w_smem, full, empty, WHICH, K, RANK, BN, BK, STAGES, KN, GATHER
+        step, a_smem, w_smem, full, empty, CONSUMER, K, RANK, BLOCK_N, BLOCK_K, STAGES, KN, GATHER
     )
-    row, n = rows_of_work(index, start, end, number, K, N, BN)
+    row, n = rows_of_work(index, start, end, number, K, N, BLOCK_N)
     acc = finish(acc, step, empty, STAGES)
-    return acc, step, expert, end, row + WHICH * ROWS, n
+    return acc, step, expert, end, row + CONSUMER * CONSUMER_M, n
 
 
 @gluon.jit
@@ -236,7 +253,7 @@ def quarters(x):
 @gluon.jit
 def pairs(x, COLUMNS: gl.constexpr):
     """Even and odd columns."""
-    return gl.split(gl.reshape(x, (ROWS, COLUMNS // 2, 2)))
+    return gl.split(gl.reshape(x, (CONSUMER_M, COLUMNS // 2, 2)))
 
 
 @gluon.jit
@@ -244,4 +261,4 @@ def stage_and_store(value, out, end, row, column, smem, COLUMNS: gl.constexpr):
     """(64, COLUMNS) through shared memory into rows row.. of an expert ending at `end`."""
     smem.store(value)
     fence_async_shared()
-    store_rows(out, end, row, column, smem.reshape([1, 1, ROWS, COLUMNS]))
+    store_rows(out, end, row, column, smem.reshape([1, 1, CONSUMER_M, COLUMNS]))

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .ragged import store_rows_of_half
 from .ring import (
-    ROWS,
+    CONSUMER_M,
     next_tile,
     pairs,
     producer,
@@ -24,7 +24,7 @@ def _stage_and_store_half(value, out, end, row, half, column, smem, COLUMNS: gl.
     """`stage_and_store` for a matrix of two halves, gates and ups."""
     smem.store(value)
     fence_async_shared()
-    store_rows_of_half(out, end, row, half, column, smem.reshape([1, 1, ROWS, 1, COLUMNS]))
+    store_rows_of_half(out, end, row, half, column, smem.reshape([1, 1, CONSUMER_M, 1, COLUMNS]))
 
 
 @gluon.jit
@@ -40,12 +40,12 @@ def _biased(part, b1, expert, column, N: gl.constexpr, COLUMNS: gl.constexpr, L:
 @gluon.jit
 def _gated_out(
     acc, z, a, b1, expert, end, row, n, smem,
-    WHICH: gl.constexpr, N: gl.constexpr, BN: gl.constexpr,
+    CONSUMER: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
     TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Z (64, BN) and A (64, BN/2) from the accumulator."""
-    HALF: gl.constexpr = BN // 2
-    PIECE: gl.constexpr = BN // 4
+    """Z (64, BLOCK_N) and A (64, BLOCK_N/2) from the accumulator."""
+    HALF: gl.constexpr = BLOCK_N // 2
+    PIECE: gl.constexpr = BLOCK_N // 4
     I: gl.constexpr = N // 2
     STORES: gl.constexpr = 3 if KEEP_Z else 1  # for a piece of A; those of a tile alternate
     q0, q1, q2, q3 = quarters(acc)
@@ -61,7 +61,7 @@ def _gated_out(
             g_column = n * HALF + i * PIECE
             u_column = I + g_column
         else:
-            g_column = n * BN + 2 * i * PIECE
+            g_column = n * BLOCK_N + 2 * i * PIECE
             u_column = g_column + PIECE
         g = _biased(g, b1, expert, g_column, N, PIECE, L)
         u = _biased(u, b1, expert, u_column, N, PIECE, L)
@@ -72,10 +72,10 @@ def _gated_out(
             g1, u1 = pairs(u, PIECE)
             v0 = ACTIVATION(g0, u0).to(a.dtype)
             v1 = ACTIVATION(g1, u1).to(a.dtype)
-            value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (ROWS, PIECE))
+            value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (CONSUMER_M, PIECE))
             value = gl.convert_layout(value, L)
-        first_smem = smem.index(2 * WHICH + i * STORES % 2)
-        second_smem = smem.index(2 * WHICH + (i * STORES + 1) % 2)
+        first_smem = smem.index(2 * CONSUMER + i * STORES % 2)
+        second_smem = smem.index(2 * CONSUMER + (i * STORES + 1) % 2)
         if KEEP_Z:
             tma.store_wait(1)
             if TWO_HALVES:
@@ -94,51 +94,51 @@ def _gated_out(
 @gluon.jit
 def _plain_out(
     acc, z, a, b1, expert, end, row, n, smem,
-    WHICH: gl.constexpr, N: gl.constexpr, BN: gl.constexpr,
+    CONSUMER: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
     ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Z and A, both (64, BN), from the accumulator."""
-    PIECE: gl.constexpr = BN // 4
+    """Z and A, both (64, BLOCK_N), from the accumulator."""
+    PIECE: gl.constexpr = BLOCK_N // 4
     pieces = quarters(acc)
     for i in gl.static_range(4):
-        column = n * BN + i * PIECE
+        column = n * BLOCK_N + i * PIECE
         part = gl.convert_layout(pieces[i], L, assert_trivial=True)
         part = _biased(part, b1, expert, column, N, PIECE, L)
         if KEEP_Z:
             tma.store_wait(1)
-            stage_and_store(part.to(z.dtype), z, end, row, column, smem.index(2 * WHICH), PIECE)
+            stage_and_store(part.to(z.dtype), z, end, row, column, smem.index(2 * CONSUMER), PIECE)
         value = ACTIVATION(part).to(a.dtype)
         tma.store_wait(1)
-        a_smem = smem.index(2 * WHICH + (1 if KEEP_Z else i % 2))
+        a_smem = smem.index(2 * CONSUMER + (1 if KEEP_Z else i % 2))
         stage_and_store(value, a, end, row, column, a_smem, PIECE)
 
 
 @gluon.jit
 def _up_consumer(
     z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
-    WHICH: gl.constexpr, H: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr,
+    CONSUMER: gl.constexpr, H: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr,
     TWO_HALVES: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """The tile leaves in pieces of BN/4 columns through two buffers: the ring needs the memory."""
+    """The tile leaves in pieces of BLOCK_N/4 columns through two buffers: the ring needs the memory."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN // 4, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N // 4, 16]
     )
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         acc, step, expert, end, row, n = next_tile(
             step, index, tiles, total, x_smem, w_smem, full, empty,
-            WHICH, H, N, RANK, BN, BK, STAGES, KN, GATHER,
+            CONSUMER, H, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN, GATHER,
         )  # fmt: skip
         if GATED:
             _gated_out(
                 acc, z, a, b1, expert, end, row, n, out_smem,
-                WHICH, N, BN, TWO_HALVES, ACTIVATION, KEEP_Z, L,
+                CONSUMER, N, BLOCK_N, TWO_HALVES, ACTIVATION, KEEP_Z, L,
             )  # fmt: skip
         else:
             _plain_out(
                 acc, z, a, b1, expert, end, row, n, out_smem,
-                WHICH, N, BN, ACTIVATION, KEEP_Z, L,
+                CONSUMER, N, BLOCK_N, ACTIVATION, KEEP_Z, L,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -146,18 +146,22 @@ def _up_consumer(
 @gluon.jit
 def hopper_up_kernel(
     x, row_token, w1, u, b, b1, z, a, tiles,
-    H: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    H: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, KN: gl.constexpr, GATED: gl.constexpr, TWO_HALVES: gl.constexpr,
     ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """Z = X W1ᵀ + U Bᵀ + b1 and A = act(Z). Grid: one program a multiprocessor."""
     x_smem = gl.allocate_shared_memory(
-        a.dtype, [2 * STAGES, ROWS, BK], gl.NVMMASharedLayout.get_default_for([ROWS, BK], a.dtype)
+        a.dtype,
+        [2 * STAGES, CONSUMER_M, BLOCK_K],
+        gl.NVMMASharedLayout.get_default_for([CONSUMER_M, BLOCK_K], a.dtype),
     )
-    w_smem = weight_ring(w1, BN, BK, STAGES, KN and TWO_HALVES)
-    PIECE: gl.constexpr = BN // 4
+    w_smem = weight_ring(w1, BLOCK_N, BLOCK_K, STAGES, KN and TWO_HALVES)
+    PIECE: gl.constexpr = BLOCK_N // 4
     out_smem = gl.allocate_shared_memory(
-        a.dtype, [4, ROWS, PIECE], gl.NVMMASharedLayout.get_default_for([ROWS, PIECE], a.dtype)
+        a.dtype,
+        [4, CONSUMER_M, PIECE],
+        gl.NVMMASharedLayout.get_default_for([CONSUMER_M, PIECE], a.dtype),
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -165,20 +169,20 @@ def hopper_up_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=2)
-    total = gl.load(tiles) * ((N + BN - 1) // BN)
+    total = gl.load(tiles) * ((N + BLOCK_N - 1) // BLOCK_N)
     gl.warp_specialize(
         [
             (_up_consumer, (
                 z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
-                0, H, N, RANK, BN, BK, STAGES, KN, GATED, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
+                0, H, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN, GATED, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
             )),
             (_up_consumer, (
                 z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
-                1, H, N, RANK, BN, BK, STAGES, KN, GATED, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
+                1, H, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN, GATED, TWO_HALVES, ACTIVATION, KEEP_Z, GATHER,
             )),
             (producer, (
                 x, row_token, w1, u, b, tiles, total, x_smem, w_smem, full, empty,
-                H, N, RANK, BN, BK, STAGES, KN, TWO_HALVES, GATHER,
+                H, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN, TWO_HALVES, GATHER,
             )),
         ],
         [4, 4 if GATHER else 1],

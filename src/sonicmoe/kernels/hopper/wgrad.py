@@ -1,7 +1,7 @@
 """Weight gradients on Hopper: one warpgroup fetches, two compute.
 
-A tile is (BM, BN) of one expert's gradient. The fetching warpgroup fills a ring of `STAGES` blocks
-of BK rows: operands that lie in order by the copy engine, through a descriptor that gives zeros
+A tile is (BLOCK_M, BLOCK_N) of one expert's gradient. The fetching warpgroup fills a ring of `STAGES` blocks
+of BLOCK_K rows: operands that lie in order by the copy engine, through a descriptor that gives zeros
 past the expert's last row, gathered ones row by row. Each computing warpgroup owns half of the
 tile's M and stores it through shared memory while the next tile's products run.
 """
@@ -49,9 +49,9 @@ def _rows_of(
 @gluon.jit
 def _gather(
     smem, source, token, ok, column,
-    COLUMNS: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, L: gl.constexpr,
+    COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    c = column + gl.arange(0, BC, gl.SliceLayout(0, L))
+    c = column + gl.arange(0, BLOCK_C, gl.SliceLayout(0, L))
     ptr = source + gl.expand_dims(token.to(gl.int64) * COLUMNS, 1) + gl.expand_dims(c, 0)
     copy_gathered(smem, ptr, mask=gl.expand_dims(ok, 1) & gl.expand_dims(c < COLUMNS, 0))
 
@@ -62,11 +62,11 @@ def _producer(
     m_tiles: gl.constexpr, n_tiles: gl.constexpr,
     left_smem, right_smem, full, empty,
     SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    CM: gl.constexpr = BM // 2
-    GATHERED: gl.constexpr = CM if GATHER_LEFT else BN
+    CONSUMER_M: gl.constexpr = BLOCK_M // 2
+    GATHERED: gl.constexpr = CONSUMER_M if GATHER_LEFT else BLOCK_N
     L: gl.constexpr = gl.BlockedLayout(
         [1, 8],
         [32 // (min(GATHERED, 256) // 8), min(GATHERED, 256) // 8],
@@ -74,8 +74,10 @@ def _producer(
         [1, 0],
     )
     GATHER: gl.constexpr = GATHER_LEFT or GATHER_RIGHT
-    BYTES: gl.constexpr = 2 * BK * ((0 if GATHER_LEFT else BM) + (0 if GATHER_RIGHT else BN))
-    r = gl.arange(0, BK, gl.SliceLayout(1, L))
+    BYTES: gl.constexpr = (
+        2 * BLOCK_K * ((0 if GATHER_LEFT else BLOCK_M) + (0 if GATHER_RIGHT else BLOCK_N))
+    )
+    r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, L))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     per_group = m_tiles * n_tiles
@@ -92,9 +94,9 @@ def _producer(
         token = gl.load(row_token + start + r, mask=start + r < end, other=0)
     step = 0
     for index in range(first, total, stride):
-        m, n = in_bands(index % per_group, m_tiles, n_tiles, BM, BN)
-        m0 = m * BM
-        n0 = n * BN
+        m, n = in_bands(index % per_group, m_tiles, n_tiles, BLOCK_M, BLOCK_N)
+        m0 = m * BLOCK_M
+        n0 = n * BLOCK_N
         later = index + 2 * stride
         later_start, later_end = _load_rows_of(later, expert_start, num_experts, per_group)
         if GATHER:
@@ -103,23 +105,37 @@ def _producer(
             )
         # Counted from zero: Triton 3.6 takes a carried `start` for its first value where it is
         # nothing but the bound of an inner loop, and the computing warpgroups waited for ever.
-        for block in range(gl.cdiv(end - start, BK)):
-            k = start + block * BK
+        for block in range(gl.cdiv(end - start, BLOCK_K)):
+            k = start + block * BLOCK_K
             slot = step % STAGES
             if GATHER:
                 # The next block's tokens are on their way while this block waits for its place.
-                token_next = gl.load(row_token + k + BK + r, mask=k + BK + r < end, other=0)
+                token_next = gl.load(
+                    row_token + k + BLOCK_K + r, mask=k + BLOCK_K + r < end, other=0
+                )
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(slot), BYTES)
             ok = k + r < end
             if GATHER_LEFT:
-                _gather(left_smem.index(2 * slot), left, token, ok, m0, M, BK, CM, L)
-                _gather(left_smem.index(2 * slot + 1), left, token, ok, m0 + CM, M, BK, CM, L)
+                _gather(left_smem.index(2 * slot), left, token, ok, m0, M, BLOCK_K, CONSUMER_M, L)
+                _gather(
+                    left_smem.index(2 * slot + 1),
+                    left,
+                    token,
+                    ok,
+                    m0 + CONSUMER_M,
+                    M,
+                    BLOCK_K,
+                    CONSUMER_M,
+                    L,
+                )
             else:
                 load_rows(left, end, k, m0, full.index(slot), left_smem.index(2 * slot))
-                load_rows(left, end, k, m0 + CM, full.index(slot), left_smem.index(2 * slot + 1))
+                load_rows(
+                    left, end, k, m0 + CONSUMER_M, full.index(slot), left_smem.index(2 * slot + 1)
+                )
             if GATHER_RIGHT:
-                _gather(right_smem.index(slot), right, token, ok, n0, N, BK, BN, L)
+                _gather(right_smem.index(slot), right, token, ok, n0, N, BLOCK_K, BLOCK_N, L)
             else:
                 load_rows(right, end, k, n0, full.index(slot), right_smem.index(slot))
             if GATHER:
@@ -160,21 +176,21 @@ def _write(
 @gluon.jit
 def _store(
     out, wide, pieces, expert, m0, n0, out_smem, any_row,
-    WHICH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, CM: gl.constexpr, BN: gl.constexpr,
+    CONSUMER: gl.constexpr, M: gl.constexpr, N: gl.constexpr, CONSUMER_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ADD: gl.constexpr,
 ):  # fmt: skip
     """Half a tile, quarter by quarter, by the copy engine or in fp32."""
     for i in gl.static_range(4):
-        column = n0 + i * (BN // 4)
+        column = n0 + i * (BLOCK_N // 4)
         if wide is not None:
             if not ADD:
-                _write(wide, pieces[i], expert, m0, column, M, N, CM, BN // 4, False)
+                _write(wide, pieces[i], expert, m0, column, M, N, CONSUMER_M, BLOCK_N // 4, False)
             elif any_row:
-                _write(wide, pieces[i], expert, m0, column, M, N, CM, BN // 4, True)
+                _write(wide, pieces[i], expert, m0, column, M, N, CONSUMER_M, BLOCK_N // 4, True)
         else:
             tma.store_wait(1)  # the piece before the last has left the buffer they share
-            staged = out_smem.index(2 * WHICH + i % 2)
-            staged.reshape([CM, BN // 4]).store(pieces[i].to(out.dtype))
+            staged = out_smem.index(2 * CONSUMER + i % 2)
+            staged.reshape([CONSUMER_M, BLOCK_N // 4]).store(pieces[i].to(out.dtype))
             fence_async_shared()
             copy_out(out, [expert, m0, column], staged)
 
@@ -184,13 +200,13 @@ def _consumer(
     out, wide, partial, expert_start, num_experts, span, total,
     m_tiles: gl.constexpr, n_tiles: gl.constexpr,
     left_smem, right_smem, out_smem, full, empty,
-    WHICH: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GATHER: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    CM: gl.constexpr = BM // 2
+    CONSUMER_M: gl.constexpr = BLOCK_M // 2
     L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
     first = gl.program_id(0)
     stride = gl.num_programs(0)
@@ -201,19 +217,19 @@ def _consumer(
     )
     step = 0
     for index in range(first, total, stride):
-        m, n = in_bands(index % per_group, m_tiles, n_tiles, BM, BN)
-        m0 = m * BM + WHICH * CM
-        n0 = n * BN
+        m, n = in_bands(index % per_group, m_tiles, n_tiles, BLOCK_M, BLOCK_N)
+        m0 = m * BLOCK_M + CONSUMER * CONSUMER_M
+        n0 = n * BLOCK_N
         following = index + stride
         next_start, next_end = _load_rows_of(following, expert_start, num_experts, per_group)
-        acc = gl.zeros((CM, BN), gl.float32, L)
-        for k in range(start, end, BK):
+        acc = gl.zeros((CONSUMER_M, BLOCK_N), gl.float32, L)
+        for k in range(start, end, BLOCK_K):
             slot = step % STAGES
             mbarrier.wait(full.index(slot), step // STAGES & 1)
             if GATHER:
                 fence_async_shared()  # gathered rows came through the threads
-            a = left_smem.index(2 * slot + WHICH).reshape([BK, CM]).permute((1, 0))
-            b = right_smem.index(slot).reshape([BK, BN])
+            a = left_smem.index(2 * slot + CONSUMER).reshape([BLOCK_K, CONSUMER_M]).permute((1, 0))
+            b = right_smem.index(slot).reshape([BLOCK_K, BLOCK_N])
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > start)
@@ -226,11 +242,26 @@ def _consumer(
             if end >= 0:
                 place = group - num_experts
                 for i in gl.static_range(4):
-                    column = n0 + i * (BN // 4)
-                    _write(partial, pieces[i], place, m0, column, M, N, CM, BN // 4, False)
+                    column = n0 + i * (BLOCK_N // 4)
+                    _write(
+                        partial, pieces[i], place, m0, column, M, N, CONSUMER_M, BLOCK_N // 4, False
+                    )
         elif end >= 0:
             _store(
-                out, wide, pieces, group, m0, n0, out_smem, end > start, WHICH, M, N, CM, BN, ADD
+                out,
+                wide,
+                pieces,
+                group,
+                m0,
+                n0,
+                out_smem,
+                end > start,
+                CONSUMER,
+                M,
+                N,
+                CONSUMER_M,
+                BLOCK_N,
+                ADD,
             )
         start, end = _rows_of(
             following, next_start, next_end, expert_start, num_experts, span, per_group, total,
@@ -242,7 +273,7 @@ def _consumer(
 @gluon.jit(do_not_specialize=["span", "places"])
 def hopper_wgrad_kernel(
     left, right, row_token, out, wide, partial, expert_start, tiles, num_experts, span, places,
-    M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :]; at most one of the operands gathered.
@@ -252,21 +283,25 @@ def hopper_wgrad_kernel(
 
     Grid: one program a multiprocessor; each walks over (expert or place, M-tile, N-tile).
     """
-    CM: gl.constexpr = BM // 2
+    CONSUMER_M: gl.constexpr = BLOCK_M // 2
     dtype: gl.constexpr = right.dtype if GATHER_LEFT else left.dtype
-    m_tiles: gl.constexpr = (M + BM - 1) // BM
-    n_tiles: gl.constexpr = (N + BN - 1) // BN
+    m_tiles: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    n_tiles: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if GATHER_LEFT:
-        left_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BK, CM], PLAIN)
+        left_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_K, CONSUMER_M], PLAIN)
     else:
-        left_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, BK, CM], left.layout)
+        left_smem = gl.allocate_shared_memory(
+            dtype, [2 * STAGES, 1, 1, BLOCK_K, CONSUMER_M], left.layout
+        )
     if GATHER_RIGHT:
-        right_smem = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], PLAIN)
+        right_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], PLAIN)
     else:
-        right_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BK, BN], right.layout)
+        right_smem = gl.allocate_shared_memory(
+            dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_N], right.layout
+        )
     if wide is None:
-        out_smem = gl.allocate_shared_memory(dtype, [4, 1, CM, BN // 4], out.layout)
+        out_smem = gl.allocate_shared_memory(dtype, [4, 1, CONSUMER_M, BLOCK_N // 4], out.layout)
     else:
         out_smem = left_smem  # not used
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -286,17 +321,17 @@ def hopper_wgrad_kernel(
             (_consumer, (
                 out, wide, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
                 left_smem, right_smem, out_smem, full, empty,
-                0, SPLIT, M, N, BM, BN, BK, STAGES, GATHER, ADD,
+                0, SPLIT, M, N, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GATHER, ADD,
             )),
             (_consumer, (
                 out, wide, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
                 left_smem, right_smem, out_smem, full, empty,
-                1, SPLIT, M, N, BM, BN, BK, STAGES, GATHER, ADD,
+                1, SPLIT, M, N, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GATHER, ADD,
             )),
             (_producer, (
                 left, right, row_token, expert_start, num_experts, span, total, m_tiles, n_tiles,
                 left_smem, right_smem, full, empty,
-                SPLIT, M, N, BM, BN, BK, STAGES, GATHER_LEFT, GATHER_RIGHT,
+                SPLIT, M, N, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GATHER_LEFT, GATHER_RIGHT,
             )),
         ],
         [4, 4 if GATHER else 1],

@@ -16,10 +16,10 @@ from .tile import accumulate_lora, halves, pairs, source_rows
 def _slice_epilogue(
     acc, score, rows, ok, column, z, dz, a,
     I: tl.constexpr, GATED: tl.constexpr, CONCATENATED: tl.constexpr, BACKWARD: tl.constexpr,
-    STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     dtype = z.dtype.element_ty
-    i = column + tl.arange(0, BN)
+    i = column + tl.arange(0, BLOCK_N)
     i_ok = ok[:, None] & (i < I)[None, :]
     wide_rows = rows.to(tl.int64)[:, None]
     da = acc * score[:, None]
@@ -33,10 +33,10 @@ def _slice_epilogue(
                 tl.store(dz + z_rows + i[None, :], dgate.to(dtype), mask=i_ok)
                 tl.store(dz + z_rows + I + i[None, :], dup.to(dtype), mask=i_ok)
         else:
-            n = 2 * column + tl.arange(0, 2 * BN)
+            n = 2 * column + tl.arange(0, 2 * BLOCK_N)
             n_ok = ok[:, None] & (n < 2 * I)[None, :]
             both = tl.load(z + z_rows + n[None, :], mask=n_ok, other=0.0)
-            gate, up = pairs(both, BM, 2 * BN)
+            gate, up = pairs(both, BLOCK_M, 2 * BLOCK_N)
             value, dgate, dup = BACKWARD(gate.to(tl.float32), up.to(tl.float32), da)
             if STORE_DZ:
                 tl.store(
@@ -61,51 +61,51 @@ def dz_kernel(
     H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr,
     GATED: tl.constexpr, CONCATENATED: tl.constexpr, BACKWARD: tl.constexpr,
     STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, STORE_PARTIAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     SLICES: tl.constexpr, A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr,
     PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """dZ (R, N), A' (R, I) and partial (I/BN, plane ≥ S) from dO. Grid: any number of programs.
+    """dZ (R, N), A' (R, I) and partial (I/BLOCK_N, plane ≥ S) from dO. Grid: any number of programs.
 
     With an adapter, u and b, dA' = dO W2 + U Bᵀ.
     """
-    n_tiles: tl.constexpr = (I + BN - 1) // BN
+    n_tiles: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     total = tl.load(tiles) * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        expert, row, end, n_tile = tile_of(tiles, t, H, I, BM, BN)
-        column = n_tile * BN
-        rows = row + tl.arange(0, BM)
+        expert, row, end, n_tile = tile_of(tiles, t, H, I, BLOCK_M, BLOCK_N)
+        column = n_tile * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_M)
         ok = rows < end
-        i = column + tl.arange(0, BN)
+        i = column + tl.arange(0, BLOCK_N)
         acc = accumulate_lora(
             dout, source_rows(row_token, rows, ok, row), row,
             w2, expert, column, 0, w_stride_e, w_stride_n, w_stride_k,
             u, rows, ok, b, i, i < I,
-            H, I, RANK, BM, BN, BK, BR, A_TMA, B_TMA, B_KN, False, PRECISION, UNROLL,
+            H, I, RANK, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, A_TMA, B_TMA, B_KN, False, PRECISION, UNROLL,
         )  # fmt: skip
         if row_slot is None:
             slot = rows
         else:
             slot = tl.load(row_slot + rows, mask=ok, other=0)
         if scores is None:
-            score = tl.full((BM,), 1.0, tl.float32)
+            score = tl.full((BLOCK_M,), 1.0, tl.float32)
         else:
             score = tl.load(scores + slot, mask=ok, other=0.0)
-        W: tl.constexpr = BN // SLICES
+        W: tl.constexpr = BLOCK_N // SLICES
         if SLICES == 1:
             parts = (acc,)
         elif SLICES == 2:
-            parts = halves(acc, BM, BN)
+            parts = halves(acc, BLOCK_M, BLOCK_N)
         else:
-            left, right = halves(acc, BM, BN)
-            q0, q1 = halves(left, BM, BN // 2)
-            q2, q3 = halves(right, BM, BN // 2)
+            left, right = halves(acc, BLOCK_M, BLOCK_N)
+            q0, q1 = halves(left, BLOCK_M, BLOCK_N // 2)
+            q2, q3 = halves(right, BLOCK_M, BLOCK_N // 2)
             parts = (q0, q1, q2, q3)
-        ds = tl.zeros((BM,), tl.float32)
+        ds = tl.zeros((BLOCK_M,), tl.float32)
         for s in tl.static_range(SLICES):
             ds += _slice_epilogue(
                 parts[s], score, rows, ok, column + s * W, z, dz, a,
-                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BM, W,
+                I, GATED, CONCATENATED, BACKWARD, STORE_DZ, STORE_A, BLOCK_M, W,
             )  # fmt: skip
         if STORE_PARTIAL:
             tl.store(partial + n_tile * plane.to(tl.int64) + slot, ds, mask=ok)

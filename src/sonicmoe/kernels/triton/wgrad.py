@@ -17,22 +17,22 @@ from ..tile_order import in_bands
 @triton.jit
 def _row_block(
     source, row_token, k, end, column,
-    COLUMNS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
-    """(BK, BC) of rows k.., gathered where a token map is given; zero past the columns.
+    """(BLOCK_K, BLOCK_C) of rows k.., gathered where a token map is given; zero past the columns.
 
     All rows are the expert's, except in its `LAST` block: there rows past the end are zeroed, since
     what they hold, NaN perhaps, is another expert's.
     """
-    rows = k + tl.arange(0, BK)
+    rows = k + tl.arange(0, BLOCK_K)
     ok = rows < end
     if TMA:
         block = source.load([k, column])
         if LAST:
             block = tl.where(ok[:, None], block, 0.0)
     else:
-        c = column + tl.arange(0, BC)
+        c = column + tl.arange(0, BLOCK_C)
         if row_token is not None:
             if LAST:
                 rows = tl.load(row_token + rows, mask=ok, other=0)
@@ -41,7 +41,7 @@ def _row_block(
         ptr = source + rows.to(tl.int64)[:, None] * COLUMNS + c[None, :]
         if LAST:
             block = tl.load(ptr, mask=ok[:, None] & (c < COLUMNS)[None, :], other=0.0)
-        elif COLUMNS % BC == 0:
+        elif COLUMNS % BLOCK_C == 0:
             block = tl.load(ptr)
         else:
             block = tl.load(ptr, mask=(c < COLUMNS)[None, :], other=0.0)
@@ -53,7 +53,7 @@ def wgrad_kernel(
     left, left_token, right, right_token, out, partial, expert_start, tiles, num_experts, span,
     places,
     M: tl.constexpr, N: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     L_TMA: tl.constexpr, R_TMA: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :] over the rows of e; zeros where e has none.
@@ -64,34 +64,36 @@ def wgrad_kernel(
     Rows of `left` and `right` are gathered where a token map is given. Grid: any number of
     programs; each walks over (expert or place, M-tile, N-tile) and owns what it writes.
     """
-    m_tiles: tl.constexpr = (M + BM - 1) // BM
-    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    m_tiles: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     groups = num_experts
     if partial is not None:
         groups += tl.where(any_is_split(tiles, span), places, 0)
     total = groups * m_tiles * n_tiles
     for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         group = t // (m_tiles * n_tiles)
-        m_tile, n_tile = in_bands(t % (m_tiles * n_tiles), m_tiles, n_tiles, BM, BN)
-        m0 = m_tile * BM
-        n0 = n_tile * BN
+        m_tile, n_tile = in_bands(t % (m_tiles * n_tiles), m_tiles, n_tiles, BLOCK_M, BLOCK_N)
+        m0 = m_tile * BLOCK_M
+        n0 = n_tile * BLOCK_N
         expert = tl.minimum(group, num_experts - 1)
         start = tl.load(expert_start + expert)
         end = tl.load(expert_start + expert + 1)
         if partial is not None:
             start, end = rows_of(group, start, end, expert_start, num_experts, span)
-        acc = tl.zeros((BM, BN), tl.float32)
-        whole = start + (end - start) // BK * BK
-        for k in tl.range(start, whole, BK):
-            l_tile = _row_block(left, left_token, k, end, m0, M, BK, BM, L_TMA, False)
-            r_tile = _row_block(right, right_token, k, end, n0, N, BK, BN, R_TMA, False)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        whole = start + (end - start) // BLOCK_K * BLOCK_K
+        for k in tl.range(start, whole, BLOCK_K):
+            l_tile = _row_block(left, left_token, k, end, m0, M, BLOCK_K, BLOCK_M, L_TMA, False)
+            r_tile = _row_block(right, right_token, k, end, n0, N, BLOCK_K, BLOCK_N, R_TMA, False)
             acc = tl.dot(l_tile.T, r_tile, acc, input_precision=PRECISION)
         if whole < end:
-            l_tile = _row_block(left, left_token, whole, end, m0, M, BK, BM, L_TMA, True)
-            r_tile = _row_block(right, right_token, whole, end, n0, N, BK, BN, R_TMA, True)
+            l_tile = _row_block(left, left_token, whole, end, m0, M, BLOCK_K, BLOCK_M, L_TMA, True)
+            r_tile = _row_block(
+                right, right_token, whole, end, n0, N, BLOCK_K, BLOCK_N, R_TMA, True
+            )
             acc = tl.dot(l_tile.T, r_tile, acc, input_precision=PRECISION)
-        m = m0 + tl.arange(0, BM)
-        n = n0 + tl.arange(0, BN)
+        m = m0 + tl.arange(0, BLOCK_M)
+        n = n0 + tl.arange(0, BLOCK_N)
         inside = (m < M)[:, None] & (n < N)[None, :]
         if group < num_experts:
             inside &= end >= 0
@@ -108,16 +110,16 @@ def wgrad_kernel(
 @triton.jit
 def bias_gradient_kernel(
     source, row_token, scores, row_slot, out, expert_start,
-    N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[e, :] = Σ_r score_r · source[row of r, :]. Grid: (E, N/BN); each owns its columns."""
+    """out[e, :] = Σ_r score_r · source[row of r, :]. Grid: (E, N/BLOCK_N); each owns its columns."""
     expert = tl.program_id(0)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.load(expert_start + expert)
     end = tl.load(expert_start + expert + 1)
-    acc = tl.zeros((BR, BN), tl.float32)
-    for k in tl.range(start, end, BR):
-        rows = k + tl.arange(0, BR)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(start, end, BLOCK_M):
+        rows = k + tl.arange(0, BLOCK_M)
         ok = rows < end
         if row_token is None:
             src = rows
