@@ -78,7 +78,7 @@ MUTATIONS = [
         "tests/integrations/test_checkpointing.py",
     ),
     Mutation(
-        "an adapter without its scale", "kernels/triton/lora.py",
+        "an adapter without its scale", "kernels/transpose.py",
         "tile.to(tl.float32) * scale", "tile.to(tl.float32)",
         "tests/interpreted/test_interpreted_lora.py -k ranks", interpreted=True,
     ),
@@ -181,8 +181,8 @@ MUTATIONS = [
     ),
     Mutation(
         "main_grad of the wrong columns", "kernels/hopper/wgrad.py",
-        "        column = n0 + i * (BLOCK_N // 4)\n        if wide",
-        "        column = n0\n        if wide",
+        "        column = n0 + i * PIECE\n        if out_fp32",
+        "        column = n0\n        if out_fp32",
         "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
     ),
     Mutation(

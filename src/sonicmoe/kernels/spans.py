@@ -1,4 +1,12 @@
-"""Spans: the rows of a long expert, split so that several programs sum its weight gradient."""
+"""Split-K for weight gradients: the rows of a long expert are split into spans.
+
+Without it the few programs that own a long expert's tiles would run long after all others. The rows
+of an expert with at least two spans are split: each span is summed on its own, in fp32, and
+`sum_spans_kernel` adds the spans in order.
+
+Each span has a place of its own in the buffer of partial sums. An expert of n spans that starts in
+row s owns places s // span to s // span + n - 1. Its last span has the remaining rows too.
+"""
 
 import triton
 import triton.language as tl
@@ -20,8 +28,8 @@ def _expert_of(row, expert_start, num_experts):
 
 @triton.jit
 def _spans_at(place, expert_start, num_experts, span):
-    """The expert whose span is in `place`, its first and end row, and how many spans it has; zero
-    spans where the place is empty."""
+    """The expert that owns `place`, its first and end row, and its number of spans; zero spans if
+    nobody owns the place."""
     row = (place + 1) * span - 1
     expert = _expert_of(row, expert_start, num_experts)
     start = tl.load(expert_start + expert)
@@ -33,10 +41,10 @@ def _spans_at(place, expert_start, num_experts, span):
 
 @triton.jit
 def rows_of(group, start, end, expert_start, num_experts, span):
-    """First and end row that a group sums over; -1 and -1 where it is no sum.
+    """First and end row that a group sums over; -1 and -1 if it has nothing to do.
 
-    Group e < E is an expert as a whole, with its rows from `start` to `end`, group E + c the span
-    in place c.
+    Group e < E is a whole expert, with rows from `start` to `end`; group E + c is the span in
+    place c.
     """
     if group < num_experts:
         whole = end - start < 2 * span
@@ -53,7 +61,7 @@ def rows_of(group, start, end, expert_start, num_experts, span):
 
 @triton.jit
 def any_is_split(tiles, span):
-    """Whether the longest expert, of which the tile table tells, has two spans."""
+    """Whether the longest expert, whose rows the tile table's header holds, has two spans."""
     return tl.load(tiles + 1) >= 2 * span
 
 
@@ -62,9 +70,9 @@ def sum_spans_kernel(
     partial, out, expert_start, tiles, num_experts, span, places,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = the sum of its spans, in order, for every expert that has at least two.
+    """out[e] = Σ of the spans of e, in order, for every expert with at least two; added if ADD.
 
-    With `ADD` onto what `out` holds. Grid: any number of programs.
+    Grid: any number of programs; each owns the blocks of `out` that it writes.
     """
     if not any_is_split(tiles, span):
         return

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 from ..enums import ActivationType
 from ..kernels.activation import value_of
-from ..kernels.triton import lora
+from ..kernels.transpose import transpose_kernel
+from ..kernels.triton.gemm import up_kernel
 from ..shapes import ceil_div
 from ..tuning import RowConfig, Target, row_config
 from ..tuning.select import default_row_config
 from . import launch_products as products
 from . import memory
 from .launch import dot_precision, launch
-from .launch_products import Adapter
+from .launch_products import Adapter, gate_up_of
 
 
 def _config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target: Target) -> RowConfig:
@@ -42,14 +43,13 @@ def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
         )  # fmt: skip
         return z, a
     launch(
-        lora.lora_up_kernel, grid,
+        up_kernel, grid,
         x, row_token, products._weight_source(w1, config, activation.is_gated and concatenated),
         b1, u, factor.contiguous(), z, a, tiles, *w1.stride(),
         H=hidden, N=n, **Adapter(u, factor).options,
-        GATED=activation.is_gated, CONCATENATED=concatenated,
-        ACTIVATION=value_of(activation), A_TMA=False, B_TMA=config.tma,
-        B_KN=products._stored_transposed(w1), PRECISION=dot_precision(x),
-        UNROLL=products._unroll(x), **products._options(config),
+        GATE_UP=gate_up_of(activation, concatenated), ACTIVATION=value_of(activation),
+        KEEP_Z=True, A_TMA=False, W_TMA=config.tma, WEIGHT_LAYOUT=products._weight_layout(w1),
+        PRECISION=dot_precision(x), UNROLL=products._unroll(x), **products._options(config),
     )  # fmt: skip
     return z, a
 
@@ -82,7 +82,7 @@ def transposed(t, scale, dtype):
     out = memory.empty((columns, rows), dtype, t.device)
     if t.numel():
         launch(
-            lora.transpose_kernel, (ceil_div(rows, 64), ceil_div(columns, 64)),
+            transpose_kernel, (ceil_div(rows, 64), ceil_div(columns, 64)),
             t, out, scale, rows, columns, BLOCK_P=64, BLOCK_Q=64, num_warps=4,
         )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ from ..kernels.hopper.up import hopper_up_kernel
 from ..kernels.hopper.wgrad import hopper_wgrad_kernel
 from ..tuning import RowConfig, WeightConfig
 from .launch import Bound, Boxes, launch
-from .launch_products import NO_ADAPTER, Adapter
+from .launch_products import NO_ADAPTER, Adapter, gate_up_of
 
 _ROWS = 64  # rows of one computing warpgroup
 _WIDTH = SLICE.value
@@ -54,6 +54,11 @@ def _weight_boxes(dtype, shape, strides, n, k, two_halves=False) -> Boxes:
     )  # fmt: skip
 
 
+def _layout(k_stride: int) -> str:
+    """WEIGHT_LAYOUT of weights whose elements along K are `k_stride` apart."""
+    return "nk" if k_stride == 1 else "kn"
+
+
 def _z_boxes(dtype, columns, width, two_halves) -> Boxes:
     """Of Z and dZ, `width` columns at a time, or as many of one of the halves."""
     if two_halves:
@@ -82,9 +87,9 @@ def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, g
     inner = columns // 2 if gated else columns
     kernel = Bound(
         hopper_up_kernel,
-        H=hidden, N=columns, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages, KN=strides[2] != 1,
-        GATED=gated, TWO_HALVES=two_halves, ACTIVATION=value_of(activation),
-        KEEP_Z=keep_z, GATHER=gather, num_warps=4,
+        H=hidden, N=columns, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages,
+        WEIGHT_LAYOUT=_layout(strides[2]), GATE_UP=gate_up_of(activation, concatenated),
+        ACTIVATION=value_of(activation),        KEEP_Z=keep_z, GATHER=gather, num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(dtype, shape, strides, n, k, two_halves)
     z = _z_boxes(dtype, columns, n // 4, two_halves)
@@ -97,7 +102,8 @@ def _product(dtype, shape, strides, n, k, stages, rank):
     _, columns, depth = shape
     kernel = Bound(
         hopper_gemm_kernel,
-        K=depth, N=columns, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages, KN=strides[2] != 1, num_warps=4,
+        K=depth, N=columns, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages,
+        WEIGHT_LAYOUT=_layout(strides[2]), num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(dtype, shape, strides, n, k)
     return kernel, weights, _row_boxes(dtype, (columns,), (columns, 1), (_ROWS, n))
@@ -114,8 +120,9 @@ def _score_gradient(
     two_halves = gated and concatenated
     kernel = Bound(
         hopper_dz_kernel,
-        H=hidden, I=inner, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages, KN=strides[1] != 1,
-        GATED=gated, CONCATENATED=two_halves, BACKWARD=derivative_of(activation),
+        H=hidden, I=inner, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages,
+        WEIGHT_LAYOUT=_layout(strides[1]), GATE_UP=gate_up_of(activation, concatenated),
+        BACKWARD=derivative_of(activation),
         STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=gather, num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..enums import ActivationType
 from ..kernels.activation import derivative_of, value_of
 from ..kernels.combine import (
     bias_score_kernel,
@@ -35,6 +36,18 @@ def _hopper():
 def _stored_transposed(w: torch.Tensor) -> bool:
     """Whether (E, N, K) weights lie in memory as (E, K, N)."""
     return w.stride(2) != 1
+
+
+def _weight_layout(w: torch.Tensor) -> str:
+    """WEIGHT_LAYOUT of (E, N, K) weights: "kn" if they lie in memory as (E, K, N)."""
+    return "kn" if _stored_transposed(w) else "nk"
+
+
+def gate_up_of(activation: ActivationType, concatenated: bool) -> str | None:
+    """GATE_UP: the order of gate and up columns; None for an activation without a gate."""
+    if not activation.is_gated:
+        return None
+    return "concatenated" if concatenated else "interleaved"
 
 
 def _weight_source(w: torch.Tensor, config: RowConfig, two_halves: bool = False):
@@ -124,13 +137,13 @@ def up(
     source, a_tma = _row_source(x, config, row_token)
     launch(
         up_kernel, grid,
-        source, row_token, _weight_source(w1, config, two_halves), b1,
+        source, row_token, _weight_source(w1, config, two_halves), b1, None, None,
         z if keep_z else a,  # where nothing is stored, any address will do
         a, tiles, *w1.stride(),
-        H=hidden, N=n, GATED=activation.is_gated, CONCATENATED=concatenated,
+        H=hidden, N=n, **NO_ADAPTER.options, GATE_UP=gate_up_of(activation, concatenated),
         ACTIVATION=value_of(activation), KEEP_Z=keep_z,
-        A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w1), PRECISION=dot_precision(x),
-        UNROLL=_unroll(x), **_options(config),
+        A_TMA=a_tma, W_TMA=config.tma, WEIGHT_LAYOUT=_weight_layout(w1),
+        PRECISION=dot_precision(x), UNROLL=_unroll(x), **_options(config),
     )  # fmt: skip
     return z, a
 
@@ -152,8 +165,9 @@ def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAP
         gemm_kernel, grid,
         source, _weight_source(w, config), bias, row_scores, *adapter.in_order(), y, tiles,
         *w.stride(),
-        K=k, N=n, **adapter.options, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
-        PRECISION=dot_precision(a), UNROLL=_unroll(a), **_options(config),
+        K=k, N=n, **adapter.options, A_TMA=a_tma, W_TMA=config.tma,
+        WEIGHT_LAYOUT=_weight_layout(w), PRECISION=dot_precision(a), UNROLL=_unroll(a),
+        **_options(config),
     )  # fmt: skip
     return y
 
@@ -249,10 +263,9 @@ def _score_gradient(
             source, row_token, _weight_source(w2t, config), *adapter.in_order(),
             scores, row_slot, z, dz, a, partial, tiles, plane, *w2t.stride(),
             H=hidden, I=intermediate, **adapter.options,
-            GATED=activation.is_gated, CONCATENATED=concatenated,
-            BACKWARD=derivative_of(activation), STORE_DZ=need_dz, STORE_A=need_a,
-            STORE_PARTIAL=need_dscores, SLICES=config.slices,
-            A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w2t),
+            GATE_UP=gate_up_of(activation, concatenated), BACKWARD=derivative_of(activation),
+            STORE_DZ=need_dz, STORE_A=need_a, STORE_PARTIAL=need_dscores, SLICES=config.slices,
+            A_TMA=a_tma, W_TMA=config.tma, WEIGHT_LAYOUT=_weight_layout(w2t),
             PRECISION=dot_precision(z), UNROLL=_unroll(z), **_options(config),
         )  # fmt: skip
     if need_dscores:

@@ -75,8 +75,8 @@ def _bound_sigmoid(
     """Tokens of a program, and the kernels: forward, backward."""
     block = min(_tokens_at_once(experts), 16)
     tile = {
-        "E": experts, "K": k, "NORMALIZE": normalize,
-        "BLOCK_T": block, "BLOCK_E": power_of_two(experts), "BLOCK_K": power_of_two(k), "num_warps": 4,
+        "E": experts, "K": k, "NORMALIZE": normalize, "num_warps": 4,
+        "BLOCK_T": block, "BLOCK_E": power_of_two(experts), "BLOCK_K": power_of_two(k),
     }  # fmt: skip
     grouped = {"GROUPS": groups, "KEPT": kept, "BLOCK_G": power_of_two(groups)}
     return (

@@ -1,7 +1,4 @@
-"""Grouped GEMM on Hopper: Y = A Wᵀ for rows sorted by expert.
-
-Ring buffer and warpgroups are those of `ring`.
-"""
+"""Grouped GEMM on Hopper: Y = A Wᵀ for rows sorted by expert. The main loop is in `ring`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,11 +8,13 @@ from .ring import CONSUMER_M, next_tile, producer, stage_and_store, weight_ring
 
 
 @gluon.jit
-def _gemm_consumer(
+def _consumer(
     y, bias, row_scores, tiles, total, a_smem, w_smem, y_smem, full, empty,
-    CONSUMER: gl.constexpr, K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
+    CONSUMER: gl.constexpr, K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    WEIGHT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """A consumer warpgroup: its 64 rows of every tile of this program."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -23,7 +22,7 @@ def _gemm_consumer(
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         acc, step, expert, end, row, n = next_tile(
             step, index, tiles, total, a_smem, w_smem, full, empty,
-            CONSUMER, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN, False,
+            CONSUMER, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT, False,
         )  # fmt: skip
         if bias is not None:
             c = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, L))
@@ -40,17 +39,21 @@ def _gemm_consumer(
 
 @gluon.jit
 def hopper_gemm_kernel(
-    a, w, u, b, bias, row_scores, y, tiles,
-    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, KN: gl.constexpr,
+    a, w, lora_u, lora_b, bias, row_scores, y, tiles,
+    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    WEIGHT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Y = (A Wᵀ + U Bᵀ + bias)·score, rows sorted by expert. Grid: one program a multiprocessor."""
+    """Y = (A Wᵀ + bias)·score, with LoRA (A Wᵀ + U Bᵀ + bias)·score, for rows sorted by expert.
+
+    Grid: one program per SM; each owns the tiles of Y that it writes.
+    """
     a_smem = gl.allocate_shared_memory(
         y.dtype,
         [2 * STAGES, CONSUMER_M, BLOCK_K],
         gl.NVMMASharedLayout.get_default_for([CONSUMER_M, BLOCK_K], y.dtype),
     )
-    w_smem = weight_ring(w, BLOCK_N, BLOCK_K, STAGES, False)
+    w_smem = weight_ring(w, BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT, None)
     y_smem = gl.allocate_shared_memory(
         y.dtype,
         [2, CONSUMER_M, BLOCK_N],
@@ -64,20 +67,17 @@ def hopper_gemm_kernel(
     total = gl.load(tiles) * ((N + BLOCK_N - 1) // BLOCK_N)
     gl.warp_specialize(
         [
-            (_gemm_consumer, (
-                y, bias, row_scores, tiles, total,
-                a_smem, w_smem, y_smem, full, empty,
-                0, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN,
+            (_consumer, (
+                y, bias, row_scores, tiles, total, a_smem, w_smem, y_smem, full, empty,
+                0, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT,
             )),
-            (_gemm_consumer, (
-                y, bias, row_scores, tiles, total,
-                a_smem, w_smem, y_smem, full, empty,
-                1, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN,
+            (_consumer, (
+                y, bias, row_scores, tiles, total, a_smem, w_smem, y_smem, full, empty,
+                1, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT,
             )),
             (producer, (
-                a, None, w, u, b, tiles, total,
-                a_smem, w_smem, full, empty,
-                K, N, RANK, BLOCK_N, BLOCK_K, STAGES, KN, False, False,
+                a, None, w, lora_u, lora_b, tiles, total, a_smem, w_smem, full, empty,
+                K, N, RANK, BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT, None, False,
             )),
         ],
         [4, 1],

@@ -1,9 +1,9 @@
-"""Boxes of rows that end where an expert ends, cut off by the copy engine itself.
+"""TMA loads and stores of row boxes that the hardware cuts off at an expert's last row.
 
-Two outer dimensions are put before (rows, columns), and rows are counted from 2³⁰: their strides
-cancel modulo 2⁶⁴ when the first coordinate is 2³⁰, and the bound on the row dimension falls on the
-expert's end. Loads give zeros past it, stores drop what lies past it. `ops.launch_hopper.row_boxes`
-makes the matching descriptor.
+Loads give zeros past the expert's end, stores drop what lies past it. For that the descriptor has
+two outer dimensions before (rows, columns), and rows are counted from 2³⁰. The strides of the outer
+dimensions cancel modulo 2⁶⁴ when the first coordinate is 2³⁰, and the bound on the row dimension
+falls on the expert's end. `ops.launch_hopper.row_boxes` makes such descriptors.
 """
 
 from triton.experimental import gluon
@@ -16,23 +16,23 @@ ORIGIN = gl.constexpr(1 << 30)
 
 @gluon.jit
 def load_rows(descriptor, end, row, column, barrier, smem):
-    """Rows row.. of an expert that ends at `end` into shared memory, zeros past it."""
+    """Load rows from `row` on into shared memory; zeros from the expert's `end` on."""
     copy_in(descriptor, [ORIGIN, end, ORIGIN - end + row, column], barrier, smem)
 
 
 @gluon.jit
 def load_rows_of_half(descriptor, end, row, half, column, barrier, smem):
-    """The same for rows of two halves, gates and ups."""
+    """`load_rows` from the gate (0) or up (1) half of concatenated rows."""
     copy_in(descriptor, [ORIGIN, end, ORIGIN - end + row, half, column], barrier, smem)
 
 
 @gluon.jit
 def store_rows(descriptor, end, row, column, smem):
-    """Shared memory into rows row.. of an expert that ends at `end`."""
+    """Store shared memory to rows from `row` on, up to the expert's `end`."""
     copy_out(descriptor, [ORIGIN, end, ORIGIN - end + row, column], smem)
 
 
 @gluon.jit
 def store_rows_of_half(descriptor, end, row, half, column, smem):
-    """The same for rows of two halves; what passes a half's columns is dropped."""
+    """`store_rows` to the gate (0) or up (1) half; columns past the half are dropped."""
     copy_out(descriptor, [ORIGIN, end, ORIGIN - end + row, half, column], smem)

@@ -1,12 +1,12 @@
-"""Row products on Hopper: one warpgroup fetches, two compute.
+"""The main loop of the Hopper GEMMs over rows: one producer warpgroup, two consumer warpgroups.
 
-A tile is 128 rows by BLOCK_N columns. The fetching warpgroup fills a ring of `STAGES` blocks of BLOCK_K:
-weights by the copy engine, rows by the copy engine where they lie in order, else gathered row by
-row. Each computing warpgroup owns 64 rows of the tile; results leave through shared memory. Where a
-tile lies is asked for long before it is needed: a load from memory takes as long as a step.
+A tile is 128 rows by BLOCK_N columns. The producer fills a ring buffer of `STAGES` blocks of
+BLOCK_K: weights by TMA, rows by TMA if they lie in order, else gathered row by row with cp.async.
+Each consumer owns 64 rows of the tile and stores them through shared memory. The entry of a tile in
+the tile table is loaded long before it is used: that load takes as long as one step of the loop.
 
-With an adapter, U (R, r) and B (E, N, r) stored like the weights, the ring goes on with blocks of
-them: U Bᵀ joins the accumulator, and only the fetching warpgroup knows.
+With a LoRA adapter, U (R, r) and B (E, N, r) in the layout of the weights, the producer appends
+blocks of U and B to those of A and W. The consumers only see more steps.
 """
 
 from triton.experimental import gluon
@@ -23,14 +23,14 @@ from ..tile_order import load_tile, place_of
 from .gluon_compat import copy_gathered, copy_in, reinterpreted
 from .ragged import load_rows, store_rows
 
-CONSUMER_M = gl.constexpr(64)  # of one computing warpgroup: the M of its matrix instruction
+CONSUMER_M = gl.constexpr(64)  # rows of one consumer warpgroup: the M of wgmma
 
 
 @gluon.jit
 def load_work(tiles, index, total, N: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The table's entry for work item `index`; past the last one its header, with end row 0.
+    """The tile table's entry for work item `index`; past the last item its header, with end row 0.
 
-    Asked for well before `rows_of_work`: a load is waited for where its value is first used.
+    Called well before `rows_of_work`, which waits for the load.
     """
     n_tiles: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     return load_tile(tiles, gl.where(index < total, index // n_tiles, -1))
@@ -40,16 +40,17 @@ def load_work(tiles, index, total, N: gl.constexpr, BLOCK_N: gl.constexpr):
 def rows_of_work(
     index, start, end, number, K: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """First row and column of tiles of work item `index`; not before `end` past the last one."""
+    """First row and N-tile of work item `index`; past the last item the row is not below `end`."""
     return place_of(index, start, end, number, K, N, 2 * CONSUMER_M, BLOCK_N)
 
 
 @gluon.jit
 def weight_ring(
-    w, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BY_HALVES: gl.constexpr
-):
-    """Shared memory for the boxes of weights."""
-    if BY_HALVES:
+    w, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    WEIGHT_LAYOUT: gl.constexpr, GATE_UP: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for STAGES blocks of the weights."""
+    if WEIGHT_LAYOUT == "kn" and GATE_UP == "concatenated":
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_N], w.dtype)
         ring = gl.allocate_shared_memory(w.dtype, [STAGES, BLOCK_K, BLOCK_N], layout)
     else:
@@ -60,18 +61,21 @@ def weight_ring(
 @gluon.jit
 def _load_weights(
     w, expert, column, k, barrier, smem, slot,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, KN: gl.constexpr,
-    TWO_HALVES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    WEIGHT_LAYOUT: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
-    """The box of weights for columns column.. and k..; `column` counts gates when in two halves."""
-    if KN and TWO_HALVES:
-        # Columns lie in panels of 64, so gates and ups side by side are one (BLOCK_K, BLOCK_N) operand.
+    """Start the TMA load of the weights' block at (column, k) into ring slot `slot`.
+
+    For concatenated gate/up weights `column` is that of the first gate; its ups come with it.
+    """
+    if WEIGHT_LAYOUT == "kn" and GATE_UP == "concatenated":
+        # Columns lie in panels of 64, so gates and ups next to each other are one tile.
         half = reinterpreted(smem, [2 * STAGES, 1, BLOCK_K, 1, BLOCK_N // 2], w)
         copy_in(w, [expert, k, 0, column], barrier, half.index(2 * slot))
         copy_in(w, [expert, k, 1, column], barrier, half.index(2 * slot + 1))
-    elif KN:
+    elif WEIGHT_LAYOUT == "kn":
         copy_in(w, [expert, k, column], barrier, smem.index(slot))
-    elif TWO_HALVES:
+    elif GATE_UP == "concatenated":
         copy_in(w, [expert, 0, column, k], barrier, smem.index(slot))
     else:
         copy_in(w, [expert, column, k], barrier, smem.index(slot))
@@ -85,7 +89,7 @@ def _tokens(row_token, row, end, r):
 
 @gluon.jit
 def _load_both(a, end, row, k, barrier, smem, slot, BLOCK_K: gl.constexpr):
-    """The rows of both computing warpgroups, where they lie in order."""
+    """Start the TMA loads of both consumers' rows, which lie in order."""
     for half in gl.static_range(2):
         box = smem.index(2 * slot + half).reshape([1, 1, CONSUMER_M, BLOCK_K])
         load_rows(a, end, row + half * CONSUMER_M, k, barrier, box)
@@ -93,13 +97,15 @@ def _load_both(a, end, row, k, barrier, smem, slot, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def producer(
-    a, row_token, w, u, b, tiles, total, a_smem, w_smem, full, empty,
-    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, KN: gl.constexpr, TWO_HALVES: gl.constexpr, GATHER: gl.constexpr,
+    a, row_token, w, lora_u, lora_b, tiles, total, a_smem, w_smem, full, empty,
+    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    WEIGHT_LAYOUT: gl.constexpr, GATE_UP: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """Rows past an expert's end are zeros, since zeros draw less power, and power is the limit:
+    """The producer warpgroup: fill the ring buffer for all tiles of this program.
 
-    with other rows there the layer takes 2.4% longer at 32768,2048,512,512,10.
+    Rows past an expert's end are zeros: zeros draw less power, and power is the limit. With other
+    rows there the layer takes 2.4% longer at 32768,2048,512,512,10.
     """
     L: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // (BLOCK_K // 8), BLOCK_K // 8], [gl.num_warps(), 1], [1, 0]
@@ -110,20 +116,17 @@ def producer(
     r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
+    second = first + stride
     expert, start, end, number = load_work(tiles, first, total, N, BLOCK_N)
-    next_expert, next_start, next_end, next_number = load_work(
-        tiles, first + stride, total, N, BLOCK_N
-    )
+    next_expert, next_start, next_end, next_number = load_work(tiles, second, total, N, BLOCK_N)
     row, n = rows_of_work(first, start, end, number, K, N, BLOCK_N)
-    next_row, next_n = rows_of_work(
-        first + stride, next_start, next_end, next_number, K, N, BLOCK_N
-    )
+    next_row, next_n = rows_of_work(second, next_start, next_end, next_number, K, N, BLOCK_N)
     if GATHER:
         upper = _tokens(row_token, row, end, r)
         lower = _tokens(row_token, row + CONSUMER_M, end, r)
     step = 0
     for index in range(first, total, stride):
-        column = n * (BLOCK_N // 2) if TWO_HALVES else n * BLOCK_N
+        column = n * (BLOCK_N // 2) if GATE_UP == "concatenated" else n * BLOCK_N
         later = index + 2 * stride
         later_expert, start, later_end, number = load_work(tiles, later, total, N, BLOCK_N)
         if GATHER:
@@ -138,19 +141,9 @@ def producer(
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(slot), BYTES)
             _load_weights(
-                w,
-                expert,
-                column,
-                k,
-                full.index(slot),
-                w_smem,
-                slot,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-                KN,
-                TWO_HALVES,
-            )
+                w, expert, column, k, full.index(slot), w_smem, slot,
+                BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT, GATE_UP,
+            )  # fmt: skip
             if GATHER:
                 inside = gl.expand_dims(k + offs_k < K, 0) if K % BLOCK_K else True
                 copy_gathered(a_smem.index(2 * slot), upper_ptr + k, mask=upper_ok & inside)
@@ -165,10 +158,10 @@ def producer(
                 mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(full.index(slot), IN_ORDER)
                 _load_weights(
-                    b, expert, column, k, full.index(slot), w_smem, slot,
-                    BLOCK_N, BLOCK_K, STAGES, KN, TWO_HALVES,
+                    lora_b, expert, column, k, full.index(slot), w_smem, slot,
+                    BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT, GATE_UP,
                 )  # fmt: skip
-                _load_both(u, end, row, k, full.index(slot), a_smem, slot, BLOCK_K)
+                _load_both(lora_u, end, row, k, full.index(slot), a_smem, slot, BLOCK_K)
                 if GATHER:
                     async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
                 step += 1
@@ -182,12 +175,13 @@ def producer(
 @gluon.jit
 def accumulate(
     step, a_smem, w_smem, full, empty, CONSUMER: gl.constexpr,
-    K: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    KN: gl.constexpr, GATHER: gl.constexpr,
+    K: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, WEIGHT_LAYOUT: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """The (64, BLOCK_N) accumulator of this warpgroup's next tile, and the ring position after it.
+    """The (64, BLOCK_N) accumulator of this consumer's next tile, and the ring step after it.
 
-    The last product is still under way, see `finish`, which leaves time to look up the tile.
+    The last wgmma is still in flight; `finish` waits for it. In between, the caller looks up where
+    the tile lies.
     """
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
@@ -198,12 +192,12 @@ def accumulate(
         slot = step % STAGES
         mbarrier.wait(full.index(slot), step // STAGES & 1)
         if GATHER:
-            fence_async_shared()  # gathered rows came through the threads, not the copy engine
-        if KN:
-            b = w_smem.index(slot).reshape([BLOCK_K, BLOCK_N])
+            fence_async_shared()  # gathered rows were written by cp.async, not by TMA
+        if WEIGHT_LAYOUT == "kn":
+            w = w_smem.index(slot).reshape([BLOCK_K, BLOCK_N])
         else:
-            b = w_smem.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
-        acc = warpgroup_mma(a_smem.index(2 * slot + CONSUMER), b, acc, is_async=True)
+            w = w_smem.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+        acc = warpgroup_mma(a_smem.index(2 * slot + CONSUMER), w, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
         step += 1
@@ -212,6 +206,7 @@ def accumulate(
 
 @gluon.jit
 def finish(acc, step, empty, STAGES: gl.constexpr):
+    """Wait for the last wgmma of a tile and release its ring slot."""
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
     return acc
@@ -220,15 +215,17 @@ def finish(acc, step, empty, STAGES: gl.constexpr):
 @gluon.jit
 def next_tile(
     step, index, tiles, total, a_smem, w_smem, full, empty, CONSUMER: gl.constexpr,
-    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, KN: gl.constexpr, GATHER: gl.constexpr,
+    K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WEIGHT_LAYOUT: gl.constexpr,
+    GATHER: gl.constexpr,
 ):  # fmt: skip
-    """This warpgroup's accumulator of work item `index`, the ring position after it, and where the
-    tile lies: expert, the expert's end row, the warpgroup's first row, column of tiles."""
+    """This consumer's accumulator of work item `index`, the ring step after it, and where the tile
+    lies: expert, the expert's end row, the consumer's first row, N-tile."""
     expert, start, end, number = load_work(tiles, index, total, N, BLOCK_N)
     acc, step = accumulate(
-        step, a_smem, w_smem, full, empty, CONSUMER, K, RANK, BLOCK_N, BLOCK_K, STAGES, KN, GATHER
-    )
+        step, a_smem, w_smem, full, empty, CONSUMER,
+        K, RANK, BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT, GATHER,
+    )  # fmt: skip
     row, n = rows_of_work(index, start, end, number, K, N, BLOCK_N)
     acc = finish(acc, step, empty, STAGES)
     return acc, step, expert, end, row + CONSUMER * CONSUMER_M, n
@@ -244,6 +241,7 @@ def halves(x):
 
 @gluon.jit
 def quarters(x):
+    """Four quarters of the columns, from left to right."""
     left, right = halves(x)
     q0, q1 = halves(left)
     q2, q3 = halves(right)
@@ -258,7 +256,7 @@ def pairs(x, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def stage_and_store(value, out, end, row, column, smem, COLUMNS: gl.constexpr):
-    """(64, COLUMNS) through shared memory into rows row.. of an expert ending at `end`."""
+    """Store (64, COLUMNS) through shared memory to rows from `row` on, up to the expert's `end`."""
     smem.store(value)
     fence_async_shared()
     store_rows(out, end, row, column, smem.reshape([1, 1, CONSUMER_M, COLUMNS]))

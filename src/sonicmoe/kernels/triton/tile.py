@@ -1,7 +1,7 @@
-"""One tile of a grouped product: where it lies, and the loop that accumulates it.
+"""One tile of a grouped GEMM: the loop over K that accumulates it in fp32.
 
-A source of an operand is a tensor descriptor (the copy engine fetches whole boxes and fills with
-zeros past the end) or a pointer. Weights are (E, N, K) in memory, or (E, K, N) when `B_KN`.
+Operands are read through a tensor descriptor (TMA loads whole boxes and fills with zeros past the
+end) or through a pointer. Weights are (E, N, K) in memory, or (E, K, N) if WEIGHT_LAYOUT is "kn".
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def source_rows(row_token, rows, ok, first_row):
-    """Row of the operand that each row of the tile reads; one that exists for rows past the end."""
+    """Row of A that each row of the tile reads; rows past the expert's end read an existing one."""
     if row_token is None:
         return tl.where(ok, rows, first_row)
     else:
@@ -30,37 +30,44 @@ def pairs(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def accumulate(
-    a, a_rows, a_first_row,
-    b, expert, column, column_stride, b_stride_e, b_stride_n, b_stride_k,
+def _weight_columns(column, N: tl.constexpr, BLOCK_N: tl.constexpr, GATE_UP: tl.constexpr):
+    """Columns n (BLOCK_N,) of the weights that a tile covers, and which of them exist.
+
+    n = column, column + 1, ...; for concatenated gate/up weights BLOCK_N/2 gate columns from
+    `column` on, then the up columns that belong to them, N/2 further on.
+    """
+    j = tl.arange(0, BLOCK_N)
+    if GATE_UP == "concatenated":
+        n = column + j % (BLOCK_N // 2)
+        n_ok = n < N // 2
+        n += (j // (BLOCK_N // 2)) * (N // 2)
+    else:
+        n = column + j
+        n_ok = n < N
+    return n, n_ok
+
+
+@triton.jit
+def _accumulate_dense(
+    a, a_rows, a_first_row, w, expert, column, w_stride_e, w_stride_n, w_stride_k,
     K: tl.constexpr, N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, TWO_HALVES: tl.constexpr,
+    A_TMA: tl.constexpr, W_TMA: tl.constexpr, WEIGHT_LAYOUT: tl.constexpr, GATE_UP: tl.constexpr,
     PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """acc[m, j] = Σ_k A[a_rows[m], k] · B[expert, n(j), k] in fp32.
-
-    n(j) = column + j; with `TWO_HALVES` the tile is columns [column, column + BLOCK_N/2) and, beside it,
-    the same columns `column_stride` further on: the gate and the up half of concatenated weights.
-    """
+    """acc[m, j] = Σ_k A[a_rows[m], k] · W[expert, n(j), k] for the columns of `_weight_columns`."""
     offs_k = tl.arange(0, BLOCK_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * UNROLL) == 0
     if not A_TMA:
         a_ptr = a + a_rows.to(tl.int64)[:, None] * K + offs_k[None, :]
-    if not B_TMA:
-        j = tl.arange(0, BLOCK_N)
-        if TWO_HALVES:
-            n = column + j % (BLOCK_N // 2)
-            n_ok = n < N // 2
-            n += (j // (BLOCK_N // 2)) * column_stride
-        else:
-            n = column + j
-            n_ok = n < N
-        b_ptr = b + expert.to(tl.int64) * b_stride_e + n.to(tl.int64)[None, :] * b_stride_n
+    if not W_TMA:
+        n, n_ok = _weight_columns(column, N, BLOCK_N, GATE_UP)
+        w_ptr = w + expert.to(tl.int64) * w_stride_e + n.to(tl.int64)[None, :] * w_stride_n
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in tl.range(0, K, BLOCK_K * UNROLL):
-        # fp32 adds up in two levels: one long chain erred 1.15e-6 at K = 2056, 8.0e-7 is allowed.
+        # fp32 is summed in two levels: one chain had an error of 1.15e-6 at K = 2056, above the
+        # budget of 8.0e-7.
         if UNROLL == 1:
             part = acc
         else:
@@ -73,20 +80,20 @@ def accumulate(
                 a_tile = tl.load(a_ptr + k)
             else:
                 a_tile = tl.load(a_ptr + k, mask=(k + offs_k < K)[None, :], other=0.0)
-            if B_TMA:
-                if B_KN and TWO_HALVES:
-                    b_tile = tl.reshape(b.load([expert, k, 0, column]), (BLOCK_K, BLOCK_N))
-                elif B_KN:
-                    b_tile = tl.reshape(b.load([expert, k, column]), (BLOCK_K, BLOCK_N))
-                elif TWO_HALVES:
-                    b_tile = tl.reshape(b.load([expert, 0, column, k]), (BLOCK_N, BLOCK_K)).T
+            if W_TMA:
+                if WEIGHT_LAYOUT == "kn" and GATE_UP == "concatenated":
+                    w_tile = tl.reshape(w.load([expert, k, 0, column]), (BLOCK_K, BLOCK_N))
+                elif WEIGHT_LAYOUT == "kn":
+                    w_tile = tl.reshape(w.load([expert, k, column]), (BLOCK_K, BLOCK_N))
+                elif GATE_UP == "concatenated":
+                    w_tile = tl.reshape(w.load([expert, 0, column, k]), (BLOCK_N, BLOCK_K)).T
                 else:
-                    b_tile = tl.reshape(b.load([expert, column, k]), (BLOCK_N, BLOCK_K)).T
+                    w_tile = tl.reshape(w.load([expert, column, k]), (BLOCK_N, BLOCK_K)).T
             else:
-                b_k = (k + offs_k)[:, None]
-                b_ok = n_ok[None, :] & (b_k < K)
-                b_tile = tl.load(b_ptr + b_k.to(tl.int64) * b_stride_k, mask=b_ok, other=0.0)
-            part = tl.dot(a_tile, b_tile, part, input_precision=PRECISION)
+                w_k = (k + offs_k)[:, None]
+                w_ok = n_ok[None, :] & (w_k < K)
+                w_tile = tl.load(w_ptr + w_k.to(tl.int64) * w_stride_k, mask=w_ok, other=0.0)
+            part = tl.dot(a_tile, w_tile, part, input_precision=PRECISION)
         if UNROLL == 1:
             acc = part
         else:
@@ -95,50 +102,53 @@ def accumulate(
 
 
 @triton.jit
-def _low_rank_blocks(
-    u, rows, b, expert, n, first,
+def _lora_blocks(
+    lora_u, rows, lora_b, expert, n, first,
     N: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Columns first.. of rows of U and of B, zeros past the last; the rows have to exist."""
+    """BLOCK_R columns from `first` on of U and B, zeros past the rank; all rows must exist."""
     k = first + tl.arange(0, BLOCK_R)
-    u_ptr = u + rows.to(tl.int64)[:, None] * RANK + k[None, :]
-    b_ptr = b + (expert.to(tl.int64) * N + n)[None, :] * RANK + k[:, None]
+    u_ptr = lora_u + rows.to(tl.int64)[:, None] * RANK + k[None, :]
+    b_ptr = lora_b + (expert.to(tl.int64) * N + n)[None, :] * RANK + k[:, None]
     left = tl.load(u_ptr, mask=(k < RANK)[None, :], other=0.0)
     right = tl.load(b_ptr, mask=(k < RANK)[:, None], other=0.0)
     return left, right
 
 
 @triton.jit
-def accumulate_lora(
-    a, a_rows, row, w, expert, column, column_stride, w_stride_e, w_stride_n, w_stride_k,
-    u, rows, ok, b, n, n_ok,
+def accumulate(
+    a, a_rows, first_row, w, expert, column, w_stride_e, w_stride_n, w_stride_k,
+    lora_u, lora_b, rows, ok,
     K: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    A_TMA: tl.constexpr, B_TMA: tl.constexpr, B_KN: tl.constexpr, TWO_HALVES: tl.constexpr,
+    A_TMA: tl.constexpr, W_TMA: tl.constexpr, WEIGHT_LAYOUT: tl.constexpr, GATE_UP: tl.constexpr,
     PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """`accumulate` and, where there is an adapter U (R, r), B (E, N, r) of low rank, U Bᵀ on top.
+    """The tile A Wᵀ, or A Wᵀ + U Bᵀ with a LoRA adapter: U (R, r) and B (E, N, r), else None.
 
-    The first blocks of U and B are on their way while the loop turns. Masks come after it, since
-    the compiler waits for a block at its first use, and stages an untouched one at once.
+    The first blocks of U and B are loaded before the loop over K, to hide their latency under it.
+    They are masked after the loop: the compiler waits for a load at its first use.
     """
-    if u is None:
-        return accumulate(
-            a, a_rows, row, w, expert, column, column_stride, w_stride_e, w_stride_n, w_stride_k,
-            K, N, BLOCK_M, BLOCK_N, BLOCK_K, A_TMA, B_TMA, B_KN, TWO_HALVES, PRECISION, UNROLL,
+    if lora_u is None:
+        return _accumulate_dense(
+            a, a_rows, first_row, w, expert, column, w_stride_e, w_stride_n, w_stride_k,
+            K, N, BLOCK_M, BLOCK_N, BLOCK_K,
+            A_TMA, W_TMA, WEIGHT_LAYOUT, GATE_UP, PRECISION, UNROLL,
         )  # fmt: skip
     else:
-        rows = tl.where(ok, rows, row)
+        n, n_ok = _weight_columns(column, N, BLOCK_N, GATE_UP)
+        rows = tl.where(ok, rows, first_row)
         n = tl.where(n_ok, n, 0)
-        left, right = _low_rank_blocks(u, rows, b, expert, n, 0, N, RANK, BLOCK_R)
-        acc = accumulate(
-            a, a_rows, row, w, expert, column, column_stride, w_stride_e, w_stride_n, w_stride_k,
-            K, N, BLOCK_M, BLOCK_N, BLOCK_K, A_TMA, B_TMA, B_KN, TWO_HALVES, PRECISION, UNROLL,
+        left, right = _lora_blocks(lora_u, rows, lora_b, expert, n, 0, N, RANK, BLOCK_R)
+        acc = _accumulate_dense(
+            a, a_rows, first_row, w, expert, column, w_stride_e, w_stride_n, w_stride_k,
+            K, N, BLOCK_M, BLOCK_N, BLOCK_K,
+            A_TMA, W_TMA, WEIGHT_LAYOUT, GATE_UP, PRECISION, UNROLL,
         )  # fmt: skip
         left = tl.where(ok[:, None], left, 0.0)
         right = tl.where(n_ok[None, :], right, 0.0)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
         for first in tl.static_range(BLOCK_R, RANK, BLOCK_R):
-            left, right = _low_rank_blocks(u, rows, b, expert, n, first, N, RANK, BLOCK_R)
+            left, right = _lora_blocks(lora_u, rows, lora_b, expert, n, first, N, RANK, BLOCK_R)
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
         return acc

@@ -1,10 +1,6 @@
-"""Weight gradients: dW_e = L_eᵀ R_e, a sum over the rows of one expert.
+"""Weight gradients dW_e = L_eᵀ R_e, a sum over the rows of one expert, and bias gradients.
 
-An expert with many rows would keep the few programs that own its tiles busy long after the others.
-Where it has at least two spans of rows, each span is summed on its own, in fp32, and
-`sum_spans_kernel` adds the spans in order. A span of such an expert has a place that nobody else
-has: the expert of n spans that starts in row s owns places s // span to s // span + n - 1, and it
-reaches past the last row of its last place.
+The rows of a long expert are split into spans, see `spans`.
 """
 
 import triton
@@ -20,10 +16,10 @@ def _row_block(
     COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_K, BLOCK_C) of rows k.., gathered where a token map is given; zero past the columns.
+    """(BLOCK_K, BLOCK_C) of the rows from k on, gathered with a token map; zero past COLUMNS.
 
-    All rows are the expert's, except in its `LAST` block: there rows past the end are zeroed, since
-    what they hold, NaN perhaps, is another expert's.
+    In the LAST block of an expert rows past its end are zeroed: they are another expert's and may
+    hold NaN. In the other blocks all rows are the expert's.
     """
     rows = k + tl.arange(0, BLOCK_K)
     ok = rows < end
@@ -56,13 +52,13 @@ def wgrad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     L_TMA: tl.constexpr, R_TMA: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :] over the rows of e; zeros where e has none.
+    """out[e] (M, N) = Σ_r left[r, :]ᵀ right[r, :] over the rows of expert e, zeros without rows.
 
-    With `ADD` the sums are added to what `out` holds. With `partial` (places, M, N) an expert of at
-    least two spans is left to `sum_spans_kernel`.
+    With ADD the sums are added to `out`. With `partial` (places, M, N) the sums of spans go there,
+    and `spans.sum_spans_kernel` adds them up. `left` and `right` are gathered with a token map.
 
-    Rows of `left` and `right` are gathered where a token map is given. Grid: any number of
-    programs; each walks over (expert or place, M-tile, N-tile) and owns what it writes.
+    Grid: any number of programs; each walks over (expert or span, M-tile, N-tile) and owns the
+    tiles that it writes.
     """
     m_tiles: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -112,7 +108,10 @@ def bias_gradient_kernel(
     source, row_token, scores, row_slot, out, expert_start,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[e, :] = Σ_r score_r · source[row of r, :]. Grid: (E, N/BLOCK_N); each owns its columns."""
+    """out[e, :] = Σ_r score_r · source[r, :] over the rows of expert e, gathered with a token map.
+
+    Grid: (E, N/BLOCK_N); a program owns BLOCK_N columns of one expert's gradient.
+    """
     expert = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.load(expert_start + expert)
