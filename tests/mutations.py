@@ -158,7 +158,7 @@ MUTATIONS = [
         "tests/gpu/test_gpu_large.py -k more_elements", gpu=True,
     ),
     Mutation(
-        "aggregated rows at 32 bits", "kernels/combine.py",
+        "combined rows at 32 bits", "kernels/combine.py",
         "y + row.to(tl.int64) * H + h", "y + row * H + h",
         "tests/gpu/test_gpu_large.py -k more_elements", gpu=True,
     ),

@@ -142,7 +142,7 @@ def test_routing(arch, experts):
     with compiling(arch) as compiled:
         scores, ids = launch_routing.topk(logits, 8, True)
         launch_routing.topk_backward(scores, scores, ids, logits, False)
-        counts = launch_routing.permute(ids, experts, None, 128)[-1]  # one span
+        counts = launch_routing.permute(ids, experts, None, 128)[-1]  # one chunk
         launch_routing.permute(ids.repeat(4, 1), experts, None, 128)
         launch_routing.tiles(torch.zeros(experts + 1, dtype=torch.int32), 512, 128)
         launch_routing.count(ids, experts)
@@ -214,9 +214,9 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
     names = [k.metadata.name for k in first]
     long = {"count_kernel", "scan_kernel", "place_kernel", "sum_spans_kernel"}
     if max(counts) < 512:
-        assert "one_span_kernel" in names and not long & set(names)
+        assert "one_chunk_kernel" in names and not long & set(names)
     else:
-        assert "one_span_kernel" not in names and long <= set(names)
+        assert "one_chunk_kernel" not in names and long <= set(names)
     for other in others:
         assert [k.metadata.name for k in other] == names
         changed = [a.metadata.name for a, b in zip(first, other, strict=True) if a is not b]

@@ -1,17 +1,17 @@
-"""The auxiliary loss of a router: one pass over the logits each way, in fp32.
+"""The auxiliary loss of a router, in fp32: one pass over the logits forward, one backward.
 
 With p the softmax of each row of the logits (T, E) and s = Σ_t p, the loss is
 
     balance · E · ⟨s / Σs, c / Σc⟩ + z · mean(logsumexp²)
 
-for the rows c of each expert. It is linear in s / Σs, so that dL/ds, one number an expert, is known
-with the loss; the backward pass needs nothing but that and the logits.
+with c the number of rows of each expert. It is linear in s / Σs, so dL/ds (E,) is known together
+with the loss, and the backward pass needs only that and the logits.
 """
 
 import triton
 import triton.language as tl
 
-_LEAST: tl.constexpr = tl.constexpr(1e-12)  # of a sum that is divided by
+_LEAST: tl.constexpr = tl.constexpr(1e-12)  # lower bound of a divisor
 
 
 @triton.jit
@@ -32,7 +32,10 @@ def softmax_sums_kernel(
     logits, sums, squares, tokens, each, stride,
     E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """sums[program] = Σ p and squares[program] = Σ logsumexp² over `each` tokens. Grid: T/each."""
+    """sums[program] (E,) = Σ p and squares[program] = Σ logsumexp² over `each` tokens.
+
+    Grid: T/each; a program owns its row of `sums` and its element of `squares`.
+    """
     program = tl.program_id(0)
     first = program * each
     end = tl.minimum(first + each, tokens)
@@ -54,7 +57,7 @@ def balance_kernel(
     sums, squares, counts, loss, slope, balance, z, programs, tokens,
     E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The loss, and slope[e] = dL/ds_e. Grid: 1."""
+    """The loss, and slope[e] = dL/ds_e, from the sums of `softmax_sums_kernel`. Grid: 1."""
     e = tl.arange(0, BLOCK_E)
     share = tl.zeros((BLOCK_P, BLOCK_E), tl.float32)
     square = tl.zeros((BLOCK_P,), tl.float32)
@@ -82,7 +85,10 @@ def balance_backward_kernel(
     dloss, slope, logits, dlogits, z, tokens, stride,
     E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dlogits = dL · p · (slope − ⟨p, slope⟩ + 2 z/T · logsumexp). Grid: T/BLOCK_T."""
+    """dlogits = dL · p · (slope − ⟨p, slope⟩ + 2 z/T · logsumexp).
+
+    Grid: T/BLOCK_T; a program owns BLOCK_T tokens.
+    """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     ok = token < tokens
     e = tl.arange(0, BLOCK_E)

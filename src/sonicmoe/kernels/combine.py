@@ -1,4 +1,4 @@
-"""Sums over the rows of a token, and over the partial sums of a score gradient."""
+"""Combine, the weighted sum of a token's expert outputs, and small kernels around the GEMMs."""
 
 import triton
 import triton.language as tl
@@ -11,9 +11,11 @@ def combine_kernel(
     y, scores, slot_row, token_start, out,
     K, slots, H: tl.constexpr, UNROLL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = Σ_k score · y[row], in fp32, in the order of the slots. Grid: (T, H/BLOCK_H).
+    """out[t] = Σ_k score · y[row of slot k of t], in fp32, in the order of the slots.
 
-    `UNROLL` slots are loaded before the first is used: that many reads are in flight at once.
+    UNROLL slots are loaded before the first is used, to have that many loads in flight.
+
+    Grid: (T, H/BLOCK_H); a program owns BLOCK_H columns of one token.
     """
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -26,12 +28,10 @@ def combine_kernel(
     acc = tl.zeros((BLOCK_H,), tl.float32)
     for slot in tl.range(first, last, UNROLL):
         for j in tl.static_range(UNROLL):
-            live = slot + j < last
-            row = tl.load(slot_row + slot + j, mask=live, other=-1)
+            row = tl.load(slot_row + slot + j, mask=slot + j < last, other=-1)
             here = row >= 0
-            value = tl.load(y + row.to(tl.int64) * H + h, mask=here & (h < H), other=0.0).to(
-                tl.float32
-            )
+            value = tl.load(y + row.to(tl.int64) * H + h, mask=here & (h < H), other=0.0)
+            value = value.to(tl.float32)
             if scores is not None:
                 score = tl.load(scores + slot + j, mask=here, other=0.0)
                 value *= score
@@ -44,7 +44,10 @@ def sum_partials_kernel(
     partial, slot_row, expert_start, out, slots, plane, num_experts,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dscores[slot] = Σ over the parts; zero for slots whose expert is not here. Grid: S/BLOCK."""
+    """dscores[slot] = Σ of its PARTS partial sums; zero for slots without a local expert.
+
+    Grid: S/BLOCK; a program owns BLOCK slots.
+    """
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < slots
     if slot_row is None:
@@ -64,7 +67,10 @@ def bias_score_kernel(
     dout, row_token, row_slot, bias, partial, tiles,
     H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """partial[slot] = ⟨dO, b2⟩: a bias's part of the score gradient. Grid: one program a tile."""
+    """partial[slot] = ⟨dO, b2⟩, the bias's part of the score gradient.
+
+    Grid: one program per tile; it owns the slots of the tile's rows.
+    """
     index = tl.program_id(0)
     if index < tl.load(tiles):
         expert, start, end, number = load_tile(tiles, index)
@@ -81,12 +87,8 @@ def bias_score_kernel(
             h = h0 + tl.arange(0, BLOCK_H)
             ptr = dout + src.to(tl.int64)[:, None] * H + h[None, :]
             do = tl.load(ptr, mask=ok[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
-            acc += (
-                do
-                * tl.load(bias + expert.to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)[
-                    None, :
-                ]
-            )
+            b = tl.load(bias + expert.to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)
+            acc += do * b[None, :]
         tl.store(partial + slot, tl.sum(acc, 1), mask=ok)
 
 
@@ -95,9 +97,9 @@ def zero_tail_kernel(
     y, expert_start, tiles, count, num_experts,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = 0 for rows of no expert, NaN where the tile table is invalid. Grid: R/BLOCK_M.
+    """y[r] = 0 for the rows of no expert, or NaN if the tile table is marked as invalid.
 
-    A program owns BLOCK_M rows.
+    Grid: R/BLOCK_M; a program owns BLOCK_M rows.
     """
     fill = tl.where(tl.load(tiles + 2) != 0, float("nan"), 0.0)
     start = tl.load(expert_start)

@@ -1,11 +1,11 @@
-"""Top-K of sigmoids with a bias that steers the choice alone, and its backward, in fp32."""
+"""Top-K of sigmoid(logits) + bias, where the bias changes the choice only; in fp32."""
 
 import triton
 import triton.language as tl
 
 from .topk import from_keys, largest, to_keys
 
-_LEAST: tl.constexpr = tl.constexpr(1e-20)  # of a sum that is divided by
+_LEAST: tl.constexpr = tl.constexpr(1e-20)  # added to a divisor
 _LOWEST: tl.constexpr = tl.constexpr(-0x8000000000000000)  # below every key
 
 
@@ -14,7 +14,7 @@ def _only_best_groups(
     keys, e, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Keys, the lowest of all outside the KEPT groups whose two best sum highest."""
+    """Keys, _LOWEST outside the KEPT groups with the largest sum of their two best."""
     g = tl.arange(0, BLOCK_G)
     sums = tl.zeros((BLOCK_T, BLOCK_G), tl.float32)
     for group in tl.range(GROUPS):
@@ -42,7 +42,9 @@ def sigmoid_topk_kernel(
     NORMALIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """The K largest of sigmoid(logits) + bias, largest first; affinity (T, K) are their sigmoids.
+    """Scores and ids (T, K) of the K largest sigmoid(logits) + bias, largest first.
+
+    affinity (T, K) holds their sigmoids, without scale and normalization, for the backward pass.
 
     Grid: T/BLOCK_T; a program owns BLOCK_T tokens.
     """
@@ -78,7 +80,10 @@ def sigmoid_topk_backward_kernel(
     E: tl.constexpr, K: tl.constexpr, NORMALIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dlogits (T, E), every element written. Grid: T/BLOCK_T; a program owns BLOCK_T tokens."""
+    """dlogits (T, E) from dscores (T, K); every element is written.
+
+    Grid: T/BLOCK_T; a program owns BLOCK_T tokens.
+    """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     ok = token < tokens
     inner = tl.zeros((BLOCK_T,), tl.float32)

@@ -1,4 +1,4 @@
-"""Top-K with scores, and its backward. Scores and their gradients are fp32."""
+"""Top-K of the logits with softmax scores, and its backward pass. Scores are fp32."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def to_keys(logits, column):
-    """Integers in the order of choice: larger logit first, then lower column.
+    """Integer keys that sort like the choice: larger logit first, then lower column.
 
-    NaN ranks above everything, -0 with 0. Logits of 16 bits make keys of 32, others of 64: the
-    search compares every key K times.
+    NaN ranks above everything, -0 equals 0. 16-bit logits make 32-bit keys, others 64-bit keys:
+    small keys pay off, since the search compares every key K times.
     """
     if logits.dtype.primitive_bitwidth == 16:
         bits = tl.where(logits == 0, 0, logits.to(tl.int16, bitcast=True).to(tl.int32))
@@ -24,7 +24,7 @@ def to_keys(logits, column):
 
 @triton.jit
 def from_keys(keys, dtype: tl.constexpr):
-    """Column and logit in fp32."""
+    """Column and logit, in fp32, of keys made from logits of `dtype`."""
     if dtype.primitive_bitwidth == 16:
         bits = keys >> 16
         raw = tl.where(bits < 0, bits ^ 0x7FFF, bits).to(tl.int16)
@@ -39,7 +39,7 @@ def from_keys(keys, dtype: tl.constexpr):
 def largest(
     keys, lowest: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """The K largest of each row of keys, all different, largest first: (BLOCK_T, BLOCK_K)."""
+    """(BLOCK_T, BLOCK_K): the K largest keys of each row, largest first. Keys must differ."""
     slot = tl.arange(0, BLOCK_K)
     picked = tl.zeros((BLOCK_T, BLOCK_K), keys.dtype)
     for k in tl.range(K):
@@ -55,7 +55,10 @@ def topk_kernel(
     E: tl.constexpr, K: tl.constexpr, SOFTMAX_OVER_TOPK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The K largest of each row, largest first. Grid: T/BLOCK_T; a program owns BLOCK_T tokens."""
+    """Scores and ids (T, K) of the K largest logits of each token, largest first.
+
+    Grid: T/BLOCK_T; a program owns BLOCK_T tokens.
+    """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     ok = token < tokens
     e = tl.arange(0, BLOCK_E)
@@ -91,7 +94,10 @@ def topk_backward_kernel(
     E: tl.constexpr, K: tl.constexpr, SOFTMAX_OVER_TOPK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dlogits (T, E), every element written. Grid: T/BLOCK_T; a program owns BLOCK_T tokens."""
+    """dlogits (T, E) from dscores (T, K); every element is written.
+
+    Grid: T/BLOCK_T; a program owns BLOCK_T tokens.
+    """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     ok = token < tokens
     slot = tl.arange(0, BLOCK_K)
@@ -112,7 +118,7 @@ def topk_backward_kernel(
         weight = tl.exp(row - tl.max(row, 1)[:, None])
         row = -weight / tl.sum(weight, 1)[:, None] * inner[:, None]
     for k in tl.range(K):
-        # One slot at a time from memory: BLOCK_T values each of its id, score and gradient.
+        # Loaded again, one slot at a time: a column of the (BLOCK_T, BLOCK_K) tiles above.
         at = token.to(tl.int64) * K + k
         chosen = tl.load(ids + at, mask=ok, other=-1)
         score = tl.load(scores + at, mask=ok, other=0.0)

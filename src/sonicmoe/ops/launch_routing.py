@@ -165,10 +165,10 @@ def _experts_at_once(experts: int) -> tuple[int, int]:
 
 
 @cache
-def _bound_one_span(experts: int, tile_height: int) -> Bound:
+def _bound_one_chunk(experts: int, tile_height: int) -> Bound:
     block, _ = _experts_at_once(experts)
     return Bound(
-        permute_kernels.one_span_kernel,
+        permute_kernels.one_chunk_kernel,
         BLOCK_M=tile_height,
         BLOCK_E=block,
         CHUNK=_CHUNK,
@@ -196,8 +196,8 @@ def count(ids, num_experts):
     slots = ids.numel()
     if slots:
         kernel = _bound_permute(num_experts, 1)[0]  # which knows no tiles
-        spans = ceil_div(slots, _CHUNK)
-        launch(kernel, (spans,), ids, None, totals, slots, num_experts)
+        chunks = ceil_div(slots, _CHUNK)
+        launch(kernel, (chunks,), ids, None, totals, slots, num_experts)
     return totals
 
 
@@ -217,20 +217,20 @@ def permute(ids, num_experts, slot_token, tile_height):
             t.zero_()
         return maps
     per_token = ids.shape[-1] if slot_token is None else 1
-    spans = ceil_div(slots, _CHUNK)
-    if spans == 1:
+    chunks = ceil_div(slots, _CHUNK)
+    if chunks == 1:
         launch(
-            _bound_one_span(num_experts, tile_height), (1,),
+            _bound_one_chunk(num_experts, tile_height), (1,),
             ids, slot_token, row_token, row_slot, slot_row, expert_start, table, totals,
             slots, num_experts, per_token,
         )  # fmt: skip
         return maps
-    counts = new(spans, num_experts)
+    counts = new(chunks, num_experts)
     count, scan, place, scans = _bound_permute(num_experts, tile_height)
-    launch(count, (spans,), ids, counts, totals.zero_(), slots, num_experts)
-    launch(scan, (scans,), counts, totals, expert_start, table, spans, num_experts)
+    launch(count, (chunks,), ids, counts, totals.zero_(), slots, num_experts)
+    launch(scan, (scans,), counts, totals, expert_start, table, chunks, num_experts)
     launch(
-        place, (spans,),
+        place, (chunks,),
         ids, slot_token, counts, row_token, row_slot, slot_row, slots, num_experts, per_token,
     )  # fmt: skip
     return maps

@@ -171,8 +171,8 @@ def _consumer(
                     parts[i], score, dz, a, z_smem, a_smem, end, row, column,
                     GATE_UP, BACKWARD, STORE_A, (MINE + i) * PARTS, CONSUMER * 2 + i % 2,
                 )  # fmt: skip
-                # Only this slice's stores are still in flight: the buffer before it is free and takes
-                # a slice of the next lap. The last buffer gets its slice during that lap.
+                # Only this slice's stores are still in flight: the buffer before it is free and
+                # takes a slice of the next lap. The last buffer is filled during that lap.
                 tma.store_wait(STORES)
                 if lap == 1 if i == 0 else lap + 1 < ROUNDS:
                     _load_z(

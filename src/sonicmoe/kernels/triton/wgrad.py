@@ -77,16 +77,14 @@ def wgrad_kernel(
         if partial is not None:
             start, end = rows_of(group, start, end, expert_start, num_experts, span)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        whole = start + (end - start) // BLOCK_K * BLOCK_K
-        for k in tl.range(start, whole, BLOCK_K):
+        last = start + (end - start) // BLOCK_K * BLOCK_K
+        for k in tl.range(start, last, BLOCK_K):
             l_tile = _row_block(left, left_token, k, end, m0, M, BLOCK_K, BLOCK_M, L_TMA, False)
             r_tile = _row_block(right, right_token, k, end, n0, N, BLOCK_K, BLOCK_N, R_TMA, False)
             acc = tl.dot(l_tile.T, r_tile, acc, input_precision=PRECISION)
-        if whole < end:
-            l_tile = _row_block(left, left_token, whole, end, m0, M, BLOCK_K, BLOCK_M, L_TMA, True)
-            r_tile = _row_block(
-                right, right_token, whole, end, n0, N, BLOCK_K, BLOCK_N, R_TMA, True
-            )
+        if last < end:
+            l_tile = _row_block(left, left_token, last, end, m0, M, BLOCK_K, BLOCK_M, L_TMA, True)
+            r_tile = _row_block(right, right_token, last, end, n0, N, BLOCK_K, BLOCK_N, R_TMA, True)
             acc = tl.dot(l_tile.T, r_tile, acc, input_precision=PRECISION)
         m = m0 + tl.arange(0, BLOCK_M)
         n = n0 + tl.arange(0, BLOCK_N)
