@@ -1,42 +1,26 @@
 """Token rounding in integers: no sort, no floating-point atomics, a deterministic result.
 
-A pair (token, expert) has an int32 key, and keys sort like the expert's preference. The bits of a
-non-negative score sort like the score; pairs that were not chosen are moved below all chosen ones.
-An expert keeps the tokens that reach a threshold (least key, cut): those with a larger key, or with
-that key and a token index below the cut. So ties go to the lower token. The threshold for n rows is
-found by a search; each step counts the expert's keys once.
-
-Keys are stored as (E, length), where length is T rounded up to a multiple of 32, so that 16-byte
-loads work for every T. Positions past the last token hold _NOTHING. The kept pairs are stored as
-bits (T/32, E): one word for 32 tokens of an expert.
+Keys are those of `threshold`, stored as (E, length), where length is T rounded up to a multiple of
+32, so that 16-byte loads work for every T. Positions past the last token hold NO_KEY. The kept
+pairs are stored as bits (T/32, E): one word for 32 tokens of an expert.
 """
 
 import triton
 import triton.language as tl
 
-_SHIFT: tl.constexpr = tl.constexpr(
-    0x7FFFFFFF
-)  # key of a chosen pair minus that of the same pair if not chosen
-_NOTHING: tl.constexpr = tl.constexpr(-0x80000000)  # no key; below every key
+from .threshold import (
+    NO_KEY,
+    UNCHOSEN_SHIFT,
+    bits_of,
+    count_two,
+    load_keys,
+    reaches,
+    score_of,
+    threshold_of,
+    token_grid,
+)
+
 _WORD: tl.constexpr = tl.constexpr(32)  # tokens of a block, one bit each
-
-
-@triton.jit
-def _reaches(key, token, least, cut):
-    """Whether a pair reaches the threshold (least, cut)."""
-    return (key > least) | ((key == least) & (token < cut))
-
-
-@triton.jit
-def _bits(key):
-    """The bits of the score, which are also the key of the pair if it is chosen."""
-    return tl.where(key < 0, key + _SHIFT, key)
-
-
-@triton.jit
-def _score(key):
-    """The score, in fp32, of a key."""
-    return _bits(key).to(tl.float32, bitcast=True)
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -84,120 +68,26 @@ def keys_kernel(
     bits = tl.where(score > 0, score, 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(score != score, 0x7FC00000, bits)
     row = keys + token[:, None]
-    tl.store(row + e.to(tl.int64) * length, tl.where(ok, bits - _SHIFT, _NOTHING), mask=known)
+    tl.store(row + e.to(tl.int64) * length, tl.where(ok, bits - UNCHOSEN_SHIFT, NO_KEY), mask=known)
     tl.store(block_pairs + token // _WORD, 0)
     tl.debug_barrier()  # all are stored as not chosen; now the chosen ones move up
     at = row + id.to(tl.int64) * length
     key = tl.load(at, mask=id >= 0, other=0)
-    tl.store(at, _bits(key), mask=id >= 0)
+    tl.store(at, bits_of(key), mask=id >= 0)
     if counts is not None:
         tl.debug_barrier()
         # Counted from the keys: ids may name an expert twice, which is one choice.
-        key = tl.load(row + e.to(tl.int64) * length, mask=ok & known, other=_NOTHING)
+        key = tl.load(row + e.to(tl.int64) * length, mask=ok & known, other=NO_KEY)
         chosen = tl.sum((key >= 0).to(tl.int32), 0)[None, :]
         tl.atomic_add(counts + e, chosen, mask=known & (chosen > 0), sem="relaxed")
 
 
 # --- selection ------------------------------------------------------------------------------------
 @triton.jit
-def _tokens(first, PARTS: tl.constexpr, STEP: tl.constexpr):
-    """(PARTS, STEP) tokens from `first` on; each thread holds some of every part."""
-    return first + tl.arange(0, PARTS)[:, None] * STEP + tl.arange(0, STEP)[None, :]
-
-
-@triton.jit
-def _load_keys(column, token, length):
-    """Keys of tokens of one expert, whose keys begin at `column`."""
-    return tl.load(column + token, mask=token < length, other=_NOTHING)
-
-
-@triton.jit
-def _count(column, held, length, least, cut):
-    """How many tokens of an expert reach the threshold.
-
-    `held` (PARTS, STEP) are the keys of its first tokens. They stay in registers, since a search
-    counts about seven times.
-    """
-    PARTS: tl.constexpr = held.shape[0]
-    STEP: tl.constexpr = held.shape[1]
-    found = tl.sum(_reaches(held, _tokens(0, PARTS, STEP), least, cut).to(tl.int32), 0)
-    for first in tl.range(PARTS * STEP, length, STEP):
-        token = first + tl.arange(0, STEP)
-        found += _reaches(_load_keys(column, token, length), token, least, cut).to(tl.int32)
-    return tl.sum(found, 0)
-
-
-@triton.jit
-def _two(key, lower, upper):
-    """Whether a key is at least `lower` and at least `upper`: two 16-bit counts in one integer."""
-    return (key >= lower).to(tl.int32) | ((key >= upper).to(tl.int32) << 16)
-
-
-@triton.jit
-def _count_two(column, held, length, lower, upper):
-    """How many keys of an expert are at least `lower`, and how many at least `upper`."""
-    PARTS: tl.constexpr = held.shape[0]
-    STEP: tl.constexpr = held.shape[1]
-    found = tl.sum(_two(held, lower, upper), 0)  # 16 bits hold the parts of 67M tokens
-    for first in tl.range(PARTS * STEP, length, STEP):
-        found += _two(_load_keys(column, first + tl.arange(0, STEP), length), lower, upper)
-    both = tl.sum((found & 0xFFFF).to(tl.int64) | (found.to(tl.int64) >> 16 << 32), 0)
-    return both.to(tl.int32), (both >> 32).to(tl.int32)
-
-
-@triton.jit
-def _bounds(column, held, length, up):
-    """The lowest and the highest key of the candidates, which make the search a third shorter.
-
-    Candidates are the tokens that did not choose the expert if it rounds up, else those that did.
-    As unsigned numbers, the keys of chosen pairs come first, then _NOTHING, then all other keys.
-    """
-    PARTS: tl.constexpr = held.shape[0]
-    STEP: tl.constexpr = held.shape[1]
-    shift = tl.where(up, _SHIFT, 0)  # puts candidates lowest as unsigned numbers
-    flip = tl.where(up, _NOTHING, 0)  # puts candidates highest as signed numbers
-    lowest = tl.min((held + shift).to(tl.uint32, bitcast=True), 0)
-    highest = tl.max(held ^ flip, 0)
-    for first in tl.range(PARTS * STEP, length, STEP):
-        key = _load_keys(column, first + tl.arange(0, STEP), length)
-        lowest = tl.minimum(lowest, (key + shift).to(tl.uint32, bitcast=True))
-        highest = tl.maximum(highest, key ^ flip)
-    return tl.min(lowest, 0).to(tl.int32, bitcast=True) - shift, tl.max(highest, 0) ^ flip
-
-
-@triton.jit
-def _threshold(column, held, length, tokens, chosen, rows, up):
-    """The threshold that exactly `rows` tokens reach; more than `chosen` if `up`, else fewer."""
-    low, highest = _bounds(column, held, length, up)
-    high = highest + 1
-    # The number that reach (low, T): always at least `rows`. Fewer reach (high, T).
-    found = tl.where(up, tokens, chosen)
-    if rows == 0:
-        low, found = high, 0
-    while (high - low > 1) & (found != rows):
-        # Ternary search: counting two keys takes hardly longer than counting one.
-        lower = low + tl.maximum((high - low) // 3, 1)
-        upper = tl.minimum(lower + (high - low) // 3, high - 1)
-        at_lower, at_upper = _count_two(column, held, length, lower, upper)
-        found = tl.where(at_upper >= rows, at_upper, tl.where(at_lower >= rows, at_lower, found))
-        high = tl.where(at_upper >= rows, high, tl.where(at_lower >= rows, upper, lower))
-        low = tl.where(at_upper >= rows, upper, tl.where(at_lower >= rows, lower, low))
-    # If keys tie at the threshold, find the cut between their tokens.
-    before = tl.where(found == rows, tokens - 1, 0)
-    cut = tokens
-    while cut - before > 1:
-        middle = before + (cut - before) // 2
-        enough = _count(column, held, length, low, middle) >= rows
-        cut = tl.where(enough, middle, cut)
-        before = tl.where(enough, before, middle)
-    return low, cut
-
-
-@triton.jit
 def _score_between(key, token, least, cut, inner_least, inner_cut):
     """The score of a pair that reaches the outer but not the inner threshold, else zero."""
-    outer = _reaches(key, token, least, cut)
-    return tl.where(outer & (_reaches(key, token, inner_least, inner_cut) == 0), _score(key), 0.0)
+    outer = reaches(key, token, least, cut)
+    return tl.where(outer & (reaches(key, token, inner_least, inner_cut) == 0), score_of(key), 0.0)
 
 
 @triton.jit
@@ -205,11 +95,11 @@ def _sum_between(column, held, length, least, cut, inner_least, inner_cut):
     """Sum of the scores of the tokens that reach the outer but not the inner threshold."""
     PARTS: tl.constexpr = held.shape[0]
     STEP: tl.constexpr = held.shape[1]
-    ahead = _tokens(0, PARTS, STEP)
+    ahead = token_grid(0, PARTS, STEP)
     found = tl.sum(_score_between(held, ahead, least, cut, inner_least, inner_cut), 0)
     for first in tl.range(PARTS * STEP, length, STEP):
         token = first + tl.arange(0, STEP)
-        key = _load_keys(column, token, length)
+        key = load_keys(column, token, length)
         found += _score_between(key, token, least, cut, inner_least, inner_cut)
     return tl.sum(found, 0)
 
@@ -217,9 +107,9 @@ def _sum_between(column, held, length, least, cut, inner_least, inner_cut):
 @triton.jit
 def _up_by_scores(column, held, length, tokens, chosen, uniform, down, tile):
     """Round up with probability dropped / (dropped + added), sums of the scores at stake."""
-    least, cut = _threshold(column, held, length, tokens, chosen, down, False)
+    least, cut = threshold_of(column, held, length, tokens, chosen, down, False)
     dropped = _sum_between(column, held, length, 0, tokens, least, cut)
-    least, cut = _threshold(column, held, length, tokens, chosen, down + tile, True)
+    least, cut = threshold_of(column, held, length, tokens, chosen, down + tile, True)
     added = _sum_between(column, held, length, least, cut, 0, tokens)
     return uniform * (dropped + added) < dropped
 
@@ -229,9 +119,9 @@ def _write_kept(kept, block_pairs, key, first, least, cut, me, experts, length):
     """Store which tokens from `first` on are kept, as bits; add their number to block_pairs."""
     PARTS: tl.constexpr = key.shape[0]
     BLOCKS: tl.constexpr = key.shape[1] // _WORD
-    here = _reaches(key, _tokens(first, PARTS, BLOCKS * _WORD), least, cut).to(tl.int32)
+    here = reaches(key, token_grid(first, PARTS, BLOCKS * _WORD), least, cut).to(tl.int32)
     here = tl.reshape(here, (PARTS, BLOCKS, _WORD))
-    block = _tokens(first // _WORD, PARTS, BLOCKS)
+    block = token_grid(first // _WORD, PARTS, BLOCKS)
     inside = block < length // _WORD
     word = tl.sum(here << tl.arange(0, _WORD)[None, None, :], 2)
     tl.store(kept + block.to(tl.int64) * experts + me, word, mask=inside)
@@ -267,8 +157,8 @@ def select_kernel(
     if SUBROUTINE == "balance-f":  # before the keys occupy the registers
         balanced_up = _balanced_up(counts, me, tokens, experts, tile, BLOCK_E)
     column = keys + me.to(tl.int64) * length
-    held = _load_keys(column, _tokens(0, PARTS, STEP), length)
-    f, _ = _count_two(column, held, length, 0, 0)
+    held = load_keys(column, token_grid(0, PARTS, STEP), length)
+    f, _ = count_two(column, held, length, 0, 0)
     n, least, cut = f, 0, tokens  # already a multiple: exactly the chosen pairs are kept
     if f % tile > 0:
         n = f - f % tile
@@ -286,19 +176,19 @@ def select_kernel(
         elif SUBROUTINE == "down":
             up = False
         n += tl.where(up, tile, 0)
-        least, cut = _threshold(column, held, length, tokens, f, n, up)
+        least, cut = threshold_of(column, held, length, tokens, f, n, up)
     tl.store(chosen_rows + me, f)
     tl.store(rows + me, n)
     _write_kept(kept, block_pairs, held, 0, least, cut, me, experts, length)
     for first in tl.range(PARTS * STEP, length, STEP):
-        key = _load_keys(column, _tokens(first, 1, STEP), length)
+        key = load_keys(column, token_grid(first, 1, STEP), length)
         _write_kept(kept, block_pairs, key, first, least, cut, me, experts, length)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
 @triton.jit
 def _four_by_four(kept, block, e, experts):
-    """(BLOCK_E, 8) int32: whether an expert keeps tokens j, j + 8, j + 16, j + 24, one byte each."""
+    """(BLOCK_E, 8) int32: one byte each for whether tokens j, j + 8, j + 16, j + 24 are kept."""
     word = tl.load(kept + block.to(tl.int64) * experts + e, mask=e < experts, other=0)
     return (word[:, None] >> tl.arange(0, 8)[None, :]) & 0x01010101
 
@@ -363,7 +253,7 @@ def emit_kernel(
         key = tl.load(keys + expert.to(tl.int64) * length + mate, mask=here, other=0)
         tl.store(pair_expert + slot, expert, mask=here)
         tl.store(pair_token + slot, mate, mask=here)
-        tl.store(pair_score + slot, _score(key), mask=here)
+        tl.store(pair_score + slot, score_of(key), mask=here)
 
     share = (slots + blocks - 1) // blocks
     last = tl.minimum((p + 1) * share, slots)

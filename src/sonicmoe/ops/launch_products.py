@@ -6,13 +6,8 @@ from typing import NamedTuple
 import torch
 
 from ..enums import ActivationType
+from ..kernels import combine
 from ..kernels.activation import derivative_of, value_of
-from ..kernels.combine import (
-    bias_score_kernel,
-    combine_kernel,
-    sum_partials_kernel,
-    zero_tail_kernel,
-)
 from ..kernels.spans import sum_spans_kernel
 from ..kernels.triton.dz import dz_kernel
 from ..kernels.triton.gemm import gemm_kernel, up_kernel
@@ -183,7 +178,7 @@ def _bound_aggregate(hidden: int, per_token: int) -> tuple[int, Bound]:
     """Programs of a token, and the kernel."""
     block = min(power_of_two(hidden), 1024)
     return ceil_div(hidden, block), Bound(
-        combine_kernel,
+        combine.combine_kernel,
         H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BLOCK_H=block, num_warps=4,
     )  # fmt: skip
 
@@ -223,7 +218,7 @@ def down_backward(
 
 @cache
 def _bound_sum_partials(planes: int) -> Bound:
-    return Bound(sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
+    return Bound(combine.sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
 
 
 def _score_gradient(
@@ -271,7 +266,7 @@ def _score_gradient(
     if need_dscores:
         if b2 is not None:
             launch(
-                bias_score_kernel, (tiles.shape[0] - 1,),
+                combine.bias_score_kernel, (tiles.shape[0] - 1,),
                 dout, row_token, row_slot, b2, partial[parts], tiles,
                 H=hidden, BLOCK_M=tile_height, BLOCK_H=64, num_warps=8,
             )  # fmt: skip
@@ -309,7 +304,7 @@ def _zero_tail(y, expert_start, tiles) -> torch.Tensor:
     count, n = y.shape
     if count:
         launch(
-            zero_tail_kernel, (ceil_div(count, 32),),
+            combine.zero_tail_kernel, (ceil_div(count, 32),),
             y, expert_start, tiles, count, expert_start.shape[0] - 1,
             N=n, BLOCK_M=32, BLOCK_N=128, num_warps=4,
         )  # fmt: skip
