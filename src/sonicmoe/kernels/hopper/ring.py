@@ -116,8 +116,8 @@ def producer(
     r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    second = first + stride
     expert, start, end, number = load_work(tiles, first, total, N, BLOCK_N)
+    second = first + stride
     next_expert, next_start, next_end, next_number = load_work(tiles, second, total, N, BLOCK_N)
     row, n = rows_of_work(first, start, end, number, K, N, BLOCK_N)
     next_row, next_n = rows_of_work(second, next_start, next_end, next_number, K, N, BLOCK_N)
