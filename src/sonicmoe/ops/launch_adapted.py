@@ -1,4 +1,4 @@
-"""Launches of the products with an adapter."""
+"""Launches of the grouped GEMMs with a LoRA adapter."""
 
 from dataclasses import replace
 
@@ -16,12 +16,12 @@ from .launch_products import Adapter, gate_up_of
 
 
 def _config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target: Target) -> RowConfig:
-    """The layer's own on Hopper's kernels, elsewhere plain Triton's, where no epilogue spills."""
+    """The layer's configuration for Hopper kernels, else one whose epilogue does not spill."""
     config = row_config(kernel, itemsize, k, n, gated, target)
     if config.hopper:
         return config
     config = default_row_config(kernel, itemsize, k, n, target._replace(gluon=False))
-    # Gate and up take twice the registers: two slices spill up to 18 of them with the clamp.
+    # With a gate two slices spill up to 18 registers in the clamped activation.
     return replace(config, slices=4 if gated else 2) if kernel == "dz" else config
 
 

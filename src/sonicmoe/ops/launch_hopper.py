@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels: one program a multiprocessor, everything through descriptors."""
+"""Launches of the Hopper kernels: one program per SM, operands as TMA descriptors."""
 
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ from ..tuning import RowConfig, WeightConfig
 from .launch import Bound, Boxes, launch
 from .launch_products import NO_ADAPTER, Adapter, gate_up_of
 
-_ROWS = 64  # rows of one computing warpgroup
+_ROWS = 64  # rows of one consumer warpgroup
 _WIDTH = SLICE.value
 _GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _ENDLESS = 0x7FFF0000
@@ -33,7 +33,7 @@ def _row_boxes(dtype, columns, strides, block) -> Boxes:
 
 
 def _weight_boxes(dtype, shape, strides, n, k, two_halves=False) -> Boxes:
-    """Of (E, N, K) weights, which may lie in memory as (E, K, N)."""
+    """Boxes of (E, N, K) weights, which may lie in memory as (E, K, N)."""
     experts, columns, depth = shape
     per_expert, per_column, per_element = strides
     transposed = per_element != 1
@@ -60,7 +60,7 @@ def _layout(k_stride: int) -> str:
 
 
 def _z_boxes(dtype, columns, width, two_halves) -> Boxes:
-    """Of Z and dZ, `width` columns at a time, or as many of one of the halves."""
+    """Boxes of Z and dZ with `width` columns, of one half if gate and up are concatenated."""
     if two_halves:
         half = columns // 2
         return _row_boxes(dtype, (2, half), (columns, half, 1), (_ROWS, 1, width))
@@ -72,7 +72,7 @@ def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
     return t, _row_boxes(t.dtype, t.shape[1:], t.stride(), block)
 
 
-# --- what depends on the weights and the configuration alone --------------------------------------
+# --- cached by weights and configuration ----------------------------------------------------------
 @lru_cache(maxsize=1024)
 def _factor_boxes(*args) -> Boxes:
     return _weight_boxes(*args)
@@ -98,7 +98,7 @@ def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, g
 
 @lru_cache(maxsize=1024)
 def _product(dtype, shape, strides, n, k, stages, rank):
-    """The kernel; boxes of the weights and of the result."""
+    """The kernel; boxes of W and Y."""
     _, columns, depth = shape
     kernel = Bound(
         hopper_gemm_kernel,
@@ -114,7 +114,7 @@ def _score_gradient(
     dtype, shape, strides, n, k, stages, activation, concatenated, store_a, store_partial, gather,
     rank,
 ):  # fmt: skip
-    """The kernel; boxes of W2, which is multiplied from the other side, of Z and dZ, and of A'."""
+    """The kernel; boxes of W2 as (E, I, H) weights, of Z and dZ, and of A'."""
     experts, hidden, inner = shape
     gated = activation.is_gated
     two_halves = gated and concatenated
@@ -136,7 +136,7 @@ def _score_gradient(
 
 @lru_cache(maxsize=1024)
 def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather_right, add):
-    """The kernel; boxes of the gradient, which in fp32 needs none."""
+    """The kernel; boxes of the gradient, None for fp32, which is stored without TMA."""
     kernel = Bound(
         hopper_wgrad_kernel,
         M=shape[1], N=shape[2], BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, STAGES=stages,
@@ -149,7 +149,7 @@ def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather
 
 # --- launches -------------------------------------------------------------------------------------
 def _adapter(adapter: Adapter, transposed: bool, n: int, k: int, two_halves: bool = False) -> tuple:
-    """U and B as the kernels take them: B stored like the weights beside it, and in such boxes."""
+    """U and B as the kernels take them: B in the layout and in boxes of the weights."""
     u, b = adapter
     if u is None or b is None:
         return adapter
@@ -172,7 +172,7 @@ def up(
         kernel, (programs,),
         x if gather else row_boxes(x, _ROWS, k), row_token, (w1, weights),
         *_adapter(adapter, w1.stride(2) != 1, n, k, activation.is_gated and concatenated), b1,
-        (z if keep_z else a, z_boxes),  # where nothing is stored, any address will do
+        (z if keep_z else a, z_boxes),  # not stored: any valid address will do
         (a, a_boxes), tiles,
     )  # fmt: skip
 

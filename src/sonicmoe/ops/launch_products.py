@@ -1,4 +1,4 @@
-"""Launches of the grouped products: pick a configuration, allocate, launch."""
+"""Launches of the grouped GEMMs: pick a configuration, allocate, launch."""
 
 from functools import cache
 from typing import NamedTuple
@@ -17,8 +17,8 @@ from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from . import memory
 from .launch import Bound, descriptor, dot_precision, launch, power_of_two, target_of
 
-_SLOTS = 1024  # whose partial scores one program sums
-SHORTEST_SPAN = 1024  # rows of an expert that are summed on their own, at least
+_SLOTS = 1024  # slots per program of `sum_partials_kernel`
+SHORTEST_SPAN = 1024  # least rows of a span, see `kernels.spans`
 
 
 @cache
@@ -46,14 +46,14 @@ def gate_up_of(activation: ActivationType, concatenated: bool) -> str | None:
 
 
 def _weight_source(w: torch.Tensor, config: RowConfig, two_halves: bool = False):
-    """(E, N, K) weights as a kernel reads them: a descriptor of boxes, or the tensor itself."""
+    """(E, N, K) weights as a kernel takes them: a TMA descriptor, or the tensor itself."""
     if not config.tma:
         return w
     stored = w.mT if _stored_transposed(w) else w
     n, k = config.block_n, config.block_k
     if not two_halves:
         return descriptor(stored, [1, k, n] if _stored_transposed(w) else [1, n, k])
-    # The gate half and the up half of a tile in one box.
+    # One box holds the gate and the up half of a tile.
     experts, columns = w.shape[0], w.shape[1] // 2
     if _stored_transposed(w):
         return descriptor(stored.view(experts, w.shape[2], 2, columns), [1, k, 2, n // 2])
@@ -61,14 +61,14 @@ def _weight_source(w: torch.Tensor, config: RowConfig, two_halves: bool = False)
 
 
 def _row_source(t: torch.Tensor, config: RowConfig, row_token):
-    """Rows as a kernel reads them, and whether through a descriptor: gathered rows cannot be."""
+    """Rows as a kernel takes them, and whether that is a TMA descriptor: not if gathered."""
     if not config.tma or row_token is not None:
         return t, False
     return descriptor(t, [config.block_m, config.block_k]), True
 
 
 def _unroll(t: torch.Tensor) -> int:
-    """Products added up before they join the accumulator: see `kernels.triton.tile.accumulate`."""
+    """Blocks of K summed before they join the accumulator, see `kernels.triton.tile`."""
     return 2 if t.dtype == torch.float32 else 1
 
 
@@ -84,7 +84,7 @@ def _grid(config: RowConfig | WeightConfig, work: int, target) -> tuple[int]:
 
 
 class Adapter(NamedTuple):
-    """U (R, r), contiguous, and B (E, N, r): U Bᵀ joins a product in its accumulator."""
+    """LoRA: U (R, r), contiguous, and B (E, N, r); U Bᵀ is added in a GEMM's accumulator."""
 
     u: torch.Tensor | None = None
     factor: torch.Tensor | None = None
@@ -94,12 +94,12 @@ class Adapter(NamedTuple):
         return 0 if self.u is None else self.u.shape[1]
 
     def in_order(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both contiguous, as plain Triton reads them."""
+        """U and B, both contiguous, as the portable kernels read them."""
         return self.u, None if self.factor is None else self.factor.contiguous()
 
     @property
     def options(self) -> dict[str, int]:
-        """The rank, and how many of its columns are taken at once."""
+        """RANK, and BLOCK_R, the columns of U and B that a step multiplies."""
         if self.u is None:
             return {"RANK": 0, "BLOCK_R": 0}
         narrow = self.rank <= 16 and self.u.element_size() == 2
@@ -133,7 +133,7 @@ def up(
     launch(
         up_kernel, grid,
         source, row_token, _weight_source(w1, config, two_halves), b1, None, None,
-        z if keep_z else a,  # where nothing is stored, any address will do
+        z if keep_z else a,  # not stored: any valid address will do
         a, tiles, *w1.stride(),
         H=hidden, N=n, **NO_ADAPTER.options, GATE_UP=gate_up_of(activation, concatenated),
         ACTIVATION=value_of(activation), KEEP_Z=keep_z,
@@ -144,7 +144,7 @@ def up(
 
 
 def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAPTER):
-    """(R, N) = A Wᵀ for (E, N, K) weights, and the adapter."""
+    """Y (R, N) = A Wᵀ for (E, N, K) weights, plus the adapter's U Bᵀ."""
     _, n, k = w.shape
     y = memory.empty((a.shape[0], n), a.dtype, a.device)
     if a.shape[0] == 0:
@@ -168,14 +168,14 @@ def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAP
 
 
 def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail, config=None):
-    """Y, its rows past the last expert zero where asked."""
+    """Y; its rows past the last expert are zero if `zero_tail`."""
     y = _product("down", a, w2, b2, row_scores, tiles, config)
     return _zero_tail(y, expert_start, tiles) if zero_tail else y
 
 
 @cache
 def _bound_aggregate(hidden: int, per_token: int) -> tuple[int, Bound]:
-    """Programs of a token, and the kernel."""
+    """Programs per token, and the kernel."""
     block = min(power_of_two(hidden), 1024)
     return ceil_div(hidden, block), Bound(
         combine.combine_kernel,
@@ -233,7 +233,7 @@ def _score_gradient(
     config = config or row_config(
         "dz", z.element_size(), hidden, intermediate, activation.is_gated, target
     )
-    # The Hopper kernel's dZ leaves from where Z arrived, wanted or not.
+    # The Hopper kernel always stores dZ.
     dz = memory.empty(z.shape, z.dtype, device) if need_dz or config.hopper else None
     a = memory.empty((count, intermediate), z.dtype, device) if need_a else None
     dscores = memory.empty(scores.shape, torch.float32, device) if need_dscores else None
@@ -242,7 +242,7 @@ def _score_gradient(
     parts = ceil_div(intermediate, config.block_n)
     slots = scores.numel() if scores is not None else count
     planes = parts + (b2 is not None)
-    plane = 4 * ceil_div(slots, 4)  # every plane starts on 16 bytes, whatever T is
+    plane = 4 * ceil_div(slots, 4)  # every plane is aligned to 16 bytes for every T
     partial = memory.empty((planes if need_dscores else 0, plane), torch.float32, device)
     grid = _grid(config, (tiles.shape[0] - 1) * parts, target)
     if config.hopper:
@@ -252,7 +252,7 @@ def _score_gradient(
         )  # fmt: skip
     else:
         source, a_tma = _row_source(dout, config, row_token)
-        w2t = w2.mT  # the product contracts over H: (E, I, H) weights
+        w2t = w2.mT  # the GEMM sums over H: (E, I, H) weights
         launch(
             dz_kernel, grid,
             source, row_token, _weight_source(w2t, config), *adapter.in_order(),
@@ -300,7 +300,7 @@ def up_backward(
 
 
 def _zero_tail(y, expert_start, tiles) -> torch.Tensor:
-    """Zero the rows of no expert, in place; NaN everywhere where the tile table is invalid."""
+    """Zero the rows of no expert in place; they become NaN if the tile table is invalid."""
     count, n = y.shape
     if count:
         launch(
@@ -324,7 +324,7 @@ def _weight_gradient(
         dw = memory.empty_like(w, torch.float32 if wide else w.dtype)
     out = dw
     if _stored_transposed(dw):
-        # Written the other way round, so that rows of the store are contiguous.
+        # Compute the transpose, so that rows of the store are contiguous.
         left, left_token, right, right_token, out = right, right_token, left, left_token, dw.mT
     experts, m, n = out.shape
     target = target_of(left)
@@ -365,7 +365,7 @@ def _bound_sum_spans(size: int, add: bool) -> Bound:
 
 
 class Spans(NamedTuple):
-    """How the sums of experts with many rows are split: see `kernels.spans`."""
+    """How the rows of long experts are split: see `kernels.spans`."""
 
     partial: torch.Tensor | None = None  # (places, M·N)
     rows: int = 0
@@ -373,15 +373,16 @@ class Spans(NamedTuple):
 
 
 def _spans(rows: int, shape, tiles: int, programs: int, device) -> Spans:
-    """A quarter of what each program would get of an even routing, or none where an expert's tiles
-    are enough for all programs. At most four tiles a program in fp32: 69 MB on an H200."""
+    """Spans of a quarter of the rows that a program gets with balanced routing; none if one expert
+    has tiles for all programs. The partial sums take at most four fp32 tiles per program, 69 MB on
+    an H200."""
     if tiles >= programs:
         return Spans()
     experts, m, n = shape
     span = max(SHORTEST_SPAN, 64 * ceil_div(rows * tiles, 4 * 64 * programs))
     work = experts * tiles
     if work >= 0.9 * programs * ceil_div(work, programs):
-        # Whole experts of even length keep all programs busy: only much longer ones are split.
+        # Balanced experts keep all programs busy without spans: split only much longer ones.
         span = max(span, 64 * ceil_div(5 * rows, 8 * 64 * experts))
     places = rows // span
     return Spans(memory.empty((max(places, 1), m * n), torch.float32, device), span, places)

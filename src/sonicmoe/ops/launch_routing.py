@@ -16,7 +16,7 @@ _CHUNK = 1024  # slots that one program counts, and sorts in registers
 
 
 def _tokens_at_once(experts: int) -> int:
-    """Tokens of one top-K program: 4096 keys fit the registers of four warps."""
+    """Tokens per program of top-K: 4096 keys fit into the registers of four warps."""
     return max(1, 4096 // power_of_two(experts))
 
 
@@ -26,10 +26,10 @@ def _with_dense_rows(logits: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _bound_topk(backward: bool, experts: int, k: int, softmax_over_topk: bool) -> tuple[int, Bound]:
-    """Tokens of a program, and the kernel."""
+    """Tokens per program, and the kernel."""
     keys = power_of_two(experts)
-    # Four warps would share a row of so many keys and wait for each other thrice a pick: 70 µs for
-    # 32768 tokens with 10 of 512 experts, where one warp for itself takes 46.
+    # One warp per program: four warps that share a row of so many keys synchronize three times per
+    # pick. That takes 70 µs for 32768 tokens with 10 of 512 experts, one warp 46 µs.
     alone = not backward and 512 <= keys <= 1024
     block = 1024 // keys if alone else min(_tokens_at_once(experts), 32)
     kernel = topk_kernels.topk_backward_kernel if backward else topk_kernels.topk_kernel
@@ -72,7 +72,7 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk):
 def _bound_sigmoid(
     experts: int, k: int, groups: int, kept: int, normalize: bool
 ) -> tuple[int, Bound, Bound]:
-    """Tokens of a program, and the kernels: forward, backward."""
+    """Tokens per program, and the kernels: forward, backward."""
     block = min(_tokens_at_once(experts), 16)
     tile = {
         "E": experts, "K": k, "NORMALIZE": normalize, "num_warps": 4,
@@ -111,12 +111,12 @@ def sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale):
     return dlogits
 
 
-_SUMS = 512  # programs that add up softmaxes, at most; one adds up what they have
+_SUMS = 512  # most programs of `softmax_sums_kernel`; one program adds up their sums
 
 
 @cache
 def _bound_balance(experts: int) -> tuple[int, Bound, Bound, Bound]:
-    """Tokens that a program takes at once, and the kernels: sums, the loss, its gradient."""
+    """Tokens per step of a program, and the kernels: sums, loss, gradient."""
     block, width = min(_tokens_at_once(experts), 32), power_of_two(experts)
     tile = {"E": experts, "BLOCK_E": width}
     return (
@@ -128,7 +128,7 @@ def _bound_balance(experts: int) -> tuple[int, Bound, Bound, Bound]:
 
 
 def balance(logits, counts, balance, z):
-    """The loss, and what `balance_backward` needs of it."""
+    """The loss and dL/ds (E,), which `balance_backward` needs."""
     tokens, experts = logits.shape
 
     def new(*shape):
@@ -159,7 +159,7 @@ def balance_backward(dloss, slope, logits, z):
 
 
 def _experts_at_once(experts: int) -> tuple[int, int]:
-    """All of them as a block, and those whose part of the tables one program writes."""
+    """BLOCK_E for all experts, and the experts per program that writes the tile table."""
     block = power_of_two(experts)
     return block, max(1, min(8, 8192 // block))
 
@@ -178,7 +178,7 @@ def _bound_one_chunk(experts: int, tile_height: int) -> Bound:
 
 @cache
 def _bound_permute(experts: int, tile_height: int) -> tuple[Bound, Bound, Bound, int]:
-    """The kernels that count, scan and place, and the programs of the second."""
+    """The kernels count, scan and place, and the programs of scan."""
     block, columns = _experts_at_once(experts)
     return (
         Bound(permute_kernels.count_kernel, BLOCK_E=block, CHUNK=_CHUNK, num_warps=8),
@@ -195,7 +195,7 @@ def count(ids, num_experts):
     totals = memory.empty((num_experts,), torch.int32, ids.device).zero_()
     slots = ids.numel()
     if slots:
-        kernel = _bound_permute(num_experts, 1)[0]  # which knows no tiles
+        kernel = _bound_permute(num_experts, 1)[0]  # it does not use the tile size
         chunks = ceil_div(slots, _CHUNK)
         launch(kernel, (chunks,), ids, None, totals, slots, num_experts)
     return totals
