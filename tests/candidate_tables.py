@@ -19,7 +19,7 @@ def keys(p: Problem, itemsize: int, transposed: bool = False) -> list[Key]:
     return [
         RowKey("up", itemsize, p.H, p.N, p.gated),
         RowKey("down", itemsize, p.I, p.H, True),
-        RowKey("score_gradient", itemsize, p.H, p.I, p.gated),
+        RowKey("dz", itemsize, p.H, p.I, p.gated),
         RowKey("dx", itemsize, p.N, p.H, True),
         *gradients,
     ]

@@ -51,7 +51,7 @@ MUTATIONS = [
         "main_grad.add_(dw2)", "main_grad.copy_(dw2)", "tests/test_main_grad.py",
     ),
     Mutation(
-        "main_grad is overwritten by the kernel", "kernels/weight_gradient.py",
+        "main_grad is overwritten by the kernel", "kernels/triton/wgrad.py",
         "            acc += tl.load(ptr, mask=inside, other=0.0)\n", "            pass\n",
         f"{_LAYER} -k buffer", interpreted=True,
     ),
@@ -78,22 +78,22 @@ MUTATIONS = [
         "tests/integrations/test_checkpointing.py",
     ),
     Mutation(
-        "an adapter without its scale", "kernels/adapted.py",
+        "an adapter without its scale", "kernels/transpose.py",
         "tile.to(tl.float32) * scale", "tile.to(tl.float32)",
         "tests/interpreted/test_interpreted_lora.py -k ranks", interpreted=True,
     ),
     Mutation(
-        "another expert's rows in a weight gradient", "kernels/weight_gradient.py",
-        "    ok = rows < end\n    if TMA:\n", "    ok = rows < end + BK\n    if TMA:\n",
+        "another expert's rows in a weight gradient", "kernels/triton/wgrad.py",
+        "    ok = rows < end\n    if TMA:\n", "    ok = rows < end + BLOCK_K\n    if TMA:\n",
         f"{_LAYER} -k zipf", interpreted=True,
     ),
     Mutation(
-        "the last span of a long expert is left out", "kernels/weight_gradient.py",
+        "the last span of a long expert is left out", "kernels/spans.py",
         "for j in tl.range(0, spans):", "for j in tl.range(0, spans - 1):",
         f"{_LAYER} -k long", interpreted=True,
     ),
     Mutation(
-        "the rows past the last whole band are left out", "kernels/tile.py",
+        "the rows past the last whole band are left out", "kernels/tile_order.py",
         "tl.where(band == bands - 1, tl.maximum(m_tiles - first, 1), HIGH)", "HIGH",
         "tests/interpreted/test_interpreted_tiles.py", interpreted=True,
     ),
@@ -141,12 +141,12 @@ MUTATIONS = [
         "tests/gpu/test_gpu_promises.py -k cuda_graph", gpu=True,
     ),
     Mutation(
-        "gathered rows at 32 bits", "kernels/hopper_rows.py",
+        "gathered rows at 32 bits", "kernels/hopper/ring.py",
         "upper.to(gl.int64) * K", "upper * K",
         "tests/gpu/test_gpu_large.py -k more_elements", gpu=True,
     ),
     Mutation(
-        "aggregated rows at 32 bits", "kernels/aggregation.py",
+        "combined rows at 32 bits", "kernels/combine.py",
         "y + row.to(tl.int64) * H + h", "y + row * H + h",
         "tests/gpu/test_gpu_large.py -k more_elements", gpu=True,
     ),
@@ -163,14 +163,14 @@ MUTATIONS = [
         "tests/gpu/test_gpu_promises.py -k bitwise", gpu=True,
     ),
     Mutation(
-        "another expert's rows in a weight gradient on Hopper", "kernels/hopper_weight_gradient.py",
-        "            ok = k + r < end\n", "            ok = k + r < end + BK\n",
+        "another expert's rows in a weight gradient on Hopper", "kernels/hopper/wgrad.py",
+        "            ok = k + r < end\n", "            ok = k + r < end + BLOCK_K\n",
         "tests/gpu/test_gpu_promises.py -k nan", gpu=True,
     ),
     Mutation(
-        "main_grad of the wrong columns", "kernels/hopper_weight_gradient.py",
-        "        column = n0 + i * (BN // 4)\n        if wide",
-        "        column = n0\n        if wide",
+        "main_grad of the wrong columns", "kernels/hopper/wgrad.py",
+        "        column = n0 + i * PIECE\n        if out_fp32",
+        "        column = n0\n        if out_fp32",
         "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
     ),
     Mutation(

@@ -12,6 +12,7 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.ops import launch_products, launch_routing
 from sonicmoe.tuning import Target, is_valid, row_config, tile_height, weight_config
 
+GEMMS = ("up_kernel", "gemm_kernel", "dz_kernel", "wgrad_kernel")
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 WIDE, NARROW = (2048, 1024), (264, 72)  # H, I: every branch of the selection, and odd sizes
 LARGE = (4096, 14336)  # tiles in bands
@@ -64,7 +65,7 @@ def check(compiled, arch, tensor_cores):
         found, name = report(kernel), kernel.metadata.name
         assert found["LDL"] == found["STL"] == 0, f"{name} spills: {found}"
         assert found["bytes"] < CACHE, f"{name} waits for its instructions: {found}"
-        if "product" in name or "up_kernel" in name or ("gradient" in name and "bias" not in name):
+        if name.endswith(GEMMS):
             products += 1
             copied += found["UTMALDG"] > 0
             assert not tensor_cores or found[TENSOR_CORES[arch]], (
@@ -107,7 +108,7 @@ def test_hopper_with_bias(activation):
     compiled = compile_layer(90, torch.float16, activation, False, False, True, WIDE)
     check(compiled, 90, True)
     if activation is ActivationType.SWIGLU_CLAMPED:  # keeps NaN, which the interpreter always does
-        names = ("hopper_up_kernel", "hopper_score_gradient_kernel")
+        names = ("hopper_up_kernel", "hopper_dz_kernel")
         clamps = [k.asm["ptx"] for k in compiled if k.metadata.name in names]
         assert len(clamps) == 2
         for ptx in clamps:
@@ -141,7 +142,7 @@ def test_routing(arch, experts):
     with compiling(arch) as compiled:
         scores, ids = launch_routing.topk(logits, 8, True)
         launch_routing.topk_backward(scores, scores, ids, logits, False)
-        counts = launch_routing.permute(ids, experts, None, 128)[-1]  # one span
+        counts = launch_routing.permute(ids, experts, None, 128)[-1]  # one chunk
         launch_routing.permute(ids.repeat(4, 1), experts, None, 128)
         launch_routing.tiles(torch.zeros(experts + 1, dtype=torch.int32), 512, 128)
         launch_routing.count(ids, experts)
@@ -162,7 +163,7 @@ def test_only_valid_configurations_are_selected(arch, itemsize):
     for n in (64, 128, 256, 768, 4096):
         for k in (64, 256, 1024):
             for gated in (True, False):
-                for kernel in ("up", "down", "dx", "score_gradient"):
+                for kernel in ("up", "down", "dx", "dz"):
                     config = row_config(kernel, itemsize, k, n, gated, target)
                     assert is_valid(config, itemsize, target, kernel), (kernel, k, n, config)
                     assert config.block_m == (128 if itemsize == 2 else 32)
@@ -213,9 +214,9 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
     names = [k.metadata.name for k in first]
     long = {"count_kernel", "scan_kernel", "place_kernel", "sum_spans_kernel"}
     if max(counts) < 512:
-        assert "one_span_kernel" in names and not long & set(names)
+        assert "one_chunk_kernel" in names and not long & set(names)
     else:
-        assert "one_span_kernel" not in names and long <= set(names)
+        assert "one_chunk_kernel" not in names and long <= set(names)
     for other in others:
         assert [k.metadata.name for k in other] == names
         changed = [a.metadata.name for a, b in zip(first, other, strict=True) if a is not b]

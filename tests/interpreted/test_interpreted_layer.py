@@ -24,7 +24,7 @@ from helpers import (
 
 import sonicmoe
 from sonicmoe import ActivationType
-from sonicmoe.kernels import weight_gradient
+from sonicmoe.kernels import spans
 from sonicmoe.ops import launch_products
 from sonicmoe.tuning import Target
 
@@ -102,7 +102,7 @@ def test_no_program_sums_a_long_expert_alone(monkeypatch):
     launch = launch_products.launch
 
     def without_the_sum(kernel, *args, **options):
-        if getattr(kernel, "kernel", kernel) is not weight_gradient.sum_spans_kernel:
+        if getattr(kernel, "kernel", kernel) is not spans.sum_spans_kernel:
             launch(kernel, *args, **options)
 
     monkeypatch.setattr(launch_products, "launch", without_the_sum)
@@ -123,7 +123,7 @@ def _groups_kernel(expert_start, num_experts, span, groups, out):
         here = group < num_experts
         start = tl.load(expert_start + group, mask=here, other=0)
         end = tl.load(expert_start + group + 1, mask=here, other=0)
-        start, end = weight_gradient.rows_of(group, start, end, expert_start, num_experts, span)
+        start, end = spans.rows_of(group, start, end, expert_start, num_experts, span)
         tl.store(out + 2 * group, start)
         tl.store(out + 2 * group + 1, end)
 

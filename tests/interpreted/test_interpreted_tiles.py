@@ -8,15 +8,15 @@ import triton
 import triton.language as tl
 
 from sonicmoe import ops
-from sonicmoe.kernels.tile import BAND, in_bands, tile_of
+from sonicmoe.kernels.tile_order import BAND, in_bands, tile_of
 
 
 @triton.jit
 def _bands_kernel(
-    out, m_tiles, n_tiles: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    out, m_tiles, n_tiles: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     for index in range(m_tiles * n_tiles):
-        m, n = in_bands(index, m_tiles, n_tiles, BM, BN)
+        m, n = in_bands(index, m_tiles, n_tiles, BLOCK_M, BLOCK_N)
         tl.store(out + 2 * index, m)
         tl.store(out + 2 * index + 1, n)
 
@@ -50,10 +50,10 @@ def test_narrow_matrices_along_the_shorter_side():
 
 @triton.jit
 def _tiles_kernel(
-    tiles, out, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    tiles, out, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    for index in range(tl.load(tiles) * (N // BN)):
-        expert, row, end, n = tile_of(tiles, index, K, N, BM, BN)
+    for index in range(tl.load(tiles) * (N // BLOCK_N)):
+        expert, row, end, n = tile_of(tiles, index, K, N, BLOCK_M, BLOCK_N)
         tl.store(out + 4 * index, expert)
         tl.store(out + 4 * index + 1, row)
         tl.store(out + 4 * index + 2, end)

@@ -15,7 +15,7 @@ from sonicmoe.tuning import Target, table
 
 HOPPER = Target(90, PROCESSORS)
 H, I = 264, 136  # wide enough for every tile, a multiple of none
-PRODUCTS = ("up_kernel", "product_kernel", "score_gradient_kernel", "weight_gradient_kernel")
+PRODUCTS = ("up_kernel", "gemm_kernel", "dz_kernel", "wgrad_kernel")
 
 
 def short_blocks(config):

@@ -34,7 +34,7 @@ def test_the_gathered_side_of_dw1_is_the_narrow_one():
     assert _weight_tile(2 * 1408, 2048, False, True) == (256, 128)
 
 
-@pytest.mark.parametrize("kernel", ["up", "down", "dx", "score_gradient"])
+@pytest.mark.parametrize("kernel", ["up", "down", "dx", "dz"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_rows_on_hopper(kernel, gated):
     assert row_config(kernel, 2, 2048, 1024, gated, H200).hopper
@@ -49,7 +49,7 @@ def test_rows_on_hopper(kernel, gated):
     ],
 )  # fmt: skip
 def test_other_devices_copy_in_boxes_where_they_can(target, tma):
-    for kernel in ("up", "down", "dx", "score_gradient"):
+    for kernel in ("up", "down", "dx", "dz"):
         config = row_config(kernel, 2, 2048, 1024, True, target)
         assert (config.tma, config.hopper) == (tma, False) and is_valid(config, 2, target, kernel)
     config = weight_config(2, 2048, 1024, True, False, target)

@@ -94,7 +94,7 @@ def broken(**changes):
         broken(config=asdict(ROWS) | {"block_n": "128"}),
         broken(config=asdict(WEIGHTS)),
         {name: value for name, value in broken().items() if name != "K"},
-        table.encode(UP._replace(kernel="score_gradient"), replace(ROWS, stages=6)),
+        table.encode(UP._replace(kernel="dz"), replace(ROWS, stages=6)),
         table.encode(DW1, replace(WEIGHTS, block_m=64)),
         table.encode(UP, replace(PLAIN, programs=0)),
         table.encode(UP, replace(PLAIN, programs=10**6)),  # memory for partial sums of each
@@ -131,7 +131,7 @@ def test_what_cannot_run_is_left_out_and_said_once(here, entry):
 @pytest.mark.parametrize(
     "change, complaint",
     [
-        ({"format": 2}, "a table of format 2, this version reads 1"),
+        ({"format": 1}, "a table of format 1, this version reads 2"),
         ({"format": True}, "a table of format True"),
         ({"format": math.nan}, "a table of format nan"),
         ({"device": "NVIDIA H100"}, "tuned for 'NVIDIA H100', the device here is 'NVIDIA H200'"),
@@ -251,7 +251,7 @@ def test_a_scope_of_its_own(here):
 # --- candidates -----------------------------------------------------------------------------------
 KEYS = [
     UP, DW1, UP._replace(itemsize=4), DW1._replace(itemsize=4), UP._replace(gated=False),
-    RowKey("score_gradient", 2, 1536, 256, True), RowKey("down", 2, 64, 128, True),
+    RowKey("dz", 2, 1536, 256, True), RowKey("down", 2, 64, 128, True),
     WeightKey(2, 128, 1536, True, False),
 ]  # fmt: skip
 

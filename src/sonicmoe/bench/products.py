@@ -76,7 +76,7 @@ def products(inputs: Inputs, concatenated: bool) -> tuple[list[Product], Target]
     found = [
         Product("up", RowKey("up", size, p.H, p.N, gated), large, up),
         Product("down", RowKey("down", size, p.I, p.H, True), small, down),
-        Product("dz", RowKey("score_gradient", size, p.H, p.I, gated), small, dz),
+        Product("dz", RowKey("dz", size, p.H, p.I, gated), small, dz),
         Product("dw2", WeightKey(size, p.H, p.I, True, False), small, dw2),
         Product("dx", RowKey("dx", size, p.N, p.H, True), large, dx),
         Product("dw1", WeightKey(size, p.N, p.H, False, True), large, dw1),

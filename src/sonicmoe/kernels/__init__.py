@@ -1,1 +1,4 @@
-"""Device code only: Triton kernels and the functions they are made of. Nothing imports torch."""
+"""Device code: kernels and the functions they are made of.
+
+`triton/` holds the portable grouped GEMMs, `hopper/` those for Hopper in Gluon; the rest is shared.
+"""

@@ -1,8 +1,11 @@
-"""Activations as device functions, handed to kernels as compile-time arguments.
+"""Activations as device functions, passed to kernels as constexpr arguments.
 
-A gated activation is a pair: `f(gate, up) -> a` and `df(gate, up, da) -> a, dgate, dup`; a plain
-one `f(z) -> a` and `df(z, da) -> a, dz`. All in fp32. The derivative returns the value too, because
-the backward pass computes A again from Z.
+An activation is a pair of functions in fp32:
+
+- gated: `f(gate, up) -> a` and `df(gate, up, da) -> a, dgate, dup`,
+- plain: `f(z) -> a` and `df(z, da) -> a, dz`.
+
+The derivative also returns the value, because the backward pass computes A again from Z.
 """
 
 import torch
@@ -19,7 +22,7 @@ _CLAMP_ALPHA = tl.constexpr(1.702)
 
 @triton.jit
 def _reciprocal(x):
-    """Zero above 2¹²⁶, which a division would take care of with four instructions more."""
+    """1/x in one instruction: zero above 2¹²⁶, which a division handles in four more."""
     if _PTX:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -40,11 +43,11 @@ def _tanh(x):
 
 @triton.jit
 def _normal(x):
-    """Distribution and density of the normal distribution.
+    """Φ(x) and φ(x): the normal distribution function and its density.
 
-    Below zero the first is exp(−x²/2) times a polynomial in 1/(1 + 0.3·|x|), fitted to a relative
-    error of 8e-8: as exact as 1 + erf(x/√2) in fp32, and exact far below zero, where that is not.
-    The library's erf made `up` with GELU 165 KB of instructions, which do not fit their cache.
+    Below zero Φ is exp(−x²/2) times a polynomial in 1/(1 + 0.3·|x|), fitted to a relative error of
+    8e-8. That is as exact as (1 + erf(x/√2))/2 in fp32, and stays exact far below zero. With the
+    library's erf, `up` with GELU has 165 KB of instructions, more than the instruction cache.
     """
     bell = tl.exp2(-0.5 * _LOG2E * x * x)
     t = _reciprocal(1.0 + 0.3 * tl.abs(x))
@@ -52,14 +55,6 @@ def _normal(x):
     p = t * (0.11961626 + t * (0.12094928 + t * (0.098717906 + t * (0.13244447 + t * p))))
     tail = p * bell
     return tl.abs(tl.where(x > 0, 1.0, 0.0) - tail), 0.3989422804014327 * bell
-
-
-def value_of(activation: ActivationType):
-    return globals()[activation.value]
-
-
-def derivative_of(activation: ActivationType):
-    return globals()[f"{activation.value}_backward"]
 
 
 # --- functions of one variable: value, and value with slope ---------------------------------------
@@ -87,7 +82,7 @@ def _gelu_tanh(x):
 
 @triton.jit
 def _relu(x):
-    # x != x keeps NaN, which a plain maximum would hide.
+    # x != x keeps NaN, which a maximum would drop.
     positive = (x > 0) | (x != x)
     return tl.where(positive, x, 0.0), tl.where(positive, 1.0, 0.0)
 
@@ -201,7 +196,7 @@ def reglu_backward(g, u, da):
 
 @triton.jit
 def _clamped(gate, up):
-    """NaN stays NaN."""
+    """gate and up, clamped; NaN stays NaN."""
     g = tl.minimum(gate, _CLAMP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
     u = tl.minimum(up, _CLAMP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return g, tl.maximum(u, -_CLAMP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -222,3 +217,28 @@ def swiglu_clamped_backward(gate, up, da):
     dg = tl.where(gate > _CLAMP_LIMIT, 0.0, da * (u + 1.0) * slope)
     du = tl.where(tl.abs(up) > _CLAMP_LIMIT, 0.0, da * value)
     return (u + 1.0) * value, dg, du
+
+
+# --- lookup ---------------------------------------------------------------------------------------
+_FORWARD_AND_BACKWARD = {
+    ActivationType.SWIGLU: (swiglu, swiglu_backward),
+    ActivationType.GEGLU: (geglu, geglu_backward),
+    ActivationType.GEGLU_TANH: (geglu_tanh, geglu_tanh_backward),
+    ActivationType.REGLU: (reglu, reglu_backward),
+    ActivationType.SWIGLU_CLAMPED: (swiglu_clamped, swiglu_clamped_backward),
+    ActivationType.RELU_SQ: (relu_sq, relu_sq_backward),
+    ActivationType.RELU: (relu, relu_backward),
+    ActivationType.GELU: (gelu, gelu_backward),
+    ActivationType.GELU_TANH: (gelu_tanh, gelu_tanh_backward),
+    ActivationType.SILU: (silu, silu_backward),
+}
+
+
+def value_of(activation: ActivationType):
+    """f of an activation, for kernels of the forward pass."""
+    return _FORWARD_AND_BACKWARD[activation][0]
+
+
+def derivative_of(activation: ActivationType):
+    """df of an activation, for kernels of the backward pass."""
+    return _FORWARD_AND_BACKWARD[activation][1]

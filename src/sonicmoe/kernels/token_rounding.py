@@ -1,52 +1,40 @@
-"""Token rounding in integers: no sort, no floating-point atomics, the same result every time.
+"""Token rounding in integers: no sort, no floating-point atomics, a deterministic result.
 
-A pair (token, expert) has an int32 key whose order is the expert's preference: the bits of a score
-that is not negative are ordered like the score, and pairs that were not chosen are moved below all
-chosen ones. An expert keeps the tokens that reach a threshold (least key, cut): a larger key, or
-that very key and a token below the cut, which is how ties go to the lower token. The threshold of
-n rows is found by a search, each step of which counts a column once.
-
-Keys lie as (E, length): the tokens of an expert side by side, up to a multiple of 32, so that they
-are read 16 bytes at a time whatever the number of tokens. A place without a token has no key.
-Which pairs are kept lies as bits (T/32, E): 32 tokens of an expert in a word.
+Keys are those of `threshold`, stored as (E, length), where length is T rounded up to a multiple of
+32, so that 16-byte loads work for every T. Positions past the last token hold NO_KEY. The kept
+pairs are stored as bits (T/32, E): one word for 32 tokens of an expert.
 """
 
 import triton
 import triton.language as tl
 
-_SHIFT: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # from the key of a chosen pair to any other's
-_NOTHING: tl.constexpr = tl.constexpr(-0x80000000)  # below every key
+from .threshold import (
+    NO_KEY,
+    UNCHOSEN_SHIFT,
+    bits_of,
+    count_two,
+    load_keys,
+    reaches,
+    score_of,
+    threshold_of,
+    token_grid,
+)
+
 _WORD: tl.constexpr = tl.constexpr(32)  # tokens of a block, one bit each
-
-
-@triton.jit
-def _reaches(key, token, least, cut):
-    return (key > least) | ((key == least) & (token < cut))
-
-
-@triton.jit
-def _bits(key):
-    """Those of the score, which are also the key of the pair if it is chosen."""
-    return tl.where(key < 0, key + _SHIFT, key)
-
-
-@triton.jit
-def _score(key):
-    return _bits(key).to(tl.float32, bitcast=True)
 
 
 # --- keys -----------------------------------------------------------------------------------------
 @triton.jit
 def _load_rows(values, stride, token, column, known):
-    """Some columns (BT, n) of the rows of tokens, in fp32; the lowest value where not `known`."""
+    """Columns (BLOCK_T, n) of the tokens' rows, in fp32; −∞ where not `known`."""
     at = values + token.to(tl.int64)[:, None] * stride + column
     return tl.load(at, mask=known, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _load_ids(ids, token, tokens, experts, k, BK: tl.constexpr):
-    """The choice (BT, BK), −1 where there is none."""
-    slot = tl.arange(0, BK)
+def _load_ids(ids, token, tokens, experts, k, BLOCK_K: tl.constexpr):
+    """The chosen experts (BLOCK_T, BLOCK_K), −1 where there is none."""
+    slot = tl.arange(0, BLOCK_K)
     here = (token < tokens)[:, None] & (slot < k)[None, :]
     at = token.to(tl.int64)[:, None] * k + slot[None, :]
     id = tl.load(ids + at, mask=here, other=-1).to(tl.int32)
@@ -57,16 +45,18 @@ def _load_ids(ids, token, tokens, experts, k, BK: tl.constexpr):
 def keys_kernel(
     values, ids, keys, counts, block_pairs, tokens, length, experts, k, values_stride,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The keys of scores, or of logits with SOFTMAX, and the choices added up in counts, if any.
+    """Keys (E, length) of scores, or of logits if SOFTMAX; adds the choices to counts (E,), if any.
 
-    Grid: length/BT; a program owns the rows of BT tokens. It also clears block_pairs.
+    Also clears block_pairs.
+
+    Grid: length/BLOCK_T; a program owns the keys of BLOCK_T tokens.
     """
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    e = tl.arange(0, BE)[None, :]
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)[None, :]
     ok, known = (token < tokens)[:, None], e < experts
-    id = _load_ids(ids, token, tokens, experts, k, BK)
+    id = _load_ids(ids, token, tokens, experts, k, BLOCK_K)
     score = _load_rows(values, values_stride, token, e, ok & known)
     if SOFTMAX:
         peak = tl.max(score, 1)[:, None]
@@ -78,151 +68,60 @@ def keys_kernel(
     bits = tl.where(score > 0, score, 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(score != score, 0x7FC00000, bits)
     row = keys + token[:, None]
-    tl.store(row + e.to(tl.int64) * length, tl.where(ok, bits - _SHIFT, _NOTHING), mask=known)
+    tl.store(row + e.to(tl.int64) * length, tl.where(ok, bits - UNCHOSEN_SHIFT, NO_KEY), mask=known)
     tl.store(block_pairs + token // _WORD, 0)
-    tl.debug_barrier()  # all are written as not chosen; the few that are, now move up
+    tl.debug_barrier()  # all are stored as not chosen; now the chosen ones move up
     at = row + id.to(tl.int64) * length
     key = tl.load(at, mask=id >= 0, other=0)
-    tl.store(at, _bits(key), mask=id >= 0)
+    tl.store(at, bits_of(key), mask=id >= 0)
     if counts is not None:
         tl.debug_barrier()
-        # From the keys, not from the ids: a token that names an expert twice has chosen it once.
-        key = tl.load(row + e.to(tl.int64) * length, mask=ok & known, other=_NOTHING)
+        # Counted from the keys: ids may name an expert twice, which is one choice.
+        key = tl.load(row + e.to(tl.int64) * length, mask=ok & known, other=NO_KEY)
         chosen = tl.sum((key >= 0).to(tl.int32), 0)[None, :]
         tl.atomic_add(counts + e, chosen, mask=known & (chosen > 0), sem="relaxed")
 
 
 # --- selection ------------------------------------------------------------------------------------
 @triton.jit
-def _tokens(first, PARTS: tl.constexpr, STEP: tl.constexpr):
-    """PARTS·STEP tokens from `first` on; each thread owns some of every part."""
-    return first + tl.arange(0, PARTS)[:, None] * STEP + tl.arange(0, STEP)[None, :]
-
-
-@triton.jit
-def _load_keys(column, token, length):
-    return tl.load(column + token, mask=token < length, other=_NOTHING)
-
-
-@triton.jit
-def _count(column, held, length, least, cut):
-    """How many tokens of an expert reach the threshold; `held` are the keys of its first ones.
-
-    They stay in registers, since a search counts about seven times.
-    """
-    PARTS: tl.constexpr = held.shape[0]
-    STEP: tl.constexpr = held.shape[1]
-    found = tl.sum(_reaches(held, _tokens(0, PARTS, STEP), least, cut).to(tl.int32), 0)
-    for first in tl.range(PARTS * STEP, length, STEP):
-        token = first + tl.arange(0, STEP)
-        found += _reaches(_load_keys(column, token, length), token, least, cut).to(tl.int32)
-    return tl.sum(found, 0)
-
-
-@triton.jit
-def _two(key, lower, upper):
-    """Whether a key reaches each of two others, as two counts in one integer."""
-    return (key >= lower).to(tl.int32) | ((key >= upper).to(tl.int32) << 16)
-
-
-@triton.jit
-def _count_two(column, held, length, lower, upper):
-    """How many keys of an expert reach each of two."""
-    PARTS: tl.constexpr = held.shape[0]
-    STEP: tl.constexpr = held.shape[1]
-    found = tl.sum(_two(held, lower, upper), 0)  # 16 bits hold the parts of 67M tokens
-    for first in tl.range(PARTS * STEP, length, STEP):
-        found += _two(_load_keys(column, first + tl.arange(0, STEP), length), lower, upper)
-    both = tl.sum((found & 0xFFFF).to(tl.int64) | (found.to(tl.int64) >> 16 << 32), 0)
-    return both.to(tl.int32), (both >> 32).to(tl.int32)
-
-
-@triton.jit
-def _bounds(column, held, length, up):
-    """The lowest and the highest key of the candidates: a search between them is a third shorter.
-
-    They are the tokens that had not chosen the expert, if it goes up, else those that had. As
-    numbers without a sign, the keys of these come first, then _NOTHING, then the keys of those.
-    """
-    PARTS: tl.constexpr = held.shape[0]
-    STEP: tl.constexpr = held.shape[1]
-    shift = tl.where(up, _SHIFT, 0)  # candidates to the bottom, as numbers without a sign
-    flip = tl.where(up, _NOTHING, 0)  # candidates to the top, as numbers with one
-    lowest = tl.min((held + shift).to(tl.uint32, bitcast=True), 0)
-    highest = tl.max(held ^ flip, 0)
-    for first in tl.range(PARTS * STEP, length, STEP):
-        key = _load_keys(column, first + tl.arange(0, STEP), length)
-        lowest = tl.minimum(lowest, (key + shift).to(tl.uint32, bitcast=True))
-        highest = tl.maximum(highest, key ^ flip)
-    return tl.min(lowest, 0).to(tl.int32, bitcast=True) - shift, tl.max(highest, 0) ^ flip
-
-
-@triton.jit
-def _threshold(column, held, length, tokens, chosen, rows, up):
-    """The threshold that exactly `rows` tokens reach: more than chose the expert, or fewer."""
-    low, highest = _bounds(column, held, length, up)
-    high = highest + 1
-    # How many reach (low, T). Always at least `rows`, and fewer reach (high, T).
-    found = tl.where(up, tokens, chosen)
-    if rows == 0:
-        low, found = high, 0
-    while (high - low > 1) & (found != rows):
-        # In three parts, since two keys are counted almost as quickly as one.
-        lower = low + tl.maximum((high - low) // 3, 1)
-        upper = tl.minimum(lower + (high - low) // 3, high - 1)
-        at_lower, at_upper = _count_two(column, held, length, lower, upper)
-        found = tl.where(at_upper >= rows, at_upper, tl.where(at_lower >= rows, at_lower, found))
-        high = tl.where(at_upper >= rows, high, tl.where(at_lower >= rows, upper, lower))
-        low = tl.where(at_upper >= rows, upper, tl.where(at_lower >= rows, lower, low))
-    # Only where keys tie is a cut between tokens left to find.
-    before = tl.where(found == rows, tokens - 1, 0)
-    cut = tokens
-    while cut - before > 1:
-        middle = before + (cut - before) // 2
-        enough = _count(column, held, length, low, middle) >= rows
-        cut = tl.where(enough, middle, cut)
-        before = tl.where(enough, before, middle)
-    return low, cut
-
-
-@triton.jit
 def _score_between(key, token, least, cut, inner_least, inner_cut):
-    outer = _reaches(key, token, least, cut)
-    return tl.where(outer & (_reaches(key, token, inner_least, inner_cut) == 0), _score(key), 0.0)
+    """The score of a pair that reaches the outer but not the inner threshold, else zero."""
+    outer = reaches(key, token, least, cut)
+    return tl.where(outer & (reaches(key, token, inner_least, inner_cut) == 0), score_of(key), 0.0)
 
 
 @triton.jit
 def _sum_between(column, held, length, least, cut, inner_least, inner_cut):
-    """The scores of the tokens that reach one threshold but not another, higher one."""
+    """Sum of the scores of the tokens that reach the outer but not the inner threshold."""
     PARTS: tl.constexpr = held.shape[0]
     STEP: tl.constexpr = held.shape[1]
-    ahead = _tokens(0, PARTS, STEP)
+    ahead = token_grid(0, PARTS, STEP)
     found = tl.sum(_score_between(held, ahead, least, cut, inner_least, inner_cut), 0)
     for first in tl.range(PARTS * STEP, length, STEP):
         token = first + tl.arange(0, STEP)
-        key = _load_keys(column, token, length)
+        key = load_keys(column, token, length)
         found += _score_between(key, token, least, cut, inner_least, inner_cut)
     return tl.sum(found, 0)
 
 
 @triton.jit
 def _up_by_scores(column, held, length, tokens, chosen, uniform, down, tile):
-    """With the probability of (scores that going down drops) / (those and what going up adds)."""
-    least, cut = _threshold(column, held, length, tokens, chosen, down, False)
+    """Round up with probability dropped / (dropped + added), sums of the scores at stake."""
+    least, cut = threshold_of(column, held, length, tokens, chosen, down, False)
     dropped = _sum_between(column, held, length, 0, tokens, least, cut)
-    least, cut = _threshold(column, held, length, tokens, chosen, down + tile, True)
+    least, cut = threshold_of(column, held, length, tokens, chosen, down + tile, True)
     added = _sum_between(column, held, length, least, cut, 0, tokens)
     return uniform * (dropped + added) < dropped
 
 
 @triton.jit
 def _write_kept(kept, block_pairs, key, first, least, cut, me, experts, length):
-    """Which of the tokens from `first` on reach the threshold, as bits; and how many of a block."""
+    """Store which tokens from `first` on are kept, as bits; add their number to block_pairs."""
     PARTS: tl.constexpr = key.shape[0]
     BLOCKS: tl.constexpr = key.shape[1] // _WORD
-    here = _reaches(key, _tokens(first, PARTS, BLOCKS * _WORD), least, cut).to(tl.int32)
+    here = reaches(key, token_grid(first, PARTS, BLOCKS * _WORD), least, cut).to(tl.int32)
     here = tl.reshape(here, (PARTS, BLOCKS, _WORD))
-    block = _tokens(first // _WORD, PARTS, BLOCKS)
+    block = token_grid(first // _WORD, PARTS, BLOCKS)
     inside = block < length // _WORD
     word = tl.sum(here << tl.arange(0, _WORD)[None, None, :], 2)
     tl.store(kept + block.to(tl.int64) * experts + me, word, mask=inside)
@@ -231,9 +130,12 @@ def _write_kept(kept, block_pairs, key, first, least, cut, me, experts, length):
 
 
 @triton.jit
-def _balanced_up(counts, me, tokens, experts, tile, BE: tl.constexpr):
-    """The running error is the smallest number in the class of −Σ rest modulo the tile."""
-    e = tl.arange(0, BE)
+def _balanced_up(counts, me, tokens, experts, tile, BLOCK_E: tl.constexpr):
+    """Round up if that brings the running rounding error closer to zero.
+
+    After each expert that error is the number nearest to zero that is −Σ rest modulo the tile.
+    """
+    e = tl.arange(0, BLOCK_E)
     count = tl.load(counts + e, mask=e < experts, other=0)
     rest = tl.where(count - count % tile + tile <= tokens, count % tile, 0)
     before = tl.sum(tl.where(e < me, rest, 0), 0)
@@ -245,16 +147,19 @@ def _balanced_up(counts, me, tokens, experts, tile, BE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def select_kernel(
     keys, counts, uniform, rows, chosen_rows, kept, block_pairs, tokens, length, experts, tile,
-    SUBROUTINE: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    SUBROUTINE: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The rows of each expert, and which tokens they are. Grid: E; a program owns one expert."""
+    """The number of rows of each expert after rounding, and which tokens it keeps.
+
+    Grid: E; a program owns one expert.
+    """
     me = tl.program_id(0)
-    if SUBROUTINE == "balance-f":  # before the keys take the registers
-        balanced_up = _balanced_up(counts, me, tokens, experts, tile, BE)
+    if SUBROUTINE == "balance-f":  # before the keys occupy the registers
+        balanced_up = _balanced_up(counts, me, tokens, experts, tile, BLOCK_E)
     column = keys + me.to(tl.int64) * length
-    held = _load_keys(column, _tokens(0, PARTS, STEP), length)
-    f, _ = _count_two(column, held, length, 0, 0)
-    n, least, cut = f, 0, tokens  # a multiple already: every chosen pair is kept, and no other
+    held = load_keys(column, token_grid(0, PARTS, STEP), length)
+    f, _ = count_two(column, held, length, 0, 0)
+    n, least, cut = f, 0, tokens  # already a multiple: exactly the chosen pairs are kept
     if f % tile > 0:
         n = f - f % tile
         up = n + tile <= tokens
@@ -265,48 +170,50 @@ def select_kernel(
         elif SUBROUTINE == "sr-f":
             up = up & (tl.load(uniform + me) * tile < f - n)
         elif SUBROUTINE == "nr-s":
-            if up:  # else there may be no token to go up with
+            if up:  # else there may be too few tokens to round up
                 u = tl.load(uniform + me)
                 up = _up_by_scores(column, held, length, tokens, f, u, n, tile)
         elif SUBROUTINE == "down":
             up = False
         n += tl.where(up, tile, 0)
-        least, cut = _threshold(column, held, length, tokens, f, n, up)
+        least, cut = threshold_of(column, held, length, tokens, f, n, up)
     tl.store(chosen_rows + me, f)
     tl.store(rows + me, n)
     _write_kept(kept, block_pairs, held, 0, least, cut, me, experts, length)
     for first in tl.range(PARTS * STEP, length, STEP):
-        key = _load_keys(column, _tokens(first, 1, STEP), length)
+        key = load_keys(column, token_grid(first, 1, STEP), length)
         _write_kept(kept, block_pairs, key, first, least, cut, me, experts, length)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
 @triton.jit
 def _four_by_four(kept, block, e, experts):
-    """(BE, 8) int32: whether each expert keeps tokens j, j + 8, j + 16, j + 24, a byte for each."""
+    """(BLOCK_E, 8) int32: one byte each for whether tokens j, j + 8, j + 16, j + 24 are kept."""
     word = tl.load(kept + block.to(tl.int64) * experts + e, mask=e < experts, other=0)
     return (word[:, None] >> tl.arange(0, 8)[None, :]) & 0x01010101
 
 
 @triton.jit
 def _apart(four):
-    """(4, 8) from (8,): the bytes of each, which are then in the order of the tokens."""
+    """(4, 8) from (8,): the four bytes of each integer, in the order of the tokens."""
     return (four[None, :] >> (8 * tl.arange(0, 4))[:, None]) & 0xFF
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def emit_kernel(
     keys, kept, block_pairs, pair_expert, pair_token, pair_score, token_start,
-    tokens, length, experts, slots, BE: tl.constexpr, BP: tl.constexpr,
+    tokens, length, experts, slots, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """The kept pairs, by token and then by expert. Grid: T/32; a program owns one block of tokens,
-    and an even share of the slots, of which it marks the unused ones.
+    """The kept pairs, sorted by token and then by expert, and token_start (T+1,).
+
+    Grid: T/32; a program owns 32 tokens, and an equal share of the slots, whose unused ones it
+    marks.
     """
     p, blocks = tl.program_id(0), tl.num_programs(0)
-    total = tl.zeros((BP,), tl.int32)
-    before = tl.zeros((BP,), tl.int32)
-    for first in tl.range(0, blocks, BP):
-        q = first + tl.arange(0, BP)
+    total = tl.zeros((BLOCK_P,), tl.int32)
+    before = tl.zeros((BLOCK_P,), tl.int32)
+    for first in tl.range(0, blocks, BLOCK_P):
+        q = first + tl.arange(0, BLOCK_P)
         found = tl.load(block_pairs + q, mask=q < blocks, other=0)
         total += found
         before += tl.where(q < p, found, 0)
@@ -314,8 +221,8 @@ def emit_kernel(
     begin = tl.sum(before, 0)
 
     mine = tl.zeros((4, 8), tl.int32)
-    for first in tl.range(0, experts, BE):
-        mine += _apart(tl.sum(_four_by_four(kept, p, first + tl.arange(0, BE), experts), 0))
+    for first in tl.range(0, experts, BLOCK_E):
+        mine += _apart(tl.sum(_four_by_four(kept, p, first + tl.arange(0, BLOCK_E), experts), 0))
     count = tl.reshape(mine, (_WORD,))
     end = begin + tl.cumsum(count, 0)
     token = p * _WORD + tl.arange(0, _WORD)
@@ -323,13 +230,13 @@ def emit_kernel(
         tl.store(token_start, 0)
     tl.store(token_start + 1 + token, end, mask=token < tokens)
 
-    # One place of 50 is kept. Of these only who they are is written first, into pair_token; the
-    # rest then goes pair by pair.
+    # About one pair in 50 is kept. First only its (expert, token) goes to pair_token, then the
+    # rest is filled in pair by pair.
     start = tl.reshape(end - count, (4, 8))
-    for first in tl.range(0, experts, BE):
-        e = first + tl.arange(0, BE)
+    for first in tl.range(0, experts, BLOCK_E):
+        e = first + tl.arange(0, BLOCK_E)
         here = _four_by_four(kept, p, e, experts)
-        rank = tl.cumsum(here, 0)  # four at once: bytes, since BE is at most 128
+        rank = tl.cumsum(here, 0)  # four counts at once, in bytes: BLOCK_E is at most 128
         who = e[:, None] * _WORD + tl.arange(0, 8)[None, :]
         for i in tl.static_range(4):
             row = tl.sum(tl.where(tl.arange(0, 4)[:, None] == i, start, 0), 0)[None, :]
@@ -338,20 +245,20 @@ def emit_kernel(
         start += _apart(tl.sum(here, 0))
     tl.debug_barrier()
     last = begin + tl.sum(count, 0)
-    for first in tl.range(begin, last, BP):
-        slot = first + tl.arange(0, BP)
+    for first in tl.range(begin, last, BLOCK_P):
+        slot = first + tl.arange(0, BLOCK_P)
         here = slot < last
         who = tl.load(pair_token + slot, mask=here, other=0)
         expert, mate = who // _WORD, p * _WORD + who % _WORD
         key = tl.load(keys + expert.to(tl.int64) * length + mate, mask=here, other=0)
         tl.store(pair_expert + slot, expert, mask=here)
         tl.store(pair_token + slot, mate, mask=here)
-        tl.store(pair_score + slot, _score(key), mask=here)
+        tl.store(pair_score + slot, score_of(key), mask=here)
 
     share = (slots + blocks - 1) // blocks
     last = tl.minimum((p + 1) * share, slots)
-    for first in tl.range(tl.maximum(p * share, used), last, BP):
-        slot = first + tl.arange(0, BP)
+    for first in tl.range(tl.maximum(p * share, used), last, BLOCK_P):
+        slot = first + tl.arange(0, BLOCK_P)
         unused = slot < last
         tl.store(pair_expert + slot, -1, mask=unused)
         tl.store(pair_token + slot, tokens, mask=unused)
@@ -362,11 +269,14 @@ def emit_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def logits_gradient_kernel(
     dscore, logits, ids, pair_expert, token_start, dlogits, tokens, experts, k, logits_stride,
-    BT: tl.constexpr, BE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dlogits (T, E) from the gradients of the kept pairs. Grid: T/BT; a program owns BT tokens."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    e = tl.arange(0, BE)[None, :]
+    """dlogits (T, E) from the gradients of the kept pairs' scores.
+
+    Grid: T/BLOCK_T; a program owns BLOCK_T tokens.
+    """
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)[None, :]
     ok, known = token < tokens, e < experts
     logit = _load_rows(logits, logits_stride, token, e, ok[:, None] & known)
     weight = tl.exp(logit - tl.max(logit, 1)[:, None])
@@ -380,7 +290,7 @@ def logits_gradient_kernel(
 
     start = tl.load(token_start + token, mask=ok, other=0)
     end = tl.load(token_start + 1 + token, mask=ok, other=0)
-    slope = 0.0 * score  # laid out as the rows are: 71 registers, where zeros of its own took 206
+    slope = 0.0 * score  # in the layout of `score`: 71 registers; tl.zeros took 206
     for i in tl.range(tl.max(end - start, 0)):
         here = start + i < end
         expert = tl.load(pair_expert + start + i, mask=here, other=-1)

@@ -1,4 +1,4 @@
-"""Top-K with scores, and its backward. Scores and their gradients are fp32."""
+"""Top-K of the logits with softmax scores, and its backward pass. Scores are fp32."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def to_keys(logits, column):
-    """Integers in the order of choice: larger logit first, then lower column.
+    """Integer keys that sort like the choice: larger logit first, then lower column.
 
-    NaN ranks above everything, -0 with 0. Logits of 16 bits make keys of 32, others of 64: the
-    search compares every key K times.
+    NaN ranks above everything, -0 equals 0. 16-bit logits make 32-bit keys, others 64-bit keys:
+    small keys pay off, since the search compares every key K times.
     """
     if logits.dtype.primitive_bitwidth == 16:
         bits = tl.where(logits == 0, 0, logits.to(tl.int16, bitcast=True).to(tl.int32))
@@ -24,7 +24,7 @@ def to_keys(logits, column):
 
 @triton.jit
 def from_keys(keys, dtype: tl.constexpr):
-    """Column and logit in fp32."""
+    """Column and logit, in fp32, of keys made from logits of `dtype`."""
     if dtype.primitive_bitwidth == 16:
         bits = keys >> 16
         raw = tl.where(bits < 0, bits ^ 0x7FFF, bits).to(tl.int16)
@@ -36,10 +36,12 @@ def from_keys(keys, dtype: tl.constexpr):
 
 
 @triton.jit
-def largest(keys, lowest: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """The K largest of each row of keys, all different, largest first: (BT, BK)."""
-    slot = tl.arange(0, BK)
-    picked = tl.zeros((BT, BK), keys.dtype)
+def largest(
+    keys, lowest: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """(BLOCK_T, BLOCK_K): the K largest keys of each row, largest first. Keys must differ."""
+    slot = tl.arange(0, BLOCK_K)
+    picked = tl.zeros((BLOCK_T, BLOCK_K), keys.dtype)
     for k in tl.range(K):
         best = tl.max(keys, 1)
         picked = tl.where(slot[None, :] == k, best[:, None], picked)
@@ -51,12 +53,15 @@ def largest(keys, lowest: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: t
 def topk_kernel(
     logits, scores, ids, tokens, logits_stride,
     E: tl.constexpr, K: tl.constexpr, SOFTMAX_OVER_TOPK: tl.constexpr,
-    BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The K largest of each row, largest first. Grid: T/BT; a program owns BT tokens."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    """Scores and ids (T, K) of the K largest logits of each token, largest first.
+
+    Grid: T/BLOCK_T; a program owns BLOCK_T tokens.
+    """
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     ok = token < tokens
-    e = tl.arange(0, BE)
+    e = tl.arange(0, BLOCK_E)
     here = ok[:, None] & (e < E)[None, :]
     ptr = logits + token.to(tl.int64)[:, None] * logits_stride + e[None, :]
     NARROW: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16 and E <= 0x10000
@@ -67,8 +72,8 @@ def topk_kernel(
         raw = row
     keys = tl.where((e < E)[None, :], to_keys(raw, e[None, :]), lowest)
 
-    slot = tl.arange(0, BK)
-    chosen, value = from_keys(largest(keys, lowest, K, BT, BK), raw.dtype)
+    slot = tl.arange(0, BLOCK_K)
+    chosen, value = from_keys(largest(keys, lowest, K, BLOCK_T, BLOCK_K), raw.dtype)
     value = tl.where((slot < K)[None, :], value, float("-inf"))
     if SOFTMAX_OVER_TOPK:
         weight = tl.exp(value - tl.max(value, 1)[:, None])
@@ -87,22 +92,25 @@ def topk_kernel(
 def topk_backward_kernel(
     dscores, scores, ids, logits, dlogits, tokens, logits_stride,
     E: tl.constexpr, K: tl.constexpr, SOFTMAX_OVER_TOPK: tl.constexpr,
-    BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dlogits (T, E), every element written. Grid: T/BT; a program owns BT tokens."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    """dlogits (T, E) from dscores (T, K); every element is written.
+
+    Grid: T/BLOCK_T; a program owns BLOCK_T tokens.
+    """
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     ok = token < tokens
-    slot = tl.arange(0, BK)
+    slot = tl.arange(0, BLOCK_K)
     keep = ok[:, None] & (slot < K)[None, :]
     offs = token.to(tl.int64)[:, None] * K + slot[None, :]
     s = tl.load(scores + offs, mask=keep, other=0.0)
     ds = tl.load(dscores + offs, mask=keep, other=0.0)
     inner = tl.sum(s * ds, 1)
 
-    e = tl.arange(0, BE)
+    e = tl.arange(0, BLOCK_E)
     here = ok[:, None] & (e < E)[None, :]
     if SOFTMAX_OVER_TOPK:
-        row = tl.zeros((BT, BE), tl.float32)
+        row = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
     else:
         ptr = logits + token.to(tl.int64)[:, None] * logits_stride + e[None, :]
         row = tl.load(ptr, mask=here, other=0.0).to(tl.float32)
@@ -110,7 +118,7 @@ def topk_backward_kernel(
         weight = tl.exp(row - tl.max(row, 1)[:, None])
         row = -weight / tl.sum(weight, 1)[:, None] * inner[:, None]
     for k in tl.range(K):
-        # One slot at a time from memory: BT values each of its id, score and gradient.
+        # Loaded again, one slot at a time: a column of the (BLOCK_T, BLOCK_K) tiles above.
         at = token.to(tl.int64) * K + k
         chosen = tl.load(ids + at, mask=ok, other=-1)
         score = tl.load(scores + at, mask=ok, other=0.0)

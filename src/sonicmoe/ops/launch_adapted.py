@@ -1,27 +1,28 @@
-"""Launches of the products with an adapter."""
+"""Launches of the grouped GEMMs with a LoRA adapter."""
 
 from dataclasses import replace
 
 from ..enums import ActivationType
-from ..kernels import adapted
 from ..kernels.activation import value_of
+from ..kernels.transpose import transpose_kernel
+from ..kernels.triton.gemm import up_kernel
 from ..shapes import ceil_div
 from ..tuning import RowConfig, Target, row_config
 from ..tuning.select import default_row_config
 from . import launch_products as products
 from . import memory
 from .launch import dot_precision, launch
-from .launch_products import Adapter
+from .launch_products import Adapter, gate_up_of
 
 
 def _config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target: Target) -> RowConfig:
-    """The layer's own on Hopper's kernels, elsewhere plain Triton's, where no epilogue spills."""
+    """The layer's configuration for Hopper kernels, else one whose epilogue does not spill."""
     config = row_config(kernel, itemsize, k, n, gated, target)
     if config.hopper:
         return config
-    config = default_row_config(kernel, itemsize, k, n, False, target._replace(gluon=False))
-    # Gate and up take twice the registers: two slices spill up to 18 of them with the clamp.
-    return replace(config, slices=4 if gated else 2) if kernel == "score_gradient" else config
+    config = default_row_config(kernel, itemsize, k, n, target._replace(gluon=False))
+    # With a gate two slices spill up to 18 registers in the clamped activation.
+    return replace(config, slices=4 if gated else 2) if kernel == "dz" else config
 
 
 def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
@@ -42,14 +43,13 @@ def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
         )  # fmt: skip
         return z, a
     launch(
-        adapted.adapted_up_kernel, grid,
+        up_kernel, grid,
         x, row_token, products._weight_source(w1, config, activation.is_gated and concatenated),
         b1, u, factor.contiguous(), z, a, tiles, *w1.stride(),
         H=hidden, N=n, **Adapter(u, factor).options,
-        GATED=activation.is_gated, CONCATENATED=concatenated,
-        ACTIVATION=value_of(activation), A_TMA=False, B_TMA=config.tma,
-        B_KN=products._stored_transposed(w1), PRECISION=dot_precision(x),
-        UNROLL=products._unroll(x), **products._options(config),
+        GATE_UP=gate_up_of(activation, concatenated), ACTIVATION=value_of(activation),
+        KEEP_Z=True, A_TMA=False, W_TMA=config.tma, WEIGHT_LAYOUT=products._weight_layout(w1),
+        PRECISION=dot_precision(x), UNROLL=products._unroll(x), **products._options(config),
     )  # fmt: skip
     return z, a
 
@@ -68,7 +68,7 @@ def down_backward(
     """dZ, A' and dscores."""
     hidden, intermediate = w2.shape[1:]
     config = _config(
-        "score_gradient", z.element_size(), hidden, intermediate, activation.is_gated,
+        "dz", z.element_size(), hidden, intermediate, activation.is_gated,
         products.target_of(z),
     )  # fmt: skip
     return products._score_gradient(
@@ -82,7 +82,7 @@ def transposed(t, scale, dtype):
     out = memory.empty((columns, rows), dtype, t.device)
     if t.numel():
         launch(
-            adapted.transpose_kernel, (ceil_div(rows, 64), ceil_div(columns, 64)),
-            t, out, scale, rows, columns, BP=64, BQ=64, num_warps=4,
+            transpose_kernel, (ceil_div(rows, 64), ceil_div(columns, 64)),
+            t, out, scale, rows, columns, BLOCK_P=64, BLOCK_Q=64, num_warps=4,
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels: one program a multiprocessor, everything through descriptors."""
+"""Launches of the Hopper kernels: one program per SM, operands as TMA descriptors."""
 
 from functools import lru_cache
 
@@ -6,15 +6,15 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ..kernels.activation import derivative_of, value_of
-from ..kernels.hopper_rows import hopper_product_kernel
-from ..kernels.hopper_score_gradient import SLICE, hopper_score_gradient_kernel
-from ..kernels.hopper_up import hopper_up_kernel
-from ..kernels.hopper_weight_gradient import hopper_weight_gradient_kernel
+from ..kernels.hopper.dz import SLICE, hopper_dz_kernel
+from ..kernels.hopper.gemm import hopper_gemm_kernel
+from ..kernels.hopper.up import hopper_up_kernel
+from ..kernels.hopper.wgrad import hopper_wgrad_kernel
 from ..tuning import RowConfig, WeightConfig
 from .launch import Bound, Boxes, launch
-from .launch_products import NO_ADAPTER, Adapter
+from .launch_products import NO_ADAPTER, Adapter, gate_up_of
 
-_ROWS = 64  # rows of one computing warpgroup
+_ROWS = 64  # rows of one consumer warpgroup
 _WIDTH = SLICE.value
 _GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _ENDLESS = 0x7FFF0000
@@ -33,7 +33,7 @@ def _row_boxes(dtype, columns, strides, block) -> Boxes:
 
 
 def _weight_boxes(dtype, shape, strides, n, k, two_halves=False) -> Boxes:
-    """Of (E, N, K) weights, which may lie in memory as (E, K, N)."""
+    """Boxes of (E, N, K) weights, which may lie in memory as (E, K, N)."""
     experts, columns, depth = shape
     per_expert, per_column, per_element = strides
     transposed = per_element != 1
@@ -54,8 +54,13 @@ def _weight_boxes(dtype, shape, strides, n, k, two_halves=False) -> Boxes:
     )  # fmt: skip
 
 
+def _layout(k_stride: int) -> str:
+    """WEIGHT_LAYOUT of weights whose elements along K are `k_stride` apart."""
+    return "nk" if k_stride == 1 else "kn"
+
+
 def _z_boxes(dtype, columns, width, two_halves) -> Boxes:
-    """Of Z and dZ, `width` columns at a time, or as many of one of the halves."""
+    """Boxes of Z and dZ with `width` columns, of one half if gate and up are concatenated."""
     if two_halves:
         half = columns // 2
         return _row_boxes(dtype, (2, half), (columns, half, 1), (_ROWS, 1, width))
@@ -63,11 +68,11 @@ def _z_boxes(dtype, columns, width, two_halves) -> Boxes:
 
 
 def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
-    """Boxes of rows that end with their expert: see `kernels.ragged`."""
+    """Boxes of rows that end with their expert: see `kernels.hopper.ragged`."""
     return t, _row_boxes(t.dtype, t.shape[1:], t.stride(), block)
 
 
-# --- what depends on the weights and the configuration alone --------------------------------------
+# --- cached by weights and configuration ----------------------------------------------------------
 @lru_cache(maxsize=1024)
 def _factor_boxes(*args) -> Boxes:
     return _weight_boxes(*args)
@@ -82,9 +87,9 @@ def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, g
     inner = columns // 2 if gated else columns
     kernel = Bound(
         hopper_up_kernel,
-        H=hidden, N=columns, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1,
-        GATED=gated, TWO_HALVES=two_halves, ACTIVATION=value_of(activation),
-        KEEP_Z=keep_z, GATHER=gather, num_warps=4,
+        H=hidden, N=columns, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages,
+        WEIGHT_LAYOUT=_layout(strides[2]), GATE_UP=gate_up_of(activation, concatenated),
+        ACTIVATION=value_of(activation),        KEEP_Z=keep_z, GATHER=gather, num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(dtype, shape, strides, n, k, two_halves)
     z = _z_boxes(dtype, columns, n // 4, two_halves)
@@ -93,11 +98,12 @@ def _up(dtype, shape, strides, n, k, stages, activation, concatenated, keep_z, g
 
 @lru_cache(maxsize=1024)
 def _product(dtype, shape, strides, n, k, stages, rank):
-    """The kernel; boxes of the weights and of the result."""
+    """The kernel; boxes of W and Y."""
     _, columns, depth = shape
     kernel = Bound(
-        hopper_product_kernel,
-        K=depth, N=columns, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[2] != 1, num_warps=4,
+        hopper_gemm_kernel,
+        K=depth, N=columns, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages,
+        WEIGHT_LAYOUT=_layout(strides[2]), num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(dtype, shape, strides, n, k)
     return kernel, weights, _row_boxes(dtype, (columns,), (columns, 1), (_ROWS, n))
@@ -108,14 +114,15 @@ def _score_gradient(
     dtype, shape, strides, n, k, stages, activation, concatenated, store_a, store_partial, gather,
     rank,
 ):  # fmt: skip
-    """The kernel; boxes of W2, which is multiplied from the other side, of Z and dZ, and of A'."""
+    """The kernel; boxes of W2 as (E, I, H) weights, of Z and dZ, and of A'."""
     experts, hidden, inner = shape
     gated = activation.is_gated
     two_halves = gated and concatenated
     kernel = Bound(
-        hopper_score_gradient_kernel,
-        H=hidden, I=inner, RANK=rank, BN=n, BK=k, STAGES=stages, KN=strides[1] != 1,
-        GATED=gated, CONCATENATED=two_halves, BACKWARD=derivative_of(activation),
+        hopper_dz_kernel,
+        H=hidden, I=inner, RANK=rank, BLOCK_N=n, BLOCK_K=k, STAGES=stages,
+        WEIGHT_LAYOUT=_layout(strides[1]), GATE_UP=gate_up_of(activation, concatenated),
+        BACKWARD=derivative_of(activation),
         STORE_A=store_a, STORE_PARTIAL=store_partial, GATHER=gather, num_warps=4,
     )  # fmt: skip
     weights = _weight_boxes(
@@ -129,10 +136,10 @@ def _score_gradient(
 
 @lru_cache(maxsize=1024)
 def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather_right, add):
-    """The kernel; boxes of the gradient, which in fp32 needs none."""
+    """The kernel; boxes of the gradient, None for fp32, which is stored without TMA."""
     kernel = Bound(
-        hopper_weight_gradient_kernel,
-        M=shape[1], N=shape[2], BM=m, BN=n, BK=k, STAGES=stages,
+        hopper_wgrad_kernel,
+        M=shape[1], N=shape[2], BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, STAGES=stages,
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, ADD=add, num_warps=4,
     )  # fmt: skip
     if dtype == torch.float32:
@@ -142,7 +149,7 @@ def _weight_gradient(dtype, shape, strides, m, n, k, stages, gather_left, gather
 
 # --- launches -------------------------------------------------------------------------------------
 def _adapter(adapter: Adapter, transposed: bool, n: int, k: int, two_halves: bool = False) -> tuple:
-    """U and B as the kernels take them: B stored like the weights beside it, and in such boxes."""
+    """U and B as the kernels take them: B in the layout and in boxes of the weights."""
     u, b = adapter
     if u is None or b is None:
         return adapter
@@ -165,7 +172,7 @@ def up(
         kernel, (programs,),
         x if gather else row_boxes(x, _ROWS, k), row_token, (w1, weights),
         *_adapter(adapter, w1.stride(2) != 1, n, k, activation.is_gated and concatenated), b1,
-        (z if keep_z else a, z_boxes),  # where nothing is stored, any address will do
+        (z if keep_z else a, z_boxes),  # not stored: any valid address will do
         (a, a_boxes), tiles,
     )  # fmt: skip
 

@@ -1,19 +1,24 @@
-"""Launches of the grouped products: pick a configuration, allocate, launch."""
+"""Launches of the grouped GEMMs: pick a configuration, allocate, launch."""
 
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from ..kernels import aggregation, rows, score_gradient, weight_gradient
+from ..enums import ActivationType
+from ..kernels import combine
 from ..kernels.activation import derivative_of, value_of
+from ..kernels.spans import sum_spans_kernel
+from ..kernels.triton.dz import dz_kernel
+from ..kernels.triton.gemm import gemm_kernel, up_kernel
+from ..kernels.triton.wgrad import bias_gradient_kernel, wgrad_kernel
 from ..shapes import ceil_div
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from . import memory
 from .launch import Bound, descriptor, dot_precision, launch, power_of_two, target_of
 
-_SLOTS = 1024  # whose partial scores one program sums
-SHORTEST_SPAN = 1024  # rows of an expert that are summed on their own, at least
+_SLOTS = 1024  # slots per program of `sum_partials_kernel`
+SHORTEST_SPAN = 1024  # least rows of a span, see `kernels.spans`
 
 
 @cache
@@ -28,15 +33,27 @@ def _stored_transposed(w: torch.Tensor) -> bool:
     return w.stride(2) != 1
 
 
+def _weight_layout(w: torch.Tensor) -> str:
+    """WEIGHT_LAYOUT of (E, N, K) weights: "kn" if they lie in memory as (E, K, N)."""
+    return "kn" if _stored_transposed(w) else "nk"
+
+
+def gate_up_of(activation: ActivationType, concatenated: bool) -> str | None:
+    """GATE_UP: the order of gate and up columns; None for an activation without a gate."""
+    if not activation.is_gated:
+        return None
+    return "concatenated" if concatenated else "interleaved"
+
+
 def _weight_source(w: torch.Tensor, config: RowConfig, two_halves: bool = False):
-    """(E, N, K) weights as a kernel reads them: a descriptor of boxes, or the tensor itself."""
+    """(E, N, K) weights as a kernel takes them: a TMA descriptor, or the tensor itself."""
     if not config.tma:
         return w
     stored = w.mT if _stored_transposed(w) else w
     n, k = config.block_n, config.block_k
     if not two_halves:
         return descriptor(stored, [1, k, n] if _stored_transposed(w) else [1, n, k])
-    # The gate half and the up half of a tile in one box.
+    # One box holds the gate and the up half of a tile.
     experts, columns = w.shape[0], w.shape[1] // 2
     if _stored_transposed(w):
         return descriptor(stored.view(experts, w.shape[2], 2, columns), [1, k, 2, n // 2])
@@ -44,20 +61,20 @@ def _weight_source(w: torch.Tensor, config: RowConfig, two_halves: bool = False)
 
 
 def _row_source(t: torch.Tensor, config: RowConfig, row_token):
-    """Rows as a kernel reads them, and whether through a descriptor: gathered rows cannot be."""
+    """Rows as a kernel takes them, and whether that is a TMA descriptor: not if gathered."""
     if not config.tma or row_token is not None:
         return t, False
     return descriptor(t, [config.block_m, config.block_k]), True
 
 
 def _unroll(t: torch.Tensor) -> int:
-    """Products added up before they join the accumulator: see `kernels.tile.accumulate`."""
+    """Blocks of K summed before they join the accumulator, see `kernels.triton.tile`."""
     return 2 if t.dtype == torch.float32 else 1
 
 
 def _options(config: RowConfig | WeightConfig) -> dict:
     return dict(
-        BM=config.block_m, BN=config.block_n, BK=config.block_k,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
@@ -67,7 +84,7 @@ def _grid(config: RowConfig | WeightConfig, work: int, target) -> tuple[int]:
 
 
 class Adapter(NamedTuple):
-    """U (R, r), contiguous, and B (E, N, r): U Bᵀ joins a product in its accumulator."""
+    """LoRA: U (R, r), contiguous, and B (E, N, r); U Bᵀ is added in a GEMM's accumulator."""
 
     u: torch.Tensor | None = None
     factor: torch.Tensor | None = None
@@ -77,16 +94,16 @@ class Adapter(NamedTuple):
         return 0 if self.u is None else self.u.shape[1]
 
     def in_order(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both contiguous, as plain Triton reads them."""
+        """U and B, both contiguous, as the portable kernels read them."""
         return self.u, None if self.factor is None else self.factor.contiguous()
 
     @property
     def options(self) -> dict[str, int]:
-        """The rank, and how many of its columns are taken at once."""
+        """RANK, and BLOCK_R, the columns of U and B that a step multiplies."""
         if self.u is None:
-            return {"RANK": 0, "BR": 0}
+            return {"RANK": 0, "BLOCK_R": 0}
         narrow = self.rank <= 16 and self.u.element_size() == 2
-        return {"RANK": self.rank, "BR": 16 if narrow else 32}
+        return {"RANK": self.rank, "BLOCK_R": 16 if narrow else 32}
 
 
 NO_ADAPTER = Adapter()
@@ -114,20 +131,20 @@ def up(
         return z, a
     source, a_tma = _row_source(x, config, row_token)
     launch(
-        rows.up_kernel, grid,
-        source, row_token, _weight_source(w1, config, two_halves), b1,
-        z if keep_z else a,  # where nothing is stored, any address will do
+        up_kernel, grid,
+        source, row_token, _weight_source(w1, config, two_halves), b1, None, None,
+        z if keep_z else a,  # not stored: any valid address will do
         a, tiles, *w1.stride(),
-        H=hidden, N=n, GATED=activation.is_gated, CONCATENATED=concatenated,
+        H=hidden, N=n, **NO_ADAPTER.options, GATE_UP=gate_up_of(activation, concatenated),
         ACTIVATION=value_of(activation), KEEP_Z=keep_z,
-        A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w1), PRECISION=dot_precision(x),
-        UNROLL=_unroll(x), FLATTEN=config.flatten, **_options(config),
+        A_TMA=a_tma, W_TMA=config.tma, WEIGHT_LAYOUT=_weight_layout(w1),
+        PRECISION=dot_precision(x), UNROLL=_unroll(x), **_options(config),
     )  # fmt: skip
     return z, a
 
 
 def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAPTER):
-    """(R, N) = A Wᵀ for (E, N, K) weights, and the adapter."""
+    """Y (R, N) = A Wᵀ for (E, N, K) weights, plus the adapter's U Bᵀ."""
     _, n, k = w.shape
     y = memory.empty((a.shape[0], n), a.dtype, a.device)
     if a.shape[0] == 0:
@@ -140,28 +157,29 @@ def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAP
         return y
     source, a_tma = _row_source(a, config, None)
     launch(
-        rows.product_kernel, grid,
+        gemm_kernel, grid,
         source, _weight_source(w, config), bias, row_scores, *adapter.in_order(), y, tiles,
         *w.stride(),
-        K=k, N=n, **adapter.options, A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w),
-        PRECISION=dot_precision(a), UNROLL=_unroll(a), FLATTEN=config.flatten, **_options(config),
+        K=k, N=n, **adapter.options, A_TMA=a_tma, W_TMA=config.tma,
+        WEIGHT_LAYOUT=_weight_layout(w), PRECISION=dot_precision(a), UNROLL=_unroll(a),
+        **_options(config),
     )  # fmt: skip
     return y
 
 
 def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail, config=None):
-    """Y, its rows past the last expert zero where asked."""
+    """Y; its rows past the last expert are zero if `zero_tail`."""
     y = _product("down", a, w2, b2, row_scores, tiles, config)
     return _zero_tail(y, expert_start, tiles) if zero_tail else y
 
 
 @cache
 def _bound_aggregate(hidden: int, per_token: int) -> tuple[int, Bound]:
-    """Programs of a token, and the kernel."""
+    """Programs per token, and the kernel."""
     block = min(power_of_two(hidden), 1024)
     return ceil_div(hidden, block), Bound(
-        aggregation.aggregate_kernel,
-        H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BH=block, num_warps=4,
+        combine.combine_kernel,
+        H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BLOCK_H=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -200,7 +218,7 @@ def down_backward(
 
 @cache
 def _bound_sum_partials(planes: int) -> Bound:
-    return Bound(aggregation.sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
+    return Bound(combine.sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
 
 
 def _score_gradient(
@@ -213,9 +231,9 @@ def _score_gradient(
     experts, hidden, intermediate = w2.shape
     target = target_of(z)
     config = config or row_config(
-        "score_gradient", z.element_size(), hidden, intermediate, activation.is_gated, target
+        "dz", z.element_size(), hidden, intermediate, activation.is_gated, target
     )
-    # The Hopper kernel's dZ leaves from where Z arrived, wanted or not.
+    # The Hopper kernel always stores dZ.
     dz = memory.empty(z.shape, z.dtype, device) if need_dz or config.hopper else None
     a = memory.empty((count, intermediate), z.dtype, device) if need_a else None
     dscores = memory.empty(scores.shape, torch.float32, device) if need_dscores else None
@@ -224,7 +242,7 @@ def _score_gradient(
     parts = ceil_div(intermediate, config.block_n)
     slots = scores.numel() if scores is not None else count
     planes = parts + (b2 is not None)
-    plane = 4 * ceil_div(slots, 4)  # every plane starts on 16 bytes, whatever T is
+    plane = 4 * ceil_div(slots, 4)  # every plane is aligned to 16 bytes for every T
     partial = memory.empty((planes if need_dscores else 0, plane), torch.float32, device)
     grid = _grid(config, (tiles.shape[0] - 1) * parts, target)
     if config.hopper:
@@ -234,24 +252,23 @@ def _score_gradient(
         )  # fmt: skip
     else:
         source, a_tma = _row_source(dout, config, row_token)
-        w2t = w2.mT  # the product contracts over H: (E, I, H) weights
+        w2t = w2.mT  # the GEMM sums over H: (E, I, H) weights
         launch(
-            score_gradient.score_gradient_kernel, grid,
+            dz_kernel, grid,
             source, row_token, _weight_source(w2t, config), *adapter.in_order(),
             scores, row_slot, z, dz, a, partial, tiles, plane, *w2t.stride(),
             H=hidden, I=intermediate, **adapter.options,
-            GATED=activation.is_gated, CONCATENATED=concatenated,
-            BACKWARD=derivative_of(activation), STORE_DZ=need_dz, STORE_A=need_a,
-            STORE_PARTIAL=need_dscores, SLICES=config.slices,
-            A_TMA=a_tma, B_TMA=config.tma, B_KN=_stored_transposed(w2t),
+            GATE_UP=gate_up_of(activation, concatenated), BACKWARD=derivative_of(activation),
+            STORE_DZ=need_dz, STORE_A=need_a, STORE_PARTIAL=need_dscores, SLICES=config.slices,
+            A_TMA=a_tma, W_TMA=config.tma, WEIGHT_LAYOUT=_weight_layout(w2t),
             PRECISION=dot_precision(z), UNROLL=_unroll(z), **_options(config),
         )  # fmt: skip
     if need_dscores:
         if b2 is not None:
             launch(
-                aggregation.bias_score_kernel, (tiles.shape[0] - 1,),
+                combine.bias_score_kernel, (tiles.shape[0] - 1,),
                 dout, row_token, row_slot, b2, partial[parts], tiles,
-                H=hidden, BM=tile_height, BH=64, num_warps=8,
+                H=hidden, BLOCK_M=tile_height, BLOCK_H=64, num_warps=8,
             )  # fmt: skip
         launch(
             _bound_sum_partials(planes), (ceil_div(slots, _SLOTS),),
@@ -283,13 +300,13 @@ def up_backward(
 
 
 def _zero_tail(y, expert_start, tiles) -> torch.Tensor:
-    """Zero the rows of no expert, in place; NaN everywhere where the tile table is invalid."""
+    """Zero the rows of no expert in place; they become NaN if the tile table is invalid."""
     count, n = y.shape
     if count:
         launch(
-            aggregation.zero_tail_kernel, (ceil_div(count, 32),),
+            combine.zero_tail_kernel, (ceil_div(count, 32),),
             y, expert_start, tiles, count, expert_start.shape[0] - 1,
-            N=n, BR=32, BN=128, num_warps=4,
+            N=n, BLOCK_M=32, BLOCK_N=128, num_warps=4,
         )  # fmt: skip
     return y
 
@@ -307,7 +324,7 @@ def _weight_gradient(
         dw = memory.empty_like(w, torch.float32 if wide else w.dtype)
     out = dw
     if _stored_transposed(dw):
-        # Written the other way round, so that rows of the store are contiguous.
+        # Compute the transpose, so that rows of the store are contiguous.
         left, left_token, right, right_token, out = right, right_token, left, left_token, dw.mT
     experts, m, n = out.shape
     target = target_of(left)
@@ -327,12 +344,12 @@ def _weight_gradient(
         l_tma = config.tma and left_token is None and left.shape[0] > 0
         r_tma = config.tma and right_token is None and right.shape[0] > 0
         launch(
-            weight_gradient.weight_gradient_kernel, grid,
+            wgrad_kernel, grid,
             descriptor(left, [config.block_k, config.block_m]) if l_tma else left, left_token,
             descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
             out, spans.partial, expert_start, tiles, experts, spans.rows, spans.places,
             M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
-            FLATTEN=config.flatten, ADD=main_grad is not None, **_options(config),
+            ADD=main_grad is not None, **_options(config),
         )  # fmt: skip
     if spans.places:
         launch(
@@ -344,11 +361,11 @@ def _weight_gradient(
 
 @cache
 def _bound_sum_spans(size: int, add: bool) -> Bound:
-    return Bound(weight_gradient.sum_spans_kernel, SIZE=size, BLOCK=2048, ADD=add, num_warps=4)
+    return Bound(sum_spans_kernel, SIZE=size, BLOCK=2048, ADD=add, num_warps=4)
 
 
 class Spans(NamedTuple):
-    """How the sums of experts with many rows are split: see `kernels.weight_gradient`."""
+    """How the rows of long experts are split: see `kernels.spans`."""
 
     partial: torch.Tensor | None = None  # (places, M·N)
     rows: int = 0
@@ -356,15 +373,16 @@ class Spans(NamedTuple):
 
 
 def _spans(rows: int, shape, tiles: int, programs: int, device) -> Spans:
-    """A quarter of what each program would get of an even routing, or none where an expert's tiles
-    are enough for all programs. At most four tiles a program in fp32: 69 MB on an H200."""
+    """Spans of a quarter of the rows that a program gets with balanced routing; none if one expert
+    has tiles for all programs. The partial sums take at most four fp32 tiles per program, 69 MB on
+    an H200."""
     if tiles >= programs:
         return Spans()
     experts, m, n = shape
     span = max(SHORTEST_SPAN, 64 * ceil_div(rows * tiles, 4 * 64 * programs))
     work = experts * tiles
     if work >= 0.9 * programs * ceil_div(work, programs):
-        # Whole experts of even length keep all programs busy: only much longer ones are split.
+        # Balanced experts keep all programs busy without spans: split only much longer ones.
         span = max(span, 64 * ceil_div(5 * rows, 8 * 64 * experts))
     places = rows // span
     return Spans(memory.empty((max(places, 1), m * n), torch.float32, device), span, places)
@@ -374,8 +392,8 @@ def _bias_gradient(source, row_token, scores, row_slot, bias, expert_start):
     experts, n = bias.shape
     out = memory.empty(bias.shape, bias.dtype, bias.device)
     launch(
-        weight_gradient.bias_gradient_kernel, (experts, ceil_div(n, 64)),
+        bias_gradient_kernel, (experts, ceil_div(n, 64)),
         source, row_token, scores, row_slot, out, expert_start,
-        N=n, BR=64, BN=64, num_warps=4,
+        N=n, BLOCK_M=64, BLOCK_N=64, num_warps=4,
     )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ _CHUNK = 1024  # slots that one program counts, and sorts in registers
 
 
 def _tokens_at_once(experts: int) -> int:
-    """Tokens of one top-K program: 4096 keys fit the registers of four warps."""
+    """Tokens per program of top-K: 4096 keys fit into the registers of four warps."""
     return max(1, 4096 // power_of_two(experts))
 
 
@@ -26,17 +26,17 @@ def _with_dense_rows(logits: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _bound_topk(backward: bool, experts: int, k: int, softmax_over_topk: bool) -> tuple[int, Bound]:
-    """Tokens of a program, and the kernel."""
+    """Tokens per program, and the kernel."""
     keys = power_of_two(experts)
-    # Four warps would share a row of so many keys and wait for each other thrice a pick: 70 µs for
-    # 32768 tokens with 10 of 512 experts, where one warp for itself takes 46.
+    # One warp per program: four warps that share a row of so many keys synchronize three times per
+    # pick. That takes 70 µs for 32768 tokens with 10 of 512 experts, one warp 46 µs.
     alone = not backward and 512 <= keys <= 1024
     block = 1024 // keys if alone else min(_tokens_at_once(experts), 32)
     kernel = topk_kernels.topk_backward_kernel if backward else topk_kernels.topk_kernel
     return block, Bound(
         kernel,
         E=experts, K=k, SOFTMAX_OVER_TOPK=softmax_over_topk,
-        BT=block, BE=keys, BK=power_of_two(k), num_warps=1 if alone else 4,
+        BLOCK_T=block, BLOCK_E=keys, BLOCK_K=power_of_two(k), num_warps=1 if alone else 4,
     )  # fmt: skip
 
 
@@ -72,13 +72,13 @@ def topk_backward(dscores, scores, ids, logits, softmax_over_topk):
 def _bound_sigmoid(
     experts: int, k: int, groups: int, kept: int, normalize: bool
 ) -> tuple[int, Bound, Bound]:
-    """Tokens of a program, and the kernels: forward, backward."""
+    """Tokens per program, and the kernels: forward, backward."""
     block = min(_tokens_at_once(experts), 16)
     tile = {
-        "E": experts, "K": k, "NORMALIZE": normalize,
-        "BT": block, "BE": power_of_two(experts), "BK": power_of_two(k), "num_warps": 4,
+        "E": experts, "K": k, "NORMALIZE": normalize, "num_warps": 4,
+        "BLOCK_T": block, "BLOCK_E": power_of_two(experts), "BLOCK_K": power_of_two(k),
     }  # fmt: skip
-    grouped = {"GROUPS": groups, "KEPT": kept, "BG": power_of_two(groups)}
+    grouped = {"GROUPS": groups, "KEPT": kept, "BLOCK_G": power_of_two(groups)}
     return (
         block,
         Bound(sigmoid_kernels.sigmoid_topk_kernel, **tile, **grouped),
@@ -111,24 +111,24 @@ def sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale):
     return dlogits
 
 
-_SUMS = 512  # programs that add up softmaxes, at most; one adds up what they have
+_SUMS = 512  # most programs of `softmax_sums_kernel`; one program adds up their sums
 
 
 @cache
 def _bound_balance(experts: int) -> tuple[int, Bound, Bound, Bound]:
-    """Tokens that a program takes at once, and the kernels: sums, the loss, its gradient."""
+    """Tokens per step of a program, and the kernels: sums, loss, gradient."""
     block, width = min(_tokens_at_once(experts), 32), power_of_two(experts)
-    tile = {"E": experts, "BE": width}
+    tile = {"E": experts, "BLOCK_E": width}
     return (
         block,
-        Bound(balance_kernels.softmax_sums_kernel, **tile, BT=block, num_warps=4),
-        Bound(balance_kernels.balance_kernel, **tile, BP=max(1, 16384 // width), num_warps=16),
-        Bound(balance_kernels.balance_backward_kernel, **tile, BT=block, num_warps=4),
+        Bound(balance_kernels.softmax_sums_kernel, **tile, BLOCK_T=block, num_warps=4),
+        Bound(balance_kernels.balance_kernel, **tile, BLOCK_P=max(1, 16384 // width), num_warps=16),
+        Bound(balance_kernels.balance_backward_kernel, **tile, BLOCK_T=block, num_warps=4),
     )
 
 
 def balance(logits, counts, balance, z):
-    """The loss, and what `balance_backward` needs of it."""
+    """The loss and dL/ds (E,), which `balance_backward` needs."""
     tokens, experts = logits.shape
 
     def new(*shape):
@@ -159,28 +159,32 @@ def balance_backward(dloss, slope, logits, z):
 
 
 def _experts_at_once(experts: int) -> tuple[int, int]:
-    """All of them as a block, and those whose part of the tables one program writes."""
+    """BLOCK_E for all experts, and the experts per program that writes the tile table."""
     block = power_of_two(experts)
     return block, max(1, min(8, 8192 // block))
 
 
 @cache
-def _bound_one_span(experts: int, tile_height: int) -> Bound:
+def _bound_one_chunk(experts: int, tile_height: int) -> Bound:
     block, _ = _experts_at_once(experts)
     return Bound(
-        permute_kernels.one_span_kernel, HEIGHT=tile_height, BE=block, CHUNK=_CHUNK, num_warps=8
+        permute_kernels.one_chunk_kernel,
+        BLOCK_M=tile_height,
+        BLOCK_E=block,
+        CHUNK=_CHUNK,
+        num_warps=8,
     )
 
 
 @cache
 def _bound_permute(experts: int, tile_height: int) -> tuple[Bound, Bound, Bound, int]:
-    """The kernels that count, scan and place, and the programs of the second."""
+    """The kernels count, scan and place, and the programs of scan."""
     block, columns = _experts_at_once(experts)
     return (
-        Bound(permute_kernels.count_kernel, BE=block, CHUNK=_CHUNK, num_warps=8),
+        Bound(permute_kernels.count_kernel, BLOCK_E=block, CHUNK=_CHUNK, num_warps=8),
         Bound(
             permute_kernels.scan_kernel,
-            HEIGHT=tile_height, BE=block, BP=256, EXPERTS=columns, num_warps=8,
+            BLOCK_M=tile_height, BLOCK_E=block, BLOCK_P=256, EXPERTS=columns, num_warps=8,
         ),
         Bound(permute_kernels.place_kernel, CHUNK=_CHUNK, num_warps=8),
         ceil_div(experts, columns),
@@ -191,9 +195,9 @@ def count(ids, num_experts):
     totals = memory.empty((num_experts,), torch.int32, ids.device).zero_()
     slots = ids.numel()
     if slots:
-        kernel = _bound_permute(num_experts, 1)[0]  # which knows no tiles
-        spans = ceil_div(slots, _CHUNK)
-        launch(kernel, (spans,), ids, None, totals, slots, num_experts)
+        kernel = _bound_permute(num_experts, 1)[0]  # it does not use the tile size
+        chunks = ceil_div(slots, _CHUNK)
+        launch(kernel, (chunks,), ids, None, totals, slots, num_experts)
     return totals
 
 
@@ -213,20 +217,20 @@ def permute(ids, num_experts, slot_token, tile_height):
             t.zero_()
         return maps
     per_token = ids.shape[-1] if slot_token is None else 1
-    spans = ceil_div(slots, _CHUNK)
-    if spans == 1:
+    chunks = ceil_div(slots, _CHUNK)
+    if chunks == 1:
         launch(
-            _bound_one_span(num_experts, tile_height), (1,),
+            _bound_one_chunk(num_experts, tile_height), (1,),
             ids, slot_token, row_token, row_slot, slot_row, expert_start, table, totals,
             slots, num_experts, per_token,
         )  # fmt: skip
         return maps
-    counts = new(spans, num_experts)
+    counts = new(chunks, num_experts)
     count, scan, place, scans = _bound_permute(num_experts, tile_height)
-    launch(count, (spans,), ids, counts, totals.zero_(), slots, num_experts)
-    launch(scan, (scans,), counts, totals, expert_start, table, spans, num_experts)
+    launch(count, (chunks,), ids, counts, totals.zero_(), slots, num_experts)
+    launch(scan, (scans,), counts, totals, expert_start, table, chunks, num_experts)
     launch(
-        place, (spans,),
+        place, (chunks,),
         ids, slot_token, counts, row_token, row_slot, slot_row, slots, num_experts, per_token,
     )  # fmt: skip
     return maps
@@ -244,6 +248,6 @@ def tiles(offsets, rows, tile_height):
     launch(
         permute_kernels.tiles_kernel, (ceil_div(num_experts, columns),),
         offsets, expert_start, table, rows, num_experts,
-        HEIGHT=tile_height, BE=block, EXPERTS=columns, num_warps=4,
+        BLOCK_M=tile_height, BLOCK_E=block, EXPERTS=columns, num_warps=4,
     )  # fmt: skip
     return expert_start, table

@@ -1,4 +1,4 @@
-"""Launches of token rounding: three kernels and one for the gradient, sizes known to the host."""
+"""Launches of token rounding: three kernels forward, one backward. The host reads no result."""
 
 from functools import cache
 
@@ -10,11 +10,11 @@ from ..shapes import ceil_div
 from . import memory
 from .launch import Bound, launch, power_of_two
 
-_BLOCK = 32  # tokens whose bits make a word
-_VALUES = 8192  # of whole rows that a program holds; with the gradient's sums, half of them
-_PART = 1024  # of a column: 16 parts, 16384 keys, stay in 128 registers of 8 warps
-_EXPERTS = 128  # at once, whose kept bits are added up in a byte
-_PAIRS = 512  # written at once; so many blocks are added up at once, too
+_BLOCK = 32  # tokens per word of bits
+_VALUES = 8192  # values of whole rows that a program holds; half of it in the backward pass
+_PART = 1024  # keys of a part: 16 parts fit into 128 registers per thread of 8 warps
+_EXPERTS = 128  # experts per step: their kept bits are counted in a byte
+_PAIRS = 512  # pairs, and blocks of tokens, per step
 
 
 def round_tokens(scores, ids, tile, subroutine, uniform):
@@ -29,10 +29,10 @@ def round_logits(logits, ids, normalize, tile, subroutine, uniform):
 def _bound_rounding(
     experts: int, k: int, subroutine: str, softmax: bool, normalize: bool
 ) -> tuple[int, Bound, Bound, Bound]:
-    """Tokens of a program of the first kernel, and the kernels."""
+    """Tokens per program of `keys_kernel`, and the kernels."""
     block, all_experts = _tokens_at_once(experts, _VALUES), power_of_two(experts)
-    # Two programs a processor hide each other's sums over all warps: 256 experts run at once on an
-    # H200. Sums of scores (nr-s) take registers too.
+    # Two programs per SM hide each other's reductions: 256 experts run at once on an H200. nr-s
+    # sums scores too and needs more registers.
     columns = (
         {"PARTS": 4, "STEP": 2 * _PART, "num_warps": 16}
         if subroutine == "nr-s"
@@ -43,10 +43,10 @@ def _bound_rounding(
         Bound(
             kernels.keys_kernel,
             SOFTMAX=softmax, NORMALIZE=normalize,
-            BT=block, BE=all_experts, BK=power_of_two(k), num_warps=8,
+            BLOCK_T=block, BLOCK_E=all_experts, BLOCK_K=power_of_two(k), num_warps=8,
         ),
-        Bound(kernels.select_kernel, SUBROUTINE=subroutine, BE=all_experts, **columns),
-        Bound(kernels.emit_kernel, BE=_EXPERTS, BP=_PAIRS, num_warps=4),
+        Bound(kernels.select_kernel, SUBROUTINE=subroutine, BLOCK_E=all_experts, **columns),
+        Bound(kernels.emit_kernel, BLOCK_E=_EXPERTS, BLOCK_P=_PAIRS, num_warps=4),
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def _rounded(values, ids, tile, subroutine, uniform, softmax, normalize):
     blocks = ceil_div(tokens, _BLOCK)
     length = blocks * _BLOCK
     keys, kept, block_pairs = new(experts, length), new(blocks, experts), new(blocks)
-    # An expert counts its own rows; only to balance must it know all others'.
+    # Only balance-f needs the counts of all experts before `select_kernel`.
     counts = new(experts).zero_() if subroutine == "balance-f" else None
     values = _rows_of(values)
     block, make_keys, select, emit = _bound_rounding(experts, k, subroutine, softmax, normalize)
@@ -94,10 +94,10 @@ def _rounded(values, ids, tile, subroutine, uniform, softmax, normalize):
 
 @cache
 def _bound_gradient(experts: int) -> tuple[int, Bound]:
-    """Tokens of a program, and the kernel."""
+    """Tokens per program, and the kernel."""
     block = _tokens_at_once(experts, _VALUES // 2)
     kernel = kernels.logits_gradient_kernel
-    return block, Bound(kernel, BT=block, BE=power_of_two(experts), num_warps=8)
+    return block, Bound(kernel, BLOCK_T=block, BLOCK_E=power_of_two(experts), num_warps=8)
 
 
 def round_logits_backward(dscore, logits, ids, pair_expert, token_start):

@@ -1,4 +1,4 @@
-"""What `sonicmoe tune` measures: every valid configuration worth the time, the default first."""
+"""The configurations that `sonicmoe tune` measures, the default first."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,8 +10,8 @@ from .table import Config, Key, RowKey, WeightKey, allowed
 
 def default_config(key: Key, target: Target) -> Config:
     if isinstance(key, RowKey):
-        return default_row_config(*key, target)
-    return default_weight_config(*key, target)
+        return default_row_config(key.kernel, key.itemsize, key.K, key.N, target)
+    return default_weight_config(key.itemsize, key.M, key.N, key.gather_right, target)
 
 
 def candidates(key: Key, target: Target) -> list[Config]:
@@ -24,7 +24,7 @@ def candidates(key: Key, target: Target) -> list[Config]:
 
 
 def _stages(key: Key, config: Config, target: Target) -> list[Config]:
-    """The deepest ring that fits, and half of it: every depth would be a compilation more."""
+    """The most stages that fit, and half as many; more depths would only cost compile time."""
     most = 8 if config.hopper else 4
     fitting = [s for s in range(2, most + 1) if allowed(key, replace(config, stages=s), target)]
     if not fitting:
@@ -34,10 +34,10 @@ def _stages(key: Key, config: Config, target: Target) -> list[Config]:
 
 
 def _row_tiles(key: RowKey, target: Target) -> Iterator[RowConfig]:
-    default = default_row_config(*key, target)
-    for hopper, tma, depths in _ways(key, target):
+    default = default_row_config(key.kernel, key.itemsize, key.K, key.N, target)
+    for hopper, tma, depths in _variants(key, target):
         slices = default.slices
-        if key.kernel == "score_gradient" and not hopper:
+        if key.kernel == "dz" and not hopper:
             slices = max(slices, 2)
         for n in (64, 128) if _small(key, target) else (128, 256):
             if n == 256 and key.N <= 128:
@@ -49,9 +49,9 @@ def _row_tiles(key: RowKey, target: Target) -> Iterator[RowConfig]:
 
 
 def _weight_tiles(key: WeightKey, target: Target) -> Iterator[WeightConfig]:
-    default = default_weight_config(*key, target)
+    default = default_weight_config(key.itemsize, key.M, key.N, key.gather_right, target)
     wide = 128 if _small(key, target) else 256
-    for hopper, tma, depths in _ways(key, target):
+    for hopper, tma, depths in _variants(key, target):
         for m, n in ((wide, wide // 2), (wide // 2, wide), (wide // 2, wide // 2)):
             if (m == 256 and key.M <= 128) or (n == 256 and key.N <= 128):
                 continue
@@ -67,12 +67,12 @@ def _small(key: Key, target: Target) -> bool:
     return key.itemsize > 2 or target.shared_memory < 128 * 1024
 
 
-def _ways(key: Key, target: Target) -> list[tuple[bool, bool, tuple[int, ...]]]:
-    """Hopper kernel or not, copy engine or not, and the depths BK of a block."""
+def _variants(key: Key, target: Target) -> list[tuple[bool, bool, tuple[int, ...]]]:
+    """(Hopper kernel or not, TMA or not, values of BLOCK_K) to try."""
     if key.itemsize > 2 or not target.has_tma:
         return [(False, False, (32, 64))]
     if target.arch == 90 and target.gluon:
-        # Plain kernels seldom win where there are Hopper ones: docs/log/grouped-gemm.md.
+        # Portable kernels seldom win against those for Hopper: docs/log/grouped-gemm.md.
         return [(True, True, (32, 64)), (False, True, (64,))]
     if target.arch == 90:
         return [(False, True, (32, 64))]

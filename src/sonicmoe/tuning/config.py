@@ -1,15 +1,15 @@
-"""What can be chosen for a kernel, and which choices are valid."""
+"""Configurations of the grouped GEMM kernels, and which of them a device can run."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Target(NamedTuple):
-    """The device a configuration is for: compute capability ×10 and number of multiprocessors."""
+    """The device a configuration is for: compute capability × 10 and number of SMs."""
 
     arch: int
     processors: int
-    gluon: bool = True  # whether kernels below Triton's level can run: not in the interpreter
+    gluon: bool = True  # whether Gluon kernels can run: not in the interpreter
 
     @property
     def has_tma(self) -> bool:
@@ -24,7 +24,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowConfig:
-    """A product with one output row for each routed row."""
+    """Configuration of a grouped GEMM with one output row for each routed row."""
 
     block_m: int
     block_n: int
@@ -32,15 +32,14 @@ class RowConfig:
     warps: int
     stages: int
     tma: bool
-    slices: int = 1  # pieces of the score-gradient epilogue
-    flatten: bool = False  # prefetch the next tile under the epilogue
-    programs: int = 1  # per multiprocessor
-    hopper: bool = False  # the warp-specialised kernel
+    slices: int = 1  # column slices of the dZ epilogue
+    programs: int = 1  # per SM
+    hopper: bool = False  # the warp-specialized kernel
 
 
 @dataclass(frozen=True, slots=True)
 class WeightConfig:
-    """A weight gradient."""
+    """Configuration of a weight gradient; see `RowConfig`."""
 
     block_m: int
     block_n: int
@@ -48,22 +47,21 @@ class WeightConfig:
     warps: int
     stages: int
     tma: bool
-    flatten: bool = False
     programs: int = 1
     hopper: bool = False
 
 
 def tile_rows(itemsize: int) -> int:
-    """M: rows of a tile of every row product, one for the whole layer: one schedule serves all."""
+    """Rows of a tile, the same for all row GEMMs of a layer, so that they share one tile table."""
     return 32 if itemsize > 2 else 128
 
 
 def is_valid(
     config: RowConfig | WeightConfig, itemsize: int, target: Target, kernel: str = ""
 ) -> bool:
-    """Whether the device can run it: shared memory, registers, and what the kernels assume.
+    """Whether `target` can run `config`: shared memory, registers, assumptions of the kernels.
 
-    kernel: 'up', 'down', 'dx' or 'score_gradient' for a row product.
+    kernel: 'up', 'down', 'dx' or 'dz' for a `RowConfig`.
     """
     powers = (config.block_m, config.block_n, config.block_k, config.warps)
     if any(p <= 0 or p & (p - 1) for p in powers) or config.block_k < 16 or config.stages < 2:
@@ -89,18 +87,18 @@ def is_valid(
 
 
 def shared_bytes(config: RowConfig | WeightConfig, itemsize: int, kernel: str) -> int:
-    """The ring of operands and, in Hopper kernels, what is on its way out."""
+    """Shared memory of a kernel: the ring buffer and, on Hopper, the output buffers."""
     blocks = config.stages
     if isinstance(config, RowConfig) and itemsize > 2:
-        blocks = 2 * (config.stages - 1)  # two products are added up before they join the sum
+        blocks = 2 * (config.stages - 1)  # fp32 is unrolled twice, see triton.tile
     ring = blocks * (config.block_m + config.block_n) * config.block_k * itemsize
     if not config.hopper:
         return ring
     tile = config.block_m * config.block_n * itemsize
-    if kernel == "score_gradient":
-        leaving = 80 * 1024  # slices of Z and dZ, and of A'
+    if kernel == "dz":
+        output = 80 * 1024  # slices of Z, dZ and A'
     elif kernel == "up" or isinstance(config, WeightConfig):
-        leaving = tile // 2  # two pieces of four
+        output = tile // 2  # two of four pieces
     else:
-        leaving = tile
-    return ring + leaving + 1024
+        output = tile
+    return ring + output + 1024

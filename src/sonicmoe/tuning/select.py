@@ -1,7 +1,7 @@
-"""(kernel, dtype, sizes, device) → configuration. Pure, over measurements kept in docs/log/.
+"""The configuration of a kernel, chosen by dtype, sizes and device.
 
-What `sonicmoe tune` found on this device comes first, see `table`. Nothing here depends on the
-number of tokens: a new T never compiles anything.
+The table of `sonicmoe tune` comes first, see `table`; the built-in choices come from measurements
+in docs/log/. Nothing depends on the number of tokens, so a new T compiles nothing.
 """
 
 import torch
@@ -12,7 +12,7 @@ from .table import RowKey, WeightKey, remembered, tuned
 
 
 def tile_height(dtype: torch.dtype, backend: str) -> int:
-    """M, see `tile_rows`."""
+    """Rows of a tile, see `tile_rows`."""
     return tile_rows(dtype.itemsize)
 
 
@@ -20,54 +20,54 @@ def tile_height(dtype: torch.dtype, backend: str) -> int:
 def row_config(
     kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target
 ) -> RowConfig:
-    """kernel: 'up', 'down', 'dx' or 'score_gradient'; the product is (rows, K) × (K, N)."""
+    """For kernel 'up', 'down', 'dx' or 'dz', a GEMM of (rows, K) with (K, N)."""
     key = RowKey(kernel, itemsize, K, N, gated)
-    return tuned(target).rows.get(key) or default_row_config(*key, target)
+    default = default_row_config(kernel, itemsize, K, N, target)
+    return tuned(target).rows.get(key, default)
 
 
 @remembered
 def weight_config(
     itemsize: int, M: int, N: int, gather_left: bool, gather_right: bool, target: Target
 ) -> WeightConfig:
-    """The gradient is (M, N) for each expert; which operand's rows are gathered, if any."""
+    """For a weight gradient (M, N) of each expert; which operand's rows are gathered, if any."""
     key = WeightKey(itemsize, M, N, gather_left, gather_right)
-    return tuned(target).weights.get(key) or default_weight_config(*key, target)
+    default = default_weight_config(itemsize, M, N, gather_right, target)
+    return tuned(target).weights.get(key, default)
 
 
-def default_row_config(
-    kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target
-) -> RowConfig:
-    """What was measured here, for shapes that nobody tuned for: the same, gated or not."""
+def default_row_config(kernel: str, itemsize: int, K: int, N: int, target: Target) -> RowConfig:
+    """The built-in configuration, for shapes that no table covers."""
     if itemsize > 2:
         return RowConfig(32, 64, 32, warps=8, stages=2, tma=False, programs=2, slices=2)
     if target.arch == 90 and target.gluon:
         return _hopper_rows(kernel, K, N)
-    if _copies_wide_tiles(target):
-        if kernel == "score_gradient":
+    if _has_tma_and_shared_memory(target):
+        if kernel == "dz":
             return RowConfig(128, 128, 64, warps=8, stages=4, tma=True, slices=2)
-        # Of 256 columns the epilogue of a plain activation spilled 33 registers.
+        # With 256 columns the epilogue of a plain activation spills 33 registers.
         return RowConfig(128, 128, 64, warps=8, stages=4, tma=True)
     if target.shared_memory < 128 * 1024:
         return RowConfig(128, 64, 32, warps=8, stages=3, tma=False, slices=2)
-    # Two slices of the clamped activation store up to 34 registers away on an A100.
+    # With two slices the clamped activation spills up to 34 registers on an A100.
     return RowConfig(128, 128, 64, warps=8, stages=3, tma=False, slices=4)
 
 
-def _copies_wide_tiles(target: Target) -> bool:
-    """Blackwell's data-centre GPUs, and Hopper in plain Triton, where these configurations ran."""
+def _has_tma_and_shared_memory(target: Target) -> bool:
+    """Data-centre Blackwell, and Hopper with portable kernels."""
     return target.has_tma and target.shared_memory > 128 * 1024
 
 
 def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
     """Measured on an H200 at the shapes of docs/log/.
 
-    Wide tiles fetch less for the same product, which saves power, and power is what a layer runs
-    out of: 256 columns, except where the sums of `down` are so short that they are all epilogue.
+    Wide tiles load less for the same GEMM, which saves power, the limit of a layer. So 256 columns,
+    except for `down` with a small K, where the epilogue dominates.
     """
     columns = 128 if N <= 128 or (kernel == "down" and K < 1024) else 256
     if kernel in ("down", "dx"):
         depth, stages = 64, 6 if columns == 128 else 3
-    elif kernel == "score_gradient":
+    elif kernel == "dz":
         depth, stages = 32, 6
     else:
         depth, stages = 64, 4
@@ -75,26 +75,26 @@ def _hopper_rows(kernel: str, K: int, N: int) -> RowConfig:
 
 
 def default_weight_config(
-    itemsize: int, M: int, N: int, gather_left: bool, gather_right: bool, target: Target
+    itemsize: int, M: int, N: int, gather_right: bool, target: Target
 ) -> WeightConfig:
-    """As `default_row_config`."""
+    """The built-in configuration, for shapes that no table covers."""
     if itemsize > 2:
         return WeightConfig(64, 64, 32, warps=4, stages=2, tma=False, programs=2)
     if target.arch == 90 and target.gluon:
-        # The gathered side is the narrow one: dW1 at 24576,1536,256,128,8 takes 0.498 ms so,
-        # 0.711 the other way. dW2 is no slower the other way where that leaves less of its last
-        # tiles empty: 2% of the layer at 32768,2048,1408,64,6, 3% at 32768,2048,128,128,8.
+        # The gathered side is the narrow one: dW1 at 24576,1536,256,128,8 takes 0.498 ms, with a
+        # wide gathered side 0.711 ms. dW2 takes the other orientation if that pads less: this
+        # saves 2% of the layer at 32768,2048,1408,64,6 and 3% at 32768,2048,128,128,8.
         m, n = (256, 128) if gather_right else (128, 256)
         if not gather_right and _padded(M, N, 256, 128) < 0.95 * _padded(M, N, 128, 256):
             m, n = 256, 128
         m, n = (128 if M <= 128 else m), (128 if N <= 128 else n)
         stages = 4 if m + n > 256 else 5
         return WeightConfig(m, n, 64, warps=8, stages=stages, tma=True, hopper=True)
-    if _copies_wide_tiles(target):
+    if _has_tma_and_shared_memory(target):
         return WeightConfig(128, 128, 64, warps=8, stages=3, tma=True, programs=2)
     return WeightConfig(128, 64, 32, warps=4, stages=3, tma=False, programs=2)
 
 
 def _padded(M: int, N: int, m: int, n: int) -> int:
-    """Elements of the (m, n) tiles that cover (M, N)."""
+    """Elements of the (m, n) tiles that cover (M, N), padding included."""
     return m * ceil_div(M, m) * n * ceil_div(N, n)

@@ -1,9 +1,9 @@
-"""Tables that `sonicmoe tune` wrote: a JSON file for each device, read once, when first needed.
+"""Tables of tuned configurations: `sonicmoe tune` writes one JSON file per device.
 
 The file is `$SONICMOE_TUNED` where that is set (set and empty: none), else
-`$XDG_CACHE_HOME/sonicmoe/tuned-<device>.json`, by default under ~/.cache. A malformed file never
-raises: entries that are wrong, or that no kernel of this version can run, are ignored with one
-warning, and the built-in configurations are used in their place.
+`$XDG_CACHE_HOME/sonicmoe/tuned-<device>.json`, by default under ~/.cache. It is read once, when
+first needed. A malformed file never raises: entries that are wrong, or that no kernel of this
+version can run, are ignored with one warning, and the built-in configurations are used instead.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ import torch
 from ..notices import say_once
 from .config import RowConfig, Target, WeightConfig, is_valid
 
-FORMAT = 1
+FORMAT = 2
 VARIABLE = "SONICMOE_TUNED"
-WEIGHT_GRADIENT = "weight_gradient"
-ROW_KERNELS = ("up", "down", "dx", "score_gradient")
+WGRAD = "wgrad"
+ROW_KERNELS = ("up", "down", "dx", "dz")
 
 
 class RowKey(NamedTuple):
-    """The product is (rows, K) × (K, N)."""
+    """A GEMM of (rows, K) with (K, N)."""
 
     kernel: str
     itemsize: int
@@ -39,7 +39,7 @@ class RowKey(NamedTuple):
 
 
 class WeightKey(NamedTuple):
-    """The gradient is (M, N) for each expert; which operand's rows are gathered."""
+    """A weight gradient (M, N) of each expert; which operand's rows are gathered."""
 
     itemsize: int
     M: int
@@ -50,7 +50,7 @@ class WeightKey(NamedTuple):
 
 Key = RowKey | WeightKey
 Config = RowConfig | WeightConfig
-Entry = dict[str, Any]  # a key and a configuration as they stand in the file, and the figures
+Entry = dict[str, Any]  # a key, its configuration and measured figures, as in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class Table:
 
 
 def allowed(key: Key, config: Config, target: Target) -> bool:
-    """Whether the kernel behind `key` can run with `config`, whatever the layout of the weights."""
-    # tl.dot takes at least 16, a TMA box at most 256; a block has at most 32 warps, and a
-    # multiprocessor holds at most 32 blocks.
+    """Whether the kernel of `key` can run with `config`, for every layout of the weights."""
+    # tl.dot needs at least 16, a TMA box has at most 256; a program has at most 32 warps, and an
+    # SM holds at most 32 programs.
     if not all(16 <= b <= 256 for b in (config.block_m, config.block_n, config.block_k)):
         return False
     if config.warps > 32 or not 1 <= config.programs <= 32:
@@ -87,12 +87,12 @@ def allowed(key: Key, config: Config, target: Target) -> bool:
 # --- which table ----------------------------------------------------------------------------------
 P = ParamSpec("P")
 T = TypeVar("T")
-_instead: Table | None = None
+_override: Table | None = None
 _forget: list[Callable[[], None]] = []
 
 
 def remembered(function: Callable[P, T]) -> Callable[P, T]:
-    """`functools.cache` until the table changes: a launch has half a microsecond for its choice."""
+    """`functools.cache` until the table changes. A launch has 0.5 µs to choose a configuration."""
     cached = cache(function)
     when_forgotten(cached.cache_clear)
     return cast(Callable[P, T], cached)
@@ -104,26 +104,26 @@ def when_forgotten(clear: Callable[[], None]) -> None:
 
 
 def forget() -> None:
-    """The next selection looks at the disk again."""
+    """Clear all caches: the next selection reads the file again."""
     for clear in _forget:
         clear()
 
 
 def tuned(target: Target) -> Table:
-    """The table of a device; empty where nobody tuned."""
-    return _on_disk(target) if _instead is None else _instead
+    """The table of a device; empty if it was not tuned."""
+    return _on_disk(target) if _override is None else _override
 
 
 @contextlib.contextmanager
 def using(table: Table) -> Iterator[None]:
-    """Select from `table` in this scope, in every thread, whatever is on the disk."""
-    global _instead
-    before, _instead = _instead, table
+    """Select from `table` instead of the file in this scope, in every thread."""
+    global _override
+    before, _override = _override, table
     forget()
     try:
         yield
     finally:
-        _instead = before
+        _override = before
         forget()
 
 
@@ -143,7 +143,7 @@ def _on_disk(target: Target) -> Table:
 
 
 def path_of(device: str) -> Path | None:
-    """Where the table of a device is looked for; None where the user wants none."""
+    """Path of a device's table; None if `$SONICMOE_TUNED` is empty."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(os.path.expanduser(named)) if named else None
@@ -153,7 +153,7 @@ def path_of(device: str) -> Path | None:
 
 
 def _name_of(target: Target) -> str | None:
-    """The device at hand that `target` describes: an H100 and an H200 differ by name alone."""
+    """Name of the GPU that `target` describes; only the name tells an H100 from an H200."""
     if not torch.cuda.is_available():
         return None
     for index in range(torch.cuda.device_count()):
@@ -165,15 +165,15 @@ def _name_of(target: Target) -> str | None:
 
 # --- the file -------------------------------------------------------------------------------------
 def encode(key: Key, config: Config, **figures: float) -> Entry:
-    kernel = {"kernel": WEIGHT_GRADIENT} if isinstance(key, WeightKey) else {}
+    kernel = {"kernel": WGRAD} if isinstance(key, WeightKey) else {}
     return kernel | key._asdict() | {"config": asdict(config)} | figures
 
 
 def decode(entry: Any) -> tuple[Key, Config]:
-    """Raises ValueError for anything but what `encode` returns."""
+    """Key and configuration of an entry; ValueError for anything `encode` does not write."""
     if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
         raise ValueError("not an entry with a config")
-    weights = entry.get("kernel") == WEIGHT_GRADIENT
+    weights = entry.get("kernel") == WGRAD
     key_type, config = (WeightKey, WeightConfig) if weights else (RowKey, RowConfig)
     key = key_type(**_typed(entry, key_type.__annotations__))
     types = {f.name: f.type for f in fields(config)}
@@ -186,7 +186,7 @@ def decode(entry: Any) -> tuple[Key, Config]:
 
 
 def _typed(values: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
-    """The fields named in `types`, each of exactly that type: True is not an int here."""
+    """The fields named in `types`, each of exactly that type: True is not an int."""
     for name, kind in types.items():
         if name not in values:
             raise ValueError(f"{name} is missing")
@@ -200,9 +200,9 @@ def _short(value: object) -> str:
 
 
 def read(path: Path, device: str, target: Target) -> tuple[list[Entry], list[str]]:
-    """The entries that hold for this device and this version, and what is wrong with the others.
+    """The entries that are valid for this device and version, and complaints about the others.
 
-    A file that is not there is wrong only where the user named it.
+    A missing file is a complaint only if the user named it.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -232,7 +232,7 @@ def read(path: Path, device: str, target: Target) -> tuple[list[Entry], list[str
 def write(
     path: Path, device: str, target: Target, measured: Iterable[Key], entries: Iterable[Entry]
 ) -> list[Entry]:
-    """Put `entries` into the file, in the place of all that it said about what was `measured`."""
+    """Write `entries` to the file; they replace what it holds for the keys in `measured`."""
     known, _ = read(path, device, target)
     replaced = set(measured)
     kept = [entry for entry in known if decode(entry)[0] not in replaced] + list(entries)
@@ -242,6 +242,6 @@ def write(
     draft.write_text(
         f'{{"format": {FORMAT}, "device": {json.dumps(device)}, "entries": [\n{lines}\n]}}\n'
     )
-    draft.replace(path)  # a layer that starts meanwhile reads the old table or the new one
+    draft.replace(path)  # atomic: a concurrent reader sees the old or the new table
     forget()
     return kept

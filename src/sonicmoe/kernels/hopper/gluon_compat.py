@@ -1,4 +1,4 @@
-"""What newer versions of Gluon have renamed, under one name each: Triton 3.6 to 3.9."""
+"""One name for each function that Gluon renamed between Triton 3.6 and 3.9."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,7 +15,7 @@ copy_gathered = async_copy.async_load if _GATHER_RENAMED else async_copy.async_c
 
 @gluon.jit
 def reinterpreted(smem, shape: gl.constexpr, descriptor):
-    """The same shared memory, cut as boxes of `descriptor` are laid out."""
+    """The same shared memory with another shape, in the layout of `descriptor`."""
     if _REINTERPRET_RENAMED:
         return smem.reinterpret(smem.dtype, shape, descriptor.layout)
     else:

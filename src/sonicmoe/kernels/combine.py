@@ -1,37 +1,37 @@
-"""Sums over the rows of a token, and over the partial sums of a score gradient."""
+"""Combine, the weighted sum of a token's expert outputs, and small kernels around the GEMMs."""
 
 import triton
 import triton.language as tl
 
-from .tile import load_tile
+from .tile_order import load_tile
 
 
 @triton.jit(do_not_specialize=["slots"])
-def aggregate_kernel(
+def combine_kernel(
     y, scores, slot_row, token_start, out,
-    K, slots, H: tl.constexpr, UNROLL: tl.constexpr, BH: tl.constexpr,
+    K, slots, H: tl.constexpr, UNROLL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = Σ_k score · y[row], in fp32, in the order of the slots. Grid: (T, H/BH).
+    """out[t] = Σ_k score · y[row of slot k of t], in fp32, in the order of the slots.
 
-    `UNROLL` slots are loaded before the first is used: that many reads are in flight at once.
+    UNROLL slots are loaded before the first is used, to have that many loads in flight.
+
+    Grid: (T, H/BLOCK_H); a program owns BLOCK_H columns of one token.
     """
     token = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     if token_start is None:
         first = token * K
         last = first + K
     else:
         first = tl.maximum(tl.load(token_start + token).to(tl.int64), 0)
         last = tl.minimum(tl.load(token_start + token + 1).to(tl.int64), slots)
-    acc = tl.zeros((BH,), tl.float32)
+    acc = tl.zeros((BLOCK_H,), tl.float32)
     for slot in tl.range(first, last, UNROLL):
         for j in tl.static_range(UNROLL):
-            live = slot + j < last
-            row = tl.load(slot_row + slot + j, mask=live, other=-1)
+            row = tl.load(slot_row + slot + j, mask=slot + j < last, other=-1)
             here = row >= 0
-            value = tl.load(y + row.to(tl.int64) * H + h, mask=here & (h < H), other=0.0).to(
-                tl.float32
-            )
+            value = tl.load(y + row.to(tl.int64) * H + h, mask=here & (h < H), other=0.0)
+            value = value.to(tl.float32)
             if scores is not None:
                 score = tl.load(scores + slot + j, mask=here, other=0.0)
                 value *= score
@@ -44,7 +44,10 @@ def sum_partials_kernel(
     partial, slot_row, expert_start, out, slots, plane, num_experts,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dscores[slot] = Σ over the parts; zero for slots whose expert is not here. Grid: S/BLOCK."""
+    """dscores[slot] = Σ of its PARTS partial sums; zero for slots without a local expert.
+
+    Grid: S/BLOCK; a program owns BLOCK slots.
+    """
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < slots
     if slot_row is None:
@@ -62,13 +65,16 @@ def sum_partials_kernel(
 @triton.jit
 def bias_score_kernel(
     dout, row_token, row_slot, bias, partial, tiles,
-    H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
+    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """partial[slot] = ⟨dO, b2⟩: a bias's part of the score gradient. Grid: one program a tile."""
+    """partial[slot] = ⟨dO, b2⟩, the bias's part of the score gradient.
+
+    Grid: one program per tile; it owns the slots of the tile's rows.
+    """
     index = tl.program_id(0)
     if index < tl.load(tiles):
         expert, start, end, number = load_tile(tiles, index)
-        rows = start + number * BM + tl.arange(0, BM)
+        rows = start + number * BLOCK_M + tl.arange(0, BLOCK_M)
         ok = rows < end
         if row_token is None:
             src = rows
@@ -76,38 +82,34 @@ def bias_score_kernel(
         else:
             src = tl.load(row_token + rows, mask=ok, other=0)
             slot = tl.load(row_slot + rows, mask=ok, other=0)
-        acc = tl.zeros((BM, BH), tl.float32)
-        for h0 in tl.range(0, H, BH):
-            h = h0 + tl.arange(0, BH)
+        acc = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+        for h0 in tl.range(0, H, BLOCK_H):
+            h = h0 + tl.arange(0, BLOCK_H)
             ptr = dout + src.to(tl.int64)[:, None] * H + h[None, :]
             do = tl.load(ptr, mask=ok[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
-            acc += (
-                do
-                * tl.load(bias + expert.to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)[
-                    None, :
-                ]
-            )
+            b = tl.load(bias + expert.to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)
+            acc += do * b[None, :]
         tl.store(partial + slot, tl.sum(acc, 1), mask=ok)
 
 
 @triton.jit(do_not_specialize=["count"])
 def zero_tail_kernel(
     y, expert_start, tiles, count, num_experts,
-    N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = 0 for rows of no expert, NaN where the tile table is invalid. Grid: R/BR.
+    """y[r] = 0 for the rows of no expert, or NaN if the tile table is marked as invalid.
 
-    A program owns BR rows.
+    Grid: R/BLOCK_M; a program owns BLOCK_M rows.
     """
     fill = tl.where(tl.load(tiles + 2) != 0, float("nan"), 0.0)
     start = tl.load(expert_start)
     end = tl.load(expert_start + num_experts)
-    first = tl.program_id(0) * BR
-    if (first < start) | (first + BR > end):
-        rows = first + tl.arange(0, BR)
+    first = tl.program_id(0) * BLOCK_M
+    if (first < start) | (first + BLOCK_M > end):
+        rows = first + tl.arange(0, BLOCK_M)
         ok = ((rows < start) | (rows >= end)) & (rows < count)
-        for n0 in tl.range(0, N, BN):
-            n = n0 + tl.arange(0, BN)
+        for n0 in tl.range(0, N, BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
             ptr = y + rows.to(tl.int64)[:, None] * N + n[None, :]
-            value = tl.full((BR, BN), 1.0, tl.float32) * fill
+            value = tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32) * fill
             tl.store(ptr, value.to(y.dtype.element_ty), mask=ok[:, None] & (n < N)[None, :])

@@ -1,0 +1,1 @@
+"""Portable kernels of the grouped GEMMs, in Triton."""
