@@ -12,7 +12,7 @@ import torch
 
 import sonicmoe
 from sonicmoe import ActivationType
-from sonicmoe.ops import memory
+from sonicmoe.launch import memory
 from sonicmoe.reference import layer as reference
 from sonicmoe.reference.activation import CLAMP_LIMIT
 from sonicmoe.shapes import Problem
@@ -385,8 +385,8 @@ def _poison(t: torch.Tensor) -> torch.Tensor:
 def poisoned():
     """Every buffer that the operators allocate starts as NaN, or as an index far out of range."""
     with contextlib.suppress(ImportError):  # lazy ones first: they would keep the poisoned names
-        importlib.import_module("sonicmoe.ops.launch_routing")
-        importlib.import_module("sonicmoe.ops.launch_products")
+        importlib.import_module("sonicmoe.launch.routing")
+        importlib.import_module("sonicmoe.launch.grouped_gemm")
     replaced = []
     for name in ("empty", "empty_like"):
         original = getattr(memory, name)

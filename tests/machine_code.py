@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from sonicmoe.ops import launch_products
+from sonicmoe.launch import grouped_gemm
 from sonicmoe.tuning import Target
 
 PROCESSORS = 132
@@ -45,18 +45,18 @@ class _AbsentDevice:
 @contextlib.contextmanager
 def compiling(arch: int):
     compiled = []
-    run, target_of, active = JITFunction.run, launch_products.target_of, driver._active
+    run, target_of, active = JITFunction.run, grouped_gemm.target_of, driver._active
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     driver.set_active(_AbsentDevice(arch))
     JITFunction.run = compile_only
-    launch_products.target_of = lambda t: Target(arch, PROCESSORS)
+    grouped_gemm.target_of = lambda t: Target(arch, PROCESSORS)
     try:
         yield compiled
     finally:
-        JITFunction.run, launch_products.target_of = run, target_of
+        JITFunction.run, grouped_gemm.target_of = run, target_of
         driver._active = active
 
 

@@ -34,7 +34,7 @@ _DATA = "tests/train/test_data.py"
 
 MUTATIONS = [
     Mutation(
-        "the host reads a value", "ops/launch_products.py", *_SYNC, "tests/test_no_waiting.py",
+        "the host reads a value", "launch/grouped_gemm.py", *_SYNC, "tests/test_no_waiting.py",
     ),
     Mutation(
         "a boolean index in the backward pass", "routing/token_rounding.py",
@@ -47,7 +47,7 @@ MUTATIONS = [
         "ops.router_gradient_into(dx, dlogits, weight)", "pass", "tests/test_published.py",
     ),
     Mutation(
-        "main_grad is overwritten", "ops/products.py",
+        "main_grad is overwritten", "ops/grouped_gemm.py",
         "main_grad.add_(dw2)", "main_grad.copy_(dw2)", "tests/test_main_grad.py",
     ),
     Mutation(
@@ -56,7 +56,7 @@ MUTATIONS = [
         f"{_LAYER} -k buffer", interpreted=True,
     ),
     Mutation(
-        "gradients of fp32 weights are rounded", "ops/launch_products.py",
+        "gradients of fp32 weights are rounded", "launch/grouped_gemm.py",
         "torch.float32 if wide else w.dtype", "w.dtype",
         f"{_LAYER} -k fp32_weights", interpreted=True,
     ),
@@ -124,20 +124,20 @@ MUTATIONS = [
         "BATCHES = (8, 2048)\n", "BATCHES = (2048,)\n", "tests/test_warmup.py",
     ),
     Mutation(
-        "launchers loaded side by side", "ops/threads.py",
+        "launchers loaded side by side", "launch/triton_locks.py",
         "        with loading:\n", "        if True:\n", "tests/test_warmup.py",
     ),
     Mutation(
-        "a kernel is launched with another dtype than it was compiled for", "ops/launch.py",
+        "a kernel is launched with another dtype than it was compiled for", "launch/launcher.py",
         "signature += (a.dtype, a.data_ptr() & 15 == 0)",
         "signature.append(a.data_ptr() & 15 == 0)", "tests/test_launch.py",
     ),
     Mutation(
-        "the host waits", "ops/launch_products.py", *_SYNC,
+        "the host waits", "launch/grouped_gemm.py", *_SYNC,
         "tests/gpu/test_gpu_promises.py -k never_wait", gpu=True,
     ),
     Mutation(
-        "the host waits in a graph", "ops/launch_products.py", *_SYNC,
+        "the host waits in a graph", "launch/grouped_gemm.py", *_SYNC,
         "tests/gpu/test_gpu_promises.py -k cuda_graph", gpu=True,
     ),
     Mutation(

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from sonicmoe.ops import launch
+from sonicmoe.launch import descriptors, launcher
 
 STAND_IN = Path(__file__).with_name("driver_stand_in.c")
 COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
 PARAMETERS = 10  # of the kernel below: a map, two sizes, two strides, the five others
 
 
-@pytest.mark.skipif(not launch._CACHED, reason="launches of this Triton are not cached")
+@pytest.mark.skipif(not launcher._CACHED, reason="launches of this Triton are not cached")
 @pytest.mark.skipif(
     not COMPILER or sys.platform != "linux",
     reason="no C compiler, without which Triton launches nothing either",
@@ -71,15 +71,15 @@ def main() -> None:
             tl.store(q, n)
 
     def arguments(n: int, m: int, scale: float) -> tuple:
-        rows = launch.descriptor(torch.zeros(48, 64, dtype=torch.bfloat16), [16, 64])
+        rows = descriptors.descriptor(torch.zeros(48, 64, dtype=torch.bfloat16), [16, 64])
         return rows, torch.zeros(16, 64), None, n, m, scale, torch.zeros(4, dtype=torch.int32)
 
-    bound = launch.Bound(kernel, BLOCK=64, STORE=True)
+    bound = launcher.Bound(kernel, BLOCK=64, STORE=True)
     cached = None
     for args in (arguments(5, 48, 0.25), arguments(7, 32, 0.5)):
         own = [a[1].of(a[0]) if type(a) is tuple else a for a in args]
         compiled = kernel[(7, 3)](*own, **bound.options)
-        cached = cached or launch._compiled(bound, compiled, args)
+        cached = cached or launcher._compiled(bound, compiled, args)
         assert cached is not None
         cached((7, 3), 9, args)
 

@@ -8,11 +8,11 @@ import triton
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sonicmoe.ops import launch
-from sonicmoe.ops.thread_state import thread_state
+from sonicmoe.launch import descriptors, launcher
+from sonicmoe.launch.thread_state import thread_state
 
 pytestmark = pytest.mark.skipif(
-    not launch._CACHED, reason="only launches of Triton 3.6 to 3.9 are cached"
+    not launcher._CACHED, reason="only launches of Triton 3.6 to 3.9 are cached"
 )
 # The driver's function that makes a map, and the place of a kernel's first argument in a launch.
 FILL, FIRST = (
@@ -49,7 +49,7 @@ def _bound(args, constants=()):
     """Of a kernel that takes `args`, and `constants` after them."""
     names = [f"arg{i}" for i in range(len(args) + len(constants))]
     kernel = SimpleNamespace(arg_names=names)
-    return launch.Bound(kernel, **dict(zip(names[len(args) :], constants, strict=True)))
+    return launcher.Bound(kernel, **dict(zip(names[len(args) :], constants, strict=True)))
 
 
 def _addresses(call):
@@ -65,30 +65,30 @@ def maps(monkeypatch):
     utils = SimpleNamespace(**{FILL: lambda *args: ("map", repr(args))})
     active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 5)
     monkeypatch.setattr(driver, "_active", active)
-    launch._encode.cache_clear()
+    launcher._encode.cache_clear()
     yield
-    launch._encode.cache_clear()
+    launcher._encode.cache_clear()
 
 
 @pytest.mark.parametrize("grid", [(7,), (7, 3), (7, 3, 2)])
 @pytest.mark.parametrize("order", ["boxes first", "boxes between", "no boxes"])
 def test_same_arguments_as_triton(maps, grid, order):
     t, u = torch.zeros(48, 64, dtype=torch.bfloat16), torch.zeros(5, 8, dtype=torch.bfloat16)
-    first, second = launch.descriptor(t, [64, 64]), launch.descriptor(u, [1, 8])
+    first, second = descriptors.descriptor(t, [64, 64]), descriptors.descriptor(u, [1, 8])
     args = {
         "boxes first": (first, second, u, None, 12),
         "boxes between": (t, first, 12, second, None),
         "no boxes": (t, None, 12, 0.5),
     }[order]
     calls = []
-    launcher = _launcher(lambda *call: calls.append(call), args)
-    compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
+    of_triton = _launcher(lambda *call: calls.append(call), args)
+    compiled = SimpleNamespace(run=of_triton, function=99, packed_metadata=(4, 1, 0))
     constants = (128, "silu")
-    launcher(
+    of_triton(
         *(*grid, 1, 1)[:3], 5, 99, (4, 1, 0), None, None, None,
         *[a[1].of(a[0]) if type(a) is tuple else a for a in args], *constants,
     )  # fmt: skip
-    launch._compiled(_bound(args, constants), compiled, args)(grid, 5, args)
+    launcher._compiled(_bound(args, constants), compiled, args)(grid, 5, args)
     assert len(calls) == 2
     assert _addresses(calls[0]) == _addresses(calls[1])
 
@@ -96,35 +96,35 @@ def test_same_arguments_as_triton(maps, grid, order):
 def test_arguments_as_one():
     """Since Triton 3.7 one C function launches all kernels."""
     calls = []
-    launcher = SimpleNamespace(
+    of_triton = SimpleNamespace(
         global_scratch_size=0, profile_scratch_size=0, gsan_enabled=False,
         launch_cooperative_grid=False, launch_pdl=True,
         arg_annotations="annotations", kernel_signature=b"signature",
         launch=lambda *call: calls.append(call),
     )  # fmt: skip
-    compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
+    compiled = SimpleNamespace(run=of_triton, function=99, packed_metadata=(4, 1, 0))
     t = torch.zeros(48, 64, dtype=torch.bfloat16)
     args = (t, None, 12)
-    launch._compiled(_bound(args, (128,)), compiled, args)((7,), 5, args)
+    launcher._compiled(_bound(args, (128,)), compiled, args)((7,), 5, args)
     kernels_own = (t.data_ptr(), None, 12, 128)
     described = (None, None, None, None, None, "annotations", b"signature", kernels_own)
     assert calls == [(7, 1, 1, 5, 99, False, True, (4, 1, 0), *described)]
-    launcher.gsan_enabled = True
-    assert launch._compiled(_bound((t,)), compiled, (t,)) is None
+    of_triton.gsan_enabled = True
+    assert launcher._compiled(_bound((t,)), compiled, (t,)) is None
 
 
 def test_a_map_is_filled_once_for_an_address_and_its_boxes(monkeypatch):
     filled, calls = [], []
-    monkeypatch.setattr(launch, "_encode", lambda: lambda *a: filled.append(a) or len(filled))
-    monkeypatch.setattr(launch._Maps, "_MOST", 3)
+    monkeypatch.setattr(launcher, "_encode", lambda: lambda *a: filled.append(a) or len(filled))
+    monkeypatch.setattr(launcher._Maps, "_MOST", 3)
     memory = torch.zeros(4, 64, 64, dtype=torch.bfloat16)
-    args = (launch.descriptor(memory[0], [64, 64]),)
-    launcher = _launcher(lambda *call: calls.append(call), args, meta=META[:1])
-    compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
-    run = launch._compiled(_bound(args), compiled, args)
+    args = (descriptors.descriptor(memory[0], [64, 64]),)
+    of_triton = _launcher(lambda *call: calls.append(call), args, meta=META[:1])
+    compiled = SimpleNamespace(run=of_triton, function=99, packed_metadata=(4, 1, 0))
+    run = launcher._compiled(_bound(args), compiled, args)
 
     def start(t):
-        run((1,), 5, (launch.descriptor(t, [64, 64]),))
+        run((1,), 5, (descriptors.descriptor(t, [64, 64]),))
         used = filled[_addresses(calls[-1])[FIRST] - 1]
         assert used[0] == t.data_ptr() and used[5:7] == (list(t.shape), list(t.stride()))
         return len(filled)
@@ -168,8 +168,8 @@ USUAL = {"x": X, "y": None, "tokens": 100, "n": 48, "BLOCK": 64, "FUNCTION": len
 ANOTHER_KERNEL = (
     {"x": _zeros(48, 64, dtype=torch.bfloat16)},
     {"x": _zeros(49)[1:]},
-    {"x": launch.descriptor(X, [64, 64])},
-    {"x": launch.descriptor(X, [32, 64])},
+    {"x": descriptors.descriptor(X, [64, 64])},
+    {"x": descriptors.descriptor(X, [32, 64])},
     {"y": X},
     {"y": _zeros(49)[1:]},
     {"tokens": 2**31},
@@ -191,13 +191,13 @@ def gpu(maps, monkeypatch):
 
 def test_a_profiler_hears_of_every_launch_from_triton(gpu):
     kernel, hook = _Kernel(), triton.knobs.runtime.launch_enter_hook
-    bound = launch.Bound(kernel, BLOCK=64, FUNCTION=len)
+    bound = launcher.Bound(kernel, BLOCK=64, FUNCTION=len)
     args = [USUAL[name] for name in ("x", "y", "tokens", "n")]
     for listening, by_triton, kept in ((True, 3, 0), (False, 4, 1), (True, 7, 1)):
         if listening:
             hook.add(print)
         for _ in range(3):
-            launch.launch(bound, (7,), *args)
+            launcher.launch(bound, (7,), *args)
         hook.remove(print)
         assert (kernel.compiled, len(bound.compiled)) == (by_triton, kept)
 
@@ -207,7 +207,7 @@ def test_what_triton_compiles_anew_for_is_another_kernel(gpu):
 
     def run(change):
         *args, block, function = (USUAL | change).values()
-        launch.launch(kernel, (7,), *args, BLOCK=block, FUNCTION=function)
+        launcher.launch(kernel, (7,), *args, BLOCK=block, FUNCTION=function)
 
     for change in ({}, *ANOTHER_KERNEL, *SAME_KERNEL):
         run(change)
@@ -222,24 +222,24 @@ def test_what_triton_compiles_anew_for_is_another_kernel(gpu):
 def test_the_value_of_a_float_is_no_other_kernel(gpu):
     kernel = _Kernel()
     for n in (0.5, 0.25, 1.0):
-        launch.launch(kernel, (7,), X, None, 100, n, BLOCK=64, FUNCTION=len)
+        launcher.launch(kernel, (7,), X, None, 100, n, BLOCK=64, FUNCTION=len)
     assert kernel.compiled == 1
 
 
 def test_what_triton_must_do_itself(maps):
     """Scratch memory is allocated at every launch; without TMA descriptors fall apart."""
     t = torch.zeros(48, 64, dtype=torch.bfloat16)
-    args = (launch.descriptor(t, [64, 64]),)
-    for launcher in (
+    args = (descriptors.descriptor(t, [64, 64]),)
+    for of_triton in (
         _launcher(print, args, scratch=16, meta=META[:1]),
         _launcher(print, args, meta=None),
     ):
-        compiled = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
-        assert launch._compiled(_bound(args), compiled, args) is None
+        compiled = SimpleNamespace(run=of_triton, function=99, packed_metadata=(4, 1, 0))
+        assert launcher._compiled(_bound(args), compiled, args) is None
 
 
 def test_sizes_that_compile_nothing_anew():
     from sonicmoe.kernels import permute, topk
 
     for kernel, names in ((topk.topk_kernel, {"tokens"}), (permute.place_kernel, {"slots"})):
-        assert {kernel.arg_names[place] for place in launch.Bound(kernel).unspecialized} == names
+        assert {kernel.arg_names[place] for place in launcher.Bound(kernel).unspecialized} == names

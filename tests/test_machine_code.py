@@ -9,7 +9,8 @@ import triton
 from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe.enums import ActivationType
-from sonicmoe.ops import launch_products, launch_routing
+from sonicmoe.launch import grouped_gemm
+from sonicmoe.launch import routing as launch_routing
 from sonicmoe.tuning import Target, is_valid, row_config, tile_height, weight_config
 
 GEMMS = ("up_kernel", "gemm_kernel", "dz_kernel", "wgrad_kernel")
@@ -46,13 +47,13 @@ def compile_layer(
     )
     height = tile_height(dtype, "triton")
     with compiling(arch) as compiled:
-        launch_products.up(x, w1, b1, maps, start, tiles, height, activation, concatenated, True)
-        launch_products.down(new(rows, intermediate), w2, b2, None, start, tiles, height, False)
-        launch_products.down_backward(
+        grouped_gemm.up(x, w1, b1, maps, start, tiles, height, activation, concatenated, True)
+        grouped_gemm.down(new(rows, intermediate), w2, b2, None, start, tiles, height, False)
+        grouped_gemm.down_backward(
             x, new(rows, columns), w2, b2, scores, maps, maps, maps, start, tiles, height,
             activation, concatenated, True, True, bias, gathered,
         )  # fmt: skip
-        launch_products.up_backward(
+        grouped_gemm.up_backward(
             new(rows, columns), x, w1, maps, maps, None, start, tiles, height, True, True, bias
         )
     return compiled
@@ -197,14 +198,14 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
             maps = launch_routing.permute(ids, experts, None, 128)
             row_token, row_slot, slot_row, start, tiles, _counts = maps
             swiglu = ActivationType.SWIGLU
-            z, a = launch_products.up(x, w1, b1, row_token, start, tiles, 128, swiglu, False, True)
-            y = launch_products.down(a, w2, b2, None, start, tiles, 128, True)
-            launch_products.aggregate(y, scores, slot_row, None, tokens)
-            launch_products.down_backward(
+            z, a = grouped_gemm.up(x, w1, b1, row_token, start, tiles, 128, swiglu, False, True)
+            y = grouped_gemm.down(a, w2, b2, None, start, tiles, 128, True)
+            grouped_gemm.aggregate(y, scores, slot_row, None, tokens)
+            grouped_gemm.down_backward(
                 x, z, w2, b2, scores, row_token, row_slot, slot_row, start, tiles, 128,
                 swiglu, False, True, True, bias, True,
             )  # fmt: skip
-            launch_products.up_backward(
+            grouped_gemm.up_backward(
                 z, x, w1, row_token, slot_row, None, start, tiles, 128, True, True, bias
             )
             launch_routing.topk_backward(scores, scores, ids, new(tokens, experts), True)
@@ -228,5 +229,5 @@ def test_multiplying_and_adding_is_one_step_whatever_the_default():
     with triton.knobs.language.scope(), compiling(90) as compiled:
         triton.knobs.language.default_fp_fusion = False
         y, slot_row = torch.zeros(64, 72, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32)
-        launch_products.aggregate(y, torch.zeros(32, 2), slot_row, None, 32)
+        grouped_gemm.aggregate(y, torch.zeros(32, 2), slot_row, None, 32)
     assert [k.metadata.enable_fp_fusion for k in compiled] == [True]

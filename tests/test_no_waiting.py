@@ -9,13 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonicmoe import MoE, functional, routing
-from sonicmoe.ops import (
-    launch_hopper,
-    launch_products,
-    launch_routing,
-    launch_token_rounding,
-    memory,
-)
+from sonicmoe.launch import grouped_gemm, grouped_gemm_hopper, memory
+from sonicmoe.launch import routing as launch_routing
+from sonicmoe.launch import token_rounding as launch_token_rounding
 from sonicmoe.routing import losses, sigmoid, token_rounding
 from sonicmoe.tuning import Target
 
@@ -48,7 +44,7 @@ def host_alone(monkeypatch):
 
         return read
 
-    for module in (launch_products, launch_routing, launch_hopper, launch_token_rounding):
+    for module in (grouped_gemm, launch_routing, grouped_gemm_hopper, launch_token_rounding):
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
     for module in (functional, losses, sigmoid, token_rounding):
         monkeypatch.setattr(module, "resolve_backend", lambda backend, x: "triton")
@@ -56,7 +52,7 @@ def host_alone(monkeypatch):
     monkeypatch.setattr(
         memory, "empty", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
     )
-    monkeypatch.setattr(launch_products, "target_of", lambda t: Target(90, 132))
+    monkeypatch.setattr(grouped_gemm, "target_of", lambda t: Target(90, 132))
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, forbidden(name))
 

@@ -21,8 +21,8 @@ from triton.runtime import build
 import sonicmoe
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, ahead, functional, validation
 from sonicmoe.ahead import Layer, compile_together, run_step
-from sonicmoe.ops import threads
-from sonicmoe.ops.launch import launch
+from sonicmoe.launch import triton_locks
+from sonicmoe.launch.launcher import launch
 from sonicmoe.routing import TokenRounding
 from sonicmoe.shapes import Problem
 from sonicmoe.warmup import run_layer
@@ -268,7 +268,7 @@ def test_launchers_are_loaded_one_at_a_time():
         time.sleep(0.01)
         return module
 
-    load = threads.loaded_alone(load)
+    load = triton_locks.loaded_alone(load)
     with ThreadPoolExecutor(4) as pool:
         loaded = list(pool.map(load, ["launcher"] * 8, range(8)))
     assert [m.launch for m in loaded] == list(range(8))
@@ -280,11 +280,12 @@ def test_a_step_ahead_imports_nothing():
     code = """
 import sys
 from sonicmoe import ahead
-from sonicmoe.ops import launch, launch_products, launch_routing
+from sonicmoe.launch import grouped_gemm, launcher
+from sonicmoe.launch import routing as launch_routing
 
-for module in (launch, launch_products, launch_routing):
+for module in (launcher, grouped_gemm, launch_routing):
     module.launch = lambda *_, **__: None
-launch_products.target_of = lambda t: launch.Target(80, 108)
+grouped_gemm.target_of = lambda t: launcher.Target(80, 108)
 assert "sympy" not in sys.modules
 ahead.run_step(ahead.Layer(64, 32, 4, 2, logits=ahead.torch.float32))
 assert "sympy" not in sys.modules

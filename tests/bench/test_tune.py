@@ -13,7 +13,7 @@ from sonicmoe.bench.products import Product
 from sonicmoe.bench.progress import Bar
 from sonicmoe.bench.run import Outcome
 from sonicmoe.cli import main
-from sonicmoe.ops import memory
+from sonicmoe.launch import memory
 from sonicmoe.tuning import Target
 from sonicmoe.tuning.candidates import candidates
 from sonicmoe.tuning.table import RowKey

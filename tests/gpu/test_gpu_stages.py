@@ -30,9 +30,9 @@ CUDA = "cuda"
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_configurations_of_other_devices(arch, dtype, monkeypatch):
     """What smaller and newer devices are given runs here as well."""
-    from sonicmoe.ops import launch_products
+    from sonicmoe.launch import grouped_gemm
 
-    monkeypatch.setattr(launch_products, "target_of", lambda t: Target(arch, 100))
+    monkeypatch.setattr(grouped_gemm, "target_of", lambda t: Target(arch, 100))
     check_experts(Case("333,264,136,6,3", dtype, bias=True, transposed=True), CUDA, "triton")
 
 

@@ -13,7 +13,7 @@ from candidate_tables import candidate_tables
 from helpers import Case, check_experts
 
 from sonicmoe.cli import main
-from sonicmoe.ops.launch import target_of
+from sonicmoe.launch.launcher import target_of
 from sonicmoe.shapes import Problem
 from sonicmoe.tuning import table
 

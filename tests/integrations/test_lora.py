@@ -69,9 +69,9 @@ def test_every_gradient_is_within_the_budget_on_a_gpu(case, rank):
 @pytest.mark.parametrize("arch", [80, 100])
 def test_configurations_of_other_devices_on_a_gpu(arch, monkeypatch):
     """Plain Triton's kernels, on tiles that a Hopper GPU has memory for as well."""
-    from sonicmoe.ops import launch_products
+    from sonicmoe.launch import grouped_gemm
 
-    monkeypatch.setattr(launch_products, "target_of", lambda t: Target(arch, 132))
+    monkeypatch.setattr(grouped_gemm, "target_of", lambda t: Target(arch, 132))
     check_lora(Case("600,264,136,40,2", bias=True, gate_up="concatenated"), 16, "cuda")
 
 
@@ -102,7 +102,7 @@ def test_kernels_compile_without_spills(arch, case, rank):
     pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
     from machine_code import compiling, report
 
-    from sonicmoe.ops import launch_adapted
+    from sonicmoe.launch import lora as launch_lora
 
     given, rows = make_inputs(case), 64
     n, i = given.w1.shape[1], given.w2.shape[2]
@@ -117,10 +117,10 @@ def test_kernels_compile_without_spills(arch, case, rank):
     height = tile_height(case.dtype, "triton")
     down, up, across = (new(2, k, rank) for k in (x.shape[1], n, i))
     with compiling(arch) as compiled:
-        launch_adapted.up(x, w1, given.b1, u, up, maps, tiles, act, concatenated)
-        launch_adapted.product("down", new(rows, i), w2, given.b2, u, down, tiles)
-        launch_adapted.product("dx", new(rows, n), w1.mT, None, u, down, tiles)
-        launch_adapted.down_backward(
+        launch_lora.up(x, w1, given.b1, u, up, maps, tiles, act, concatenated)
+        launch_lora.product("down", new(rows, i), w2, given.b2, u, down, tiles)
+        launch_lora.product("dx", new(rows, n), w1.mT, None, u, down, tiles)
+        launch_lora.down_backward(
             x, new(rows, n), w2, given.b2, u, across, given.scores, maps, maps, maps, start,
             tiles, height, act, concatenated,
         )  # fmt: skip

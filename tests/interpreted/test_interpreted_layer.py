@@ -25,7 +25,7 @@ from helpers import (
 import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.kernels import spans
-from sonicmoe.ops import launch_products
+from sonicmoe.launch import grouped_gemm
 from sonicmoe.tuning import Target
 
 TINY = "64,24,8,3,2"  # below every tile, multiples of 8 alone
@@ -74,7 +74,7 @@ def test_gradients_of_fp32_weights(dtype, transposed):
 
 
 def test_gradients_of_fp32_weights_of_long_experts(monkeypatch):
-    monkeypatch.setattr(launch_products, "SHORTEST_SPAN", 64)
+    monkeypatch.setattr(grouped_gemm, "SHORTEST_SPAN", 64)
     for shape, routing in LONG.items():
         check_fp32_weights(Case(shape, routing=routing), "cpu", "triton")
 
@@ -93,19 +93,19 @@ LONG = {"150,24,16,3,2": "one_expert", "200,24,16,4,2": "zipf", "160,16,8,2,2": 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("check", [check_experts, check_main_grad])
 def test_long_sums_are_split(shape, routing, dtype, check, monkeypatch):
-    monkeypatch.setattr(launch_products, "SHORTEST_SPAN", 64)
+    monkeypatch.setattr(grouped_gemm, "SHORTEST_SPAN", 64)
     check(Case(shape, dtype, routing=routing), "cpu", "triton")
 
 
 def test_no_program_sums_a_long_expert_alone(monkeypatch):
-    monkeypatch.setattr(launch_products, "SHORTEST_SPAN", 64)
-    launch = launch_products.launch
+    monkeypatch.setattr(grouped_gemm, "SHORTEST_SPAN", 64)
+    launch = grouped_gemm.launch
 
     def without_the_sum(kernel, *args, **options):
         if getattr(kernel, "kernel", kernel) is not spans.sum_spans_kernel:
             launch(kernel, *args, **options)
 
-    monkeypatch.setattr(launch_products, "launch", without_the_sum)
+    monkeypatch.setattr(grouped_gemm, "launch", without_the_sum)
     case = Case("200,24,16,4,2", routing="zipf")
     inputs = make_inputs(case)
     with poisoned():
@@ -153,7 +153,7 @@ def test_every_row_is_summed_once_and_no_span_is_long(seed):
 @pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
 def test_configurations_of_other_devices(arch, transposed, monkeypatch):
     """Less shared memory, or no copy engine that the kernels use: other tiles, plain loads."""
-    monkeypatch.setattr(launch_products, "target_of", lambda t: Target(arch, 4))
+    monkeypatch.setattr(grouped_gemm, "target_of", lambda t: Target(arch, 4))
     case = Case(TINY, bias=True, transposed=transposed, gate_up="concatenated", routing="dropped")
     check_experts(case, "cpu", "triton")
 

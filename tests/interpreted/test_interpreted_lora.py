@@ -5,7 +5,7 @@ import torch
 from adapters import TENSORS, check_layout, check_lora
 from helpers import ACTIVATIONS, Case
 
-from sonicmoe.ops import launch_products
+from sonicmoe.launch import grouped_gemm
 from sonicmoe.tuning import Target
 
 TINY = "64,24,8,3,2"
@@ -44,7 +44,7 @@ def test_more_columns_than_a_tile(gate_up):
 
 @pytest.mark.parametrize("arch", [80, 86])
 def test_configurations_of_other_devices(arch, monkeypatch):
-    monkeypatch.setattr(launch_products, "target_of", lambda t: Target(arch, 4))
+    monkeypatch.setattr(grouped_gemm, "target_of", lambda t: Target(arch, 4))
     check_lora(
         Case(TINY, bias=True, gate_up="concatenated", routing="dropped"), 16, "cpu", "triton"
     )

@@ -7,7 +7,7 @@ from score_matrices import SCORES, assert_softmax, top
 
 from sonicmoe import MoE, ops
 from sonicmoe.enums import KernelBackendMoE
-from sonicmoe.ops import launch_token_rounding
+from sonicmoe.launch import token_rounding as launch_token_rounding
 from sonicmoe.reference.token_rounding import SUBROUTINES
 from sonicmoe.routing import TokenRounding
 

@@ -14,7 +14,7 @@ from sonicmoe.bench.cases import Case
 from sonicmoe.bench.products import NAMES
 from sonicmoe.bench.run import Options
 from sonicmoe.bench.tune_run import tune_cases
-from sonicmoe.ops import launch_products
+from sonicmoe.launch import grouped_gemm
 from sonicmoe.shapes import Problem
 from sonicmoe.tuning import RowConfig, Target, table
 from sonicmoe.tuning.table import RowKey
@@ -33,7 +33,7 @@ OPTIONS = Options(device="cpu", dtype=torch.bfloat16)
 )
 def test_the_layer_with_every_candidate(arch, transposed, dtype, monkeypatch):
     target = Target(arch, 4, gluon=False)
-    monkeypatch.setattr(launch_products, "target_of", lambda t: target)
+    monkeypatch.setattr(grouped_gemm, "target_of", lambda t: target)
     gate_up = "concatenated" if transposed else "interleaved"
     case = LayerCase(TINY, dtype, gate_up=gate_up, transposed=transposed, routing="dropped")
     tables = candidate_tables(Problem.parse(TINY), dtype.itemsize, target, transposed)
@@ -77,13 +77,13 @@ def test_from_cases_to_a_table(tmp_path, layer_runs_kernels, capsys):
 
 
 def test_a_wrong_kernel_has_no_figure(tmp_path, layer_runs_kernels, monkeypatch, capsys):
-    right = launch_products.down
+    right = grouped_gemm.down
 
     def off_by_a_little(*args, config=None):
         y = right(*args, config=config)
         return y * 1.02 if config and config.block_k == 32 else y
 
-    monkeypatch.setattr(launch_products, "down", off_by_a_little)
+    monkeypatch.setattr(grouped_gemm, "down", off_by_a_little)
     out = tmp_path / "tuned.json"
     outcome = tune_cases([Case.of_shape(TINY)], OPTIONS, ["down"], out, Clock())
     (record,) = outcome.records
@@ -96,8 +96,8 @@ def test_a_wrong_kernel_has_no_figure(tmp_path, layer_runs_kernels, monkeypatch,
 def test_nothing_is_written_for_a_layer_that_is_wrong(
     tmp_path, layer_runs_kernels, monkeypatch, capsys
 ):
-    right = launch_products.aggregate
-    monkeypatch.setattr(launch_products, "aggregate", lambda *args: right(*args) * 1.05)
+    right = grouped_gemm.aggregate
+    monkeypatch.setattr(grouped_gemm, "aggregate", lambda *args: right(*args) * 1.05)
     out = tmp_path / "tuned.json"
     outcome = tune_cases([Case.of_shape(TINY)], OPTIONS, ["down"], out, Clock())
     assert outcome.records == [] and "wrong out" in outcome.failures[0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from machine_code import compiling, report
 
-from sonicmoe.ops.launch_token_rounding import round_logits, round_logits_backward, round_tokens
+from sonicmoe.launch.token_rounding import round_logits, round_logits_backward, round_tokens
 from sonicmoe.reference.token_rounding import SUBROUTINES
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sonicmoe.ops import launch_products
+from sonicmoe.launch import grouped_gemm
 from sonicmoe.tuning import Target, is_valid, row_config, weight_config
 
 H200 = Target(90, 132)
@@ -68,7 +68,7 @@ def test_other_devices_copy_in_boxes_where_they_can(target, tma):
 )
 def test_even_experts_are_split_where_they_leave_programs_idle(experts, tiles, split):
     rows = 524288
-    spans = launch_products._spans(rows, (experts, 64, 64), tiles, 132, torch.device("cpu"))
+    spans = grouped_gemm._spans(rows, (experts, 64, 64), tiles, 132, torch.device("cpu"))
     assert (rows // experts >= 2 * spans.rows) == split
-    assert spans.rows <= rows * tiles / 132 or spans.rows == launch_products.SHORTEST_SPAN
+    assert spans.rows <= rows * tiles / 132 or spans.rows == grouped_gemm.SHORTEST_SPAN
     assert rows >= 2 * spans.rows  # an expert that has them all is split

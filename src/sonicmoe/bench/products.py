@@ -29,7 +29,7 @@ class Product:
 def products(inputs: Inputs, concatenated: bool) -> tuple[list[Product], Target]:
     """The GEMMs of one case on its inputs, and the GPU they are tuned for."""
     from ..functional import permute
-    from ..ops import launch_products as launches
+    from ..launch import grouped_gemm as launches
 
     p, activation = inputs.case.problem, inputs.case.activation
     x, w1, w2 = inputs.x.detach(), inputs.w1.detach(), inputs.w2.detach()

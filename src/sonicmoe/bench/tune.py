@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from ..ops import memory
+from ..launch import memory
 from ..tuning import Target
 from ..tuning.candidates import candidates
 from ..tuning.table import Config, Key

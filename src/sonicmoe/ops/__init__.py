@@ -3,8 +3,7 @@
 All functional but those that end in `_into`, which add a gradient to their first argument.
 """
 
-from .adapted import adapted_down_backward, adapted_product, adapted_up, transposed
-from .products import (
+from .grouped_gemm import (
     aggregate,
     down,
     down_backward,
@@ -13,6 +12,7 @@ from .products import (
     up_backward,
     up_backward_into,
 )
+from .lora import adapted_down_backward, adapted_product, adapted_up, transposed
 from .routing import (
     balance,
     balance_backward,

@@ -12,9 +12,9 @@ from .register import operator
 
 @cache
 def _triton():
-    from . import launch_routing
+    from ..launch import routing
 
-    return launch_routing
+    return routing
 
 
 def _like_argument(place: int) -> Callable[..., torch.Tensor]:

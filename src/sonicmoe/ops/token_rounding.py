@@ -11,9 +11,9 @@ from .register import operator
 
 @cache
 def _triton():
-    from . import launch_token_rounding
+    from ..launch import token_rounding
 
-    return launch_token_rounding
+    return token_rounding
 
 
 def _fake(values, ids, tile, subroutine):

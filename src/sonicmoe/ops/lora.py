@@ -12,15 +12,15 @@ from torch.nn import functional as F
 from ..enums import ActivationType
 from ..reference import products as reference
 from ..reference.activation import activate, activate_backward
-from .products import _intermediate_size
+from .grouped_gemm import _intermediate_size
 from .register import operator
 
 
 @cache
 def _triton():
-    from . import launch_adapted
+    from ..launch import lora
 
-    return launch_adapted
+    return lora
 
 
 def _wide(t: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,9 @@ from ..kernels.hopper.gemm import hopper_gemm_kernel
 from ..kernels.hopper.up import hopper_up_kernel
 from ..kernels.hopper.wgrad import hopper_wgrad_kernel
 from ..tuning import RowConfig, WeightConfig
-from .launch import Bound, Boxes, launch
-from .launch_products import NO_ADAPTER, Adapter, gate_up_of
+from .descriptors import Boxes
+from .grouped_gemm import NO_ADAPTER, Adapter, gate_up_of
+from .launcher import Bound, launch
 
 _ROWS = 64  # rows of one consumer warpgroup
 _WIDTH = SLICE.value

@@ -9,10 +9,10 @@ from ..kernels.triton.gemm import up_kernel
 from ..shapes import ceil_div
 from ..tuning import RowConfig, Target, row_config
 from ..tuning.select import default_row_config
-from . import launch_products as products
+from . import grouped_gemm as products
 from . import memory
-from .launch import dot_precision, launch
-from .launch_products import Adapter, gate_up_of
+from .grouped_gemm import Adapter, gate_up_of
+from .launcher import dot_precision, launch
 
 
 def _config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target: Target) -> RowConfig:

@@ -1,15 +1,15 @@
-"""What every launch needs: the device's facts, a short way into Triton, descriptors."""
+"""Launch kernels: properties of the device, and a cache of compiled kernels by signature."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..tuning import Target
-from . import threads  # noqa: F401 (Triton is used by several)
+from . import triton_locks  # noqa: F401 Triton is called from several threads
+from .descriptors import Boxes
 from .thread_state import thread_state
 
 # Versions whose launcher `_compiled` knows; 3.7 and 3.8 were not run on a GPU.
@@ -34,48 +34,6 @@ def target_of(t: torch.Tensor) -> Target:
     return _target_of(t.device.index) if t.is_cuda else Target(90, 4, gluon=False)
 
 
-# --- descriptors ----------------------------------------------------------------------------------
-_kinds: dict[tuple, object] = {}
-
-
-class Boxes:
-    """How a tensor is cut into boxes: all of a descriptor but its address.
-
-    An argument of `launch` is a pair of tensor and boxes. These are made once for a shape: making
-    a descriptor of Triton's takes longer than a launch.
-    """
-
-    __slots__ = ("block", "kind", "layout", "shape", "strides", "values")
-
-    def __init__(
-        self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int],
-        block: Sequence[int], layout: Any = None,
-    ) -> None:  # fmt: skip
-        self.shape, self.strides, self.block = list(shape), list(strides), list(block)
-        self.layout = layout
-        # What a kernel is compiled for, as one object, which hashes faster than its parts.
-        self.kind = _kinds.setdefault((dtype, *block), object())
-        self.values = (*shape, *strides)  # as a compiled kernel takes them, after the map
-
-    def of(self, t: torch.Tensor) -> Any:
-        """The descriptor, Gluon's where there is a layout, as Triton's own way takes it."""
-        if self.layout is None:
-            return TensorDescriptor(t, self.shape, self.strides, self.block)
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Gluon
-
-        return Gluon(t, self.shape, self.strides, self.block, self.layout)
-
-
-@lru_cache(maxsize=1024)
-def _boxes(dtype, shape, strides, block) -> Boxes:
-    return Boxes(dtype, shape, strides, block)
-
-
-def descriptor(t: torch.Tensor, block: list[int]) -> tuple[torch.Tensor, Boxes]:
-    return t, _boxes(t.dtype, t.shape, t.stride(), tuple(block))
-
-
-# --- launching ------------------------------------------------------------------------------------
 class Bound:
     """A kernel with its compile-time options, and what Triton compiled of it, by signature."""
 

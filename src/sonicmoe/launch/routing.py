@@ -10,7 +10,7 @@ from ..kernels import sigmoid as sigmoid_kernels
 from ..kernels import topk as topk_kernels
 from ..shapes import ceil_div, max_tiles
 from . import memory
-from .launch import Bound, launch, power_of_two
+from .launcher import Bound, launch, power_of_two
 
 _CHUNK = 1024  # slots that one program counts, and sorts in registers
 

@@ -15,7 +15,8 @@ from ..kernels.triton.wgrad import bias_gradient_kernel, wgrad_kernel
 from ..shapes import ceil_div
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from . import memory
-from .launch import Bound, descriptor, dot_precision, launch, power_of_two, target_of
+from .descriptors import descriptor
+from .launcher import Bound, dot_precision, launch, power_of_two, target_of
 
 _SLOTS = 1024  # slots per program of `sum_partials_kernel`
 SHORTEST_SPAN = 1024  # least rows of a span, see `kernels.spans`
@@ -23,9 +24,9 @@ SHORTEST_SPAN = 1024  # least rows of a span, see `kernels.spans`
 
 @cache
 def _hopper():
-    from . import launch_hopper
+    from . import grouped_gemm_hopper
 
-    return launch_hopper
+    return grouped_gemm_hopper
 
 
 def _stored_transposed(w: torch.Tensor) -> bool:

@@ -16,9 +16,9 @@ from .register import operator
 
 @cache
 def _triton():
-    from . import launch_products
+    from ..launch import grouped_gemm
 
-    return launch_products
+    return grouped_gemm
 
 
 def _intermediate_size(n: int, activation: str) -> int:

@@ -8,7 +8,7 @@ from ..kernels import token_rounding as kernels
 from ..reference.token_rounding import most_rows
 from ..shapes import ceil_div
 from . import memory
-from .launch import Bound, launch, power_of_two
+from .launcher import Bound, launch, power_of_two
 
 _BLOCK = 32  # tokens per word of bits
 _VALUES = 8192  # values of whole rows that a program holds; half of it in the backward pass

@@ -1,0 +1,1 @@
+"""Host code that picks a configuration, allocates and launches kernels. Needs Triton."""
