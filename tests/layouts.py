@@ -133,7 +133,7 @@ def _public_calls(given, dtype: torch.dtype, options: dict[str, Any]) -> dict:
         return sonicmoe.grouped_experts(rows, counts, **tensors, **options)
 
     def sigmoid(logits, selection_bias):
-        router = Sigmoid(4, 2, groups=2)
+        router = Sigmoid(4, 2, groups=2).to(logits.device)
         router.selection_bias = selection_bias
         return router(logits, **options).scores
 
