@@ -11,10 +11,10 @@ _kinds: dict[tuple, object] = {}
 
 
 class Boxes:
-    """How a tensor is cut into boxes: all of a descriptor but its address.
+    """How TMA cuts a tensor into boxes: everything in a descriptor but its address.
 
-    An argument of `launch` is a pair of tensor and boxes. These are made once for a shape: making
-    a descriptor of Triton's takes longer than a launch.
+    `launch` takes a descriptor as (tensor, Boxes). Boxes are cached by shape, because building a
+    Triton descriptor takes longer than a launch.
     """
 
     __slots__ = ("block", "kind", "layout", "shape", "strides", "values")
@@ -25,12 +25,12 @@ class Boxes:
     ) -> None:  # fmt: skip
         self.shape, self.strides, self.block = list(shape), list(strides), list(block)
         self.layout = layout
-        # What a kernel is compiled for, as one object, which hashes faster than its parts.
+        # One object for (dtype, block), which is faster to hash.
         self.kind = _kinds.setdefault((dtype, *block), object())
-        self.values = (*shape, *strides)  # as a compiled kernel takes them, after the map
+        self.values = (*shape, *strides)  # what a compiled kernel takes after the descriptor
 
     def of(self, t: torch.Tensor) -> Any:
-        """The descriptor, Gluon's where there is a layout, as Triton's own way takes it."""
+        """The descriptor of `t` for a launch by Triton itself; Gluon's if there is a layout."""
         if self.layout is None:
             return TensorDescriptor(t, self.shape, self.strides, self.block)
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Gluon

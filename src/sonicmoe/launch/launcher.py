@@ -25,10 +25,8 @@ def _target_of(index: int) -> Target:
 
 
 def target_of(t: torch.Tensor) -> Target:
-    """The device that a kernel on `t` runs on; the interpreter is a small Hopper without Gluon.
-
-    What is launched on the meta device is compiled for the current GPU.
-    """
+    """The device that a kernel on `t` runs on: the current GPU for meta tensors, which only compile,
+    and a small Hopper without Gluon for the interpreter."""
     if t.is_meta:
         return _target_of(torch.cuda.current_device())
     return _target_of(t.device.index) if t.is_cuda else Target(90, 4, gluon=False)
@@ -40,7 +38,7 @@ class Bound:
     __slots__ = ("compiled", "kernel", "options", "unspecialized")
 
     def __init__(self, kernel, **options) -> None:
-        # Stated, because Triton 3.9 warns where it is not, and 3.10 will not fuse by default.
+        # Explicit: Triton 3.9 warns if it is missing, and 3.10 will not fuse by default.
         self.kernel, self.options = kernel, {"enable_fp_fusion": True, **options}
         params = getattr(kernel, "params", ())
         self.unspecialized = frozenset(p.num for p in params if p.do_not_specialize)

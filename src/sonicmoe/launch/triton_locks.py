@@ -1,7 +1,4 @@
-"""Triton among threads: two of its steps mix threads up, and are taken one at a time from here on.
-
-Importing this module is all it takes; `launch` does.
-"""
+"""Locks around two functions of Triton that are not thread-safe. Importing this installs them."""
 
 import threading
 from collections.abc import Callable
@@ -13,8 +10,8 @@ from triton.runtime.jit import JITCallable
 
 
 def parsed_alone(parse: Callable) -> Callable:
-    """Python 3.11 counts how deep its parser is for all threads together: where two parse at once
-    it may end in a SystemError, as it did once in the tests."""
+    """Serialize parsing. Python 3.11 counts the depth of its parser for all threads together: two
+    that parse at once may end in a SystemError, as they did once in the tests."""
     parsing = threading.Lock()
 
     @wraps(parse)
@@ -26,8 +23,8 @@ def parsed_alone(parse: Callable) -> Callable:
 
 
 def loaded_alone(load: Callable[..., ModuleType]) -> Callable[..., SimpleNamespace]:
-    """Python makes one module of all launchers, since they share a name. Of 20000 that were loaded
-    by eight threads 1348 had another's function, unless it was taken out before the next came."""
+    """Serialize loading, and copy the names out of the module. All launchers share one module name,
+    so Python reuses one module: of 20000 loaded by eight threads 1348 had another's function."""
     loading = threading.Lock()
 
     @wraps(load)
