@@ -25,8 +25,8 @@ def _target_of(index: int) -> Target:
 
 
 def target_of(t: torch.Tensor) -> Target:
-    """The device that a kernel on `t` runs on: the current GPU for meta tensors, which only compile,
-    and a small Hopper without Gluon for the interpreter."""
+    """The device that a kernel on `t` runs on: for meta tensors, which only compile, the current
+    GPU, and for the interpreter a small Hopper without Gluon."""
     if t.is_meta:
         return _target_of(torch.cuda.current_device())
     return _target_of(t.device.index) if t.is_cuda else Target(90, 4, gluon=False)

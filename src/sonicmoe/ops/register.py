@@ -1,8 +1,8 @@
 """Registration of operators: schema, implementation, fake version (output shapes), FLOPs.
 
-Operators are functional and have no autograd of their own: `autograd.py` calls them. A call through
-the dispatcher takes 11 µs; with `torch.library.custom_op` and `register_autograd` it takes 26 to 36.
-Where no dispatch mode is active, the Python function is called directly.
+Operators are functional and have no autograd of their own: `autograd.py` calls them. A call
+through the dispatcher takes 11 µs; `torch.library.custom_op` with `register_autograd` takes 26 to
+36. Where no dispatch mode is active, the Python function is called directly.
 """
 
 from collections.abc import Callable
