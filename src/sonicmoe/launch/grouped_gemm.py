@@ -112,9 +112,9 @@ NO_ADAPTER = Adapter()
 
 def up(
     x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z,
-    config=None,
+    config=None, adapter=NO_ADAPTER,
 ):  # fmt: skip
-    """Z (None unless `keep_z`) and A."""
+    """Z (None unless `keep_z`) and A, for Z = X W1ᵀ + b1 plus the adapter's U Bᵀ."""
     _, n, hidden = w1.shape
     count = (x if row_token is None else row_token).shape[0]
     z = memory.empty((count, n), x.dtype, x.device) if keep_z else None
@@ -128,15 +128,16 @@ def up(
     if config.hopper:
         _hopper().up(
             x, w1, b1, row_token, z, a, tiles, activation, concatenated, keep_z, config, *grid,
+            adapter,
         )  # fmt: skip
         return z, a
     source, a_tma = _row_source(x, config, row_token)
     launch(
         up_kernel, grid,
-        source, row_token, _weight_source(w1, config, two_halves), b1, None, None,
+        source, row_token, _weight_source(w1, config, two_halves), b1, *adapter.in_order(),
         z if keep_z else a,  # not stored: any valid address will do
         a, tiles, *w1.stride(),
-        H=hidden, N=n, **NO_ADAPTER.options, GATE_UP=gate_up_of(activation, concatenated),
+        H=hidden, N=n, **adapter.options, GATE_UP=gate_up_of(activation, concatenated),
         ACTIVATION=value_of(activation), KEEP_Z=keep_z,
         A_TMA=a_tma, W_TMA=config.tma, WEIGHT_LAYOUT=_weight_layout(w1),
         PRECISION=dot_precision(x), UNROLL=_unroll(x), **_options(config),

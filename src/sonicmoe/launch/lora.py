@@ -3,16 +3,14 @@
 from dataclasses import replace
 
 from ..enums import ActivationType
-from ..kernels.activation import value_of
 from ..kernels.transpose import transpose_kernel
-from ..kernels.triton.gemm import up_kernel
 from ..shapes import ceil_div
 from ..tuning import RowConfig, Target, row_config
 from ..tuning.select import default_row_config
 from . import grouped_gemm as products
 from . import memory
-from .grouped_gemm import Adapter, gate_up_of
-from .launcher import dot_precision, launch
+from .grouped_gemm import Adapter
+from .launcher import launch
 
 
 def _config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target: Target) -> RowConfig:
@@ -28,30 +26,12 @@ def _config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target: Tar
 def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
     """Z and A."""
     n, hidden = w1.shape[1:]
-    count = u.shape[0]
-    z = memory.empty((count, n), x.dtype, x.device)
-    a = memory.empty((count, n // 2 if activation.is_gated else n), x.dtype, x.device)
-    if count == 0:
-        return z, a
-    target = products.target_of(x)
-    config = _config("up", x.element_size(), hidden, n, activation.is_gated, target)
-    grid = products._grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target)
-    if config.hopper:
-        products._hopper().up(
-            x, w1, b1, row_token, z, a, tiles, activation, concatenated, True, config, *grid,
-            Adapter(u, factor),
-        )  # fmt: skip
-        return z, a
-    launch(
-        up_kernel, grid,
-        x, row_token, products._weight_source(w1, config, activation.is_gated and concatenated),
-        b1, u, factor.contiguous(), z, a, tiles, *w1.stride(),
-        H=hidden, N=n, **Adapter(u, factor).options,
-        GATE_UP=gate_up_of(activation, concatenated), ACTIVATION=value_of(activation),
-        KEEP_Z=True, A_TMA=False, W_TMA=config.tma, WEIGHT_LAYOUT=products._weight_layout(w1),
-        PRECISION=dot_precision(x), UNROLL=products._unroll(x), **products._options(config),
+    gated = activation.is_gated
+    config = _config("up", x.element_size(), hidden, n, gated, products.target_of(x))
+    return products.up(
+        x, w1, b1, row_token, None, tiles, None, activation, concatenated, True, config,
+        Adapter(u, factor),
     )  # fmt: skip
-    return z, a
 
 
 def product(kernel, a, w, bias, u, factor, tiles):
