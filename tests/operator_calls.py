@@ -116,6 +116,7 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
         "up_backward": [
             (z, *up_back, True, True, True, False, b),
             (z, *up_back, False, True, False, False, b),
+            (z, *up_back[:4], ragged, *up_back[5:], True, True, True, False, b),
             (z, rows, transposed, None, None, None, start, tiles, m, True, True, False, True, b),
         ],
     }  # fmt: skip

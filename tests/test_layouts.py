@@ -2,21 +2,19 @@
 
 import pytest
 import torch
-from layouts import LAYOUTS, check_operator, check_public, operator_arguments, public_calls
+from layouts import check_operator, check_public, operator_arguments, public_calls
 
 CALLS = public_calls()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_operators(layout):
+def test_operators():
     for name, args in operator_arguments():
-        check_operator(name, args, layout)
+        check_operator(name, args)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("call", CALLS)
-def test_public_functions(call, layout):
-    check_public(*CALLS[call], layout)
+def test_public_functions(call):
+    check_public(*CALLS[call])
 
 
 def test_a_main_grad_that_is_not_dense_is_refused():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import Case, make_inputs
-from layouts import LAYOUTS, check_operator, check_public, operator_arguments, public_calls
+from layouts import check_operator, check_public, operator_arguments, public_calls
 
 import sonicmoe
 from sonicmoe.functional import permute
@@ -13,18 +13,16 @@ DTYPES = (torch.bfloat16, torch.float32)
 OPTIONS = ("triton", "cuda")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_operators(dtype, layout):
+def test_operators(dtype):
     for name, args in operator_arguments(dtype, *OPTIONS):
-        check_operator(name, args, layout)
+        check_operator(name, args)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_public_functions(dtype, layout):
+def test_public_functions(dtype):
     for function, tensors in public_calls(dtype, *OPTIONS).values():
-        check_public(function, tensors, layout)
+        check_public(function, tensors)
 
 
 @pytest.mark.parametrize("sizes", ([700, 0, 301, 0], [-1, 5, 5, 5], [2**40, 0, 0, 0]), ids=str)
