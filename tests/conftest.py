@@ -30,6 +30,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    # The longest tests first: at the end one worker would run them while the others are idle.
+    items.sort(key=lambda item: item.path.name != "test_interpreter_kernels.py")
     if torch.cuda.is_available():
         return
     for item in items:

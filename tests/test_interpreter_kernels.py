@@ -15,11 +15,20 @@ pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("test_*.py")))
-def test_kernels_under_the_interpreter(name):
+SHARDS = {"test_interpreted_layer.py": 3}  # parts of about a minute, which run side by side
+PARTS = [
+    (path.name, f"{i}/{SHARDS.get(path.name, 1)}")
+    for path in sorted(FOLDER.glob("test_*.py"))
+    for i in range(SHARDS.get(path.name, 1))
+]
+
+
+@pytest.mark.timeout(1800)  # a part takes minutes on a busy machine
+@pytest.mark.parametrize(("name", "shard"), PARTS)
+def test_kernels_under_the_interpreter(name, shard):
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [*command, str(FOLDER / name)],
+        [*command, str(FOLDER / name), "--shard", shard],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
