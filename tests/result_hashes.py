@@ -1,7 +1,8 @@
 """Hash what the layer computes on a GPU, to see that a change leaves every bit as it was.
 
-    PYTHONPATH=before/src python tests/result_hashes.py before.json
-    PYTHONPATH=src python tests/result_hashes.py after.json && diff before.json after.json
+    PYTHONPATH=src python tests/result_hashes.py after.json
+    cp tests/result_hashes.py ../before/tests   # a checkout of the commit before
+    (cd ../before && PYTHONPATH=src python tests/result_hashes.py ../before.json)
 
 The cases are those of the GPU test matrix; `--every N` takes each N-th of them.
 """

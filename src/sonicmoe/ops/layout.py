@@ -41,10 +41,15 @@ def dense_arguments(schema: torch.FunctionSchema) -> tuple[Callable, Callable]:
                 if t is not None and not t.is_contiguous():
                     args[i] = t.contiguous()
             for i in rows:
-                args[i] = _for_tma(args[i].contiguous())
+                args[i] = args[i].contiguous()
             for i in weights:
-                w = dense_weight(args[i])
-                args[i] = _for_tma(w) if w.stride(2) == 1 else _for_tma(w.mT).mT
+                args[i] = dense_weight(args[i])
+            if args[-1] == "triton":
+                for i in rows:
+                    args[i] = _for_tma(args[i])
+                for i in weights:
+                    w = args[i]
+                    args[i] = _for_tma(w) if w.stride(2) == 1 else _for_tma(w.mT).mT
             return function(*args)
 
         return call

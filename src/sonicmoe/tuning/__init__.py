@@ -2,7 +2,6 @@
 
 from .config import RowConfig, Target, WeightConfig, is_valid
 from .select import row_config, tile_height, weight_config
-from .table import when_forgotten
 
 __all__ = [
     "RowConfig",
@@ -12,5 +11,4 @@ __all__ = [
     "row_config",
     "tile_height",
     "weight_config",
-    "when_forgotten",
 ]
