@@ -55,7 +55,7 @@ def main() -> int:
     options = Options(
         device=device,
         dtype=getattr(torch, dtype),
-        concatenated=args.concat_layout,
+        gate_up="concatenated" if args.concat_layout else "interleaved",
         check=not args.skip_test,
     )
     failures = bench_case(case, "uniform", options).failures

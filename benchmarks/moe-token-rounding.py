@@ -74,7 +74,7 @@ def main() -> int:
         routing=args.routing,
         device=device,
         dtype=getattr(torch, dtype),
-        concatenated=args.concat_layout,
+        gate_up="concatenated" if args.concat_layout else "interleaved",
         check=not args.skip_test,
         rep_ms=args.rep,
     )

@@ -291,7 +291,7 @@ def plain(case: Case):
     return partial(
         reference.experts,
         activation=case.activation,
-        concatenated=case.gate_up == "concatenated",
+        gate_up=case.gate_up,
     )
 
 

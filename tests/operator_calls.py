@@ -4,7 +4,8 @@ import torch
 from helpers import Case, Inputs, make_inputs
 
 from sonicmoe import ops
-from sonicmoe.functional import permute
+from sonicmoe.layer import permute
+from sonicmoe.permutation import Permutation
 
 CASE = Case("12,16,8,4,2", torch.float32, bias=True, routing="dropped")
 
@@ -20,37 +21,50 @@ def operator_calls(
 
 def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list[tuple]]:
     p = permute(given.ids, 4, backend=b)
-    logits, start, tiles, m = torch.randn(12, 4), p.expert_start, p.tiles, p.tile_height
+    in_order = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
+    logits, m = torch.randn(12, 4), p.tile_m
     scores, ids = ops.topk(logits, 2, True, b)
-    maps = (p.row_token, p.row_slot, p.slot_row)
-    gather = (given.x, given.w1, given.b1, p.row_token, start, tiles, m, "swiglu", False)
-    z, a = ops.up(*gather, True, b)
+    gather = (given.x, given.w1, given.b1, *p, "swiglu", "interleaved", True, b)
+    z, a = torch.ops.sonicmoe.up(*gather)
     rows = torch.randn(24, 16, dtype=dtype)
-    down_back = (z, given.w2, given.b2, given.scores, *maps, start, tiles, m, "swiglu", False)
-    grouped_back = (z, given.w2, None, None, None, None, None, start, tiles, m, "swiglu", True)
-    up_back = (given.x, given.w1, p.row_token, p.slot_row, None, start, tiles, m)
+    down_back = (z, given.w2, given.b2, given.scores, *p, "swiglu", "interleaved")
+    grouped_back = (z, given.w2, None, None, *in_order, "swiglu", "concatenated")
+    up_back = (z, given.x, given.w1, *p)
     everything, some = (True, True, True, True), (True, False, False, False)
     by_token = torch.arange(12, dtype=torch.int32).repeat_interleave(2)
     ragged = torch.searchsorted(by_token, torch.arange(13, dtype=torch.int32), out_int32=True)
     transposed = given.w1.mT.contiguous().mT
     low, up_factor, down_factor = (torch.randn(n, 8, dtype=dtype) for n in (24, 4 * 16, 4 * 8))
     up_factor, down_factor = up_factor.view(4, 16, 8), down_factor.view(4, 8, 8)
-    schedule = (start, tiles, m)
-    main_grads = [torch.zeros_like(w, dtype=torch.float32) for w in (given.w1, given.w2)]
+    w1_grad, w2_grad = (torch.zeros_like(w, dtype=torch.float32) for w in (given.w1, given.w2))
     return {
-        "adapted_up": [
-            (given.x, given.w1, given.b1, low, up_factor, p.row_token, *schedule, "swiglu", c, b)
-            for c in (False, True)
+        "lora_up": [
+            (given.x, given.w1, given.b1, low, up_factor, *p, "swiglu", gate_up, b)
+            for gate_up in ("interleaved", "concatenated")
         ],
-        "adapted_product": [
-            (a, given.w2, given.b2, low, factor, *schedule, kernel, b)
+        "lora_gemm": [
+            (a, given.w2, given.b2, low, factor, *p, kernel, b)
             for factor, kernel in ((up_factor, "down"), (up_factor.mT.contiguous().mT, "dx"))
         ],
-        "transposed": [(logits, 0.5, torch.bfloat16, b), (logits.double(), 2.0, torch.double, b)],
-        "adapted_down_backward": [
-            (given.dout, z, given.w2, bias, low, down_factor, given.scores, *maps, *schedule,
-             "swiglu", False, b)
-            for bias in (given.b2, None)
+        "scaled_transpose": [
+            (logits, 0.5, torch.bfloat16, b),
+            (logits.double(), 2.0, torch.double, b),
+        ],
+        "lora_down_backward": [
+            (
+                given.dout,
+                z,
+                given.w2,
+                bias,
+                low,
+                down_factor,
+                given.scores,
+                *p,
+                "swiglu",
+                gate_up,
+                b,
+            )
+            for bias, gate_up in ((given.b2, "interleaved"), (None, "concatenated"))
         ],
         "topk": [(logits, 2, True, b), (logits.bfloat16(), 3, False, b)],
         "topk_backward": [(scores, scores, ids, logits, over, b) for over in (True, False)],
@@ -86,17 +100,17 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
             (torch.rand(24), logits.bfloat16(), chosen, ids.flatten(), ragged, b)
             for chosen in (None, ids)
         ],
-        "tiles": [(start, 24, m, b)],
+        "tiles": [(p.expert_start, 24, m, b)],
         "up": [
-            (*gather, True, b),
-            (rows, transposed, None, None, start, tiles, m, "geglu", True, False, b),
-            (rows, given.w1, None, None, start, tiles, m, "relu_sq", False, True, b),
+            gather,
+            (rows, transposed, None, *in_order, "geglu", "concatenated", False, b),
+            (rows, given.w1, None, *in_order, "relu_sq", "interleaved", True, b),
         ],
         "down": [
-            (a, given.w2, given.b2, None, start, tiles, m, False, b),
-            (a, given.w2, None, torch.rand(24), start, tiles, m, True, b),
+            (a, given.w2, given.b2, None, *p, b),
+            (a, given.w2, None, torch.rand(24), *in_order, b),
         ],
-        "aggregate": [
+        "combine": [
             (rows, given.scores, p.slot_row, None, 12, b),
             (rows, None, p.slot_row, ragged, 12, b),
         ],
@@ -106,17 +120,17 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
             (rows, *grouped_back, True, True, False, False, True, b),
         ],
         "down_backward_into": [
-            (main_grads[1].clone(), given.dout, *down_back, True, True, True, b),
-            (main_grads[1].clone(), given.dout, *down_back, False, False, False, b),
+            (w2_grad.clone(), given.dout, *down_back, *everything, b),
+            (w2_grad.clone(), given.dout, *down_back, False, True, False, False, b),
         ],
         "up_backward_into": [
-            (main_grads[0].clone(), z, *up_back, True, True, b),
-            (main_grads[0].clone(), z, *up_back, False, False, b),
+            (w1_grad.clone(), *up_back, True, True, True, b),
+            (w1_grad.clone(), *up_back, False, True, False, b),
         ],
         "up_backward": [
-            (z, *up_back, True, True, True, False, b),
-            (z, *up_back, False, True, False, False, b),
-            (z, *up_back[:4], ragged, *up_back[5:], True, True, True, False, b),
-            (z, rows, transposed, None, None, None, start, tiles, m, True, True, False, True, b),
+            (*up_back, True, True, True, False, b),
+            (*up_back, False, True, False, False, b),
+            (z, given.x, given.w1, *p._replace(token_start=ragged), True, True, True, False, b),
+            (z, rows, transposed, *in_order, True, True, False, True, b),
         ],
-    }  # fmt: skip
+    }

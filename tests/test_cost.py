@@ -24,7 +24,7 @@ def test_flops_by_hand():
 
 def test_kept_bytes_by_hand():
     # ceil(12 / 8) + 4 = 6 tiles at most, a header, four int32 each
-    assert cost.kept_bytes(HAND, itemsize=2, tile_height=8) == {
+    assert cost.kept_bytes(HAND, itemsize=2, tile_m=8) == {
         "z": 12 * 16 * 2,
         "scores": 48,
         "ids": 48,

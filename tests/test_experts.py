@@ -35,12 +35,12 @@ class Calls(TorchDispatchMode):
 
 # argument -> the operator and the flag that pay for its gradient
 PAID_BY = {
-    "x": ("up_backward", "need_dx"),
-    "w1": ("up_backward", "need_dw1"),
-    "b1": ("up_backward", "need_db1"),
-    "w2": ("down_backward", "need_dw2"),
-    "b2": ("down_backward", "need_db2"),
-    "scores": ("down_backward", "need_dscores"),
+    "x": ("up_backward", "dx"),
+    "w1": ("up_backward", "dw1"),
+    "b1": ("up_backward", "db1"),
+    "w2": ("down_backward", "dw2"),
+    "b2": ("down_backward", "db2"),
+    "scores": ("down_backward", "dscores"),
 }
 
 
@@ -62,7 +62,7 @@ def test_only_wanted_gradients_are_computed(wanted):
         assert paid == (name in wanted), f"{flag} with gradients of {wanted}"
     below = {"x", "w1", "b1"} & set(wanted)
     assert ("up_backward" in calls.made) == bool(below)
-    assert calls.made["down_backward"]["need_dz"] == bool(below)
+    assert calls.made["down_backward"]["dz"] == bool(below)
 
 
 def _kept(layer) -> list[torch.Tensor]:

@@ -9,9 +9,12 @@ import triton
 from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe.enums import ActivationType
+from sonicmoe.gradients import DownGradients, UpGradients
 from sonicmoe.launch import grouped_gemm
 from sonicmoe.launch import routing as launch_routing
-from sonicmoe.tuning import Target, is_valid, row_config, tile_height, weight_config
+from sonicmoe.permutation import Permutation
+from sonicmoe.tuning import Target, is_valid, row_config, tile_m, weight_config
+from sonicmoe.validation import LAYOUTS
 
 GEMMS = ("up_kernel", "gemm_kernel", "dz_kernel", "wgrad_kernel")
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
@@ -20,9 +23,7 @@ LARGE = (4096, 14336)  # tiles in bands
 CACHE = 128 * 1024  # of instructions, by guess: dZ with 172 KB spent half its time waiting for them
 
 
-def compile_layer(
-    arch, dtype, activation, concatenated, transposed, bias, sizes, gathered=True
-):  # fmt: skip
+def compile_layer(arch, dtype, activation, gate_up, transposed, bias, sizes, gathered=True):
     """All kernels of a forward and backward pass, as compiled for `arch`."""
     hidden, intermediate = sizes
     experts, rows, tokens = 2, 64, 32 if gathered else 64
@@ -39,23 +40,17 @@ def compile_layer(
 
     x, w1, w2 = new(tokens, hidden), weights(columns, hidden), weights(hidden, intermediate)
     b1, b2 = (new(experts, columns), new(experts, hidden)) if bias else (None, None)
-    scores, maps, start, tiles = (
-        new(tokens, 2, dtype=torch.float32) if gathered else None,
-        index(rows) if gathered else None,
-        index(3),
-        index(4, 4),
-    )
-    height = tile_height(dtype, "triton")
+    scores = new(tokens, 2, dtype=torch.float32) if gathered else None
+    maps = index(rows) if gathered else None
+    m = tile_m(dtype.itemsize)
+    p = Permutation(maps, maps, maps, None, None, index(3), index(4, 4), m)
+    needs = DownGradients(dz=True, dw2=True, db2=bias, dscores=gathered)
+    z = new(rows, columns)
     with compiling(arch) as compiled:
-        grouped_gemm.up(x, w1, b1, maps, start, tiles, height, activation, concatenated, True)
-        grouped_gemm.down(new(rows, intermediate), w2, b2, None, start, tiles, height, False)
-        grouped_gemm.down_backward(
-            x, new(rows, columns), w2, b2, scores, maps, maps, maps, start, tiles, height,
-            activation, concatenated, True, True, bias, gathered,
-        )  # fmt: skip
-        grouped_gemm.up_backward(
-            new(rows, columns), x, w1, maps, maps, None, start, tiles, height, True, True, bias
-        )
+        grouped_gemm.up(x, w1, b1, p, activation, gate_up, True)
+        grouped_gemm.row_gemm("down", new(rows, intermediate), w2, b2, None, p)
+        grouped_gemm.down_backward(x, z, w2, b2, scores, p, activation, gate_up, needs, False)
+        grouped_gemm.up_backward(z, x, w1, p, UpGradients(True, True, bias), False)
     return compiled
 
 
@@ -78,18 +73,18 @@ def check(compiled, arch, tensor_cores):
 
 
 @pytest.mark.parametrize(
-    ("concatenated", "transposed", "sizes"),
+    ("gate_up", "transposed", "sizes"),
     [
-        *product([False, True], [False, True], [WIDE]),
-        (False, False, NARROW),
-        (True, True, NARROW),
+        *product(LAYOUTS, [False, True], [WIDE]),
+        (LAYOUTS[0], False, NARROW),
+        (LAYOUTS[1], True, NARROW),
     ],
     ids=str,
 )
-def test_hopper(concatenated, transposed, sizes):
+def test_hopper(gate_up, transposed, sizes):
     activation = ActivationType.SWIGLU
     check(
-        compile_layer(90, torch.bfloat16, activation, concatenated, transposed, False, sizes),
+        compile_layer(90, torch.bfloat16, activation, gate_up, transposed, False, sizes),
         90,
         True,
     )
@@ -97,14 +92,16 @@ def test_hopper(concatenated, transposed, sizes):
 
 def test_hopper_with_large_experts():
     swiglu = ActivationType.SWIGLU
-    check(compile_layer(90, torch.bfloat16, swiglu, False, False, False, LARGE), 90, True)
+    check(compile_layer(90, torch.bfloat16, swiglu, LAYOUTS[0], False, False, LARGE), 90, True)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
 def test_hopper_where_rows_arrive_sorted(transposed):
     swiglu, sizes = ActivationType.SWIGLU, WIDE
     check(
-        compile_layer(90, torch.bfloat16, swiglu, False, transposed, False, sizes, gathered=False),
+        compile_layer(
+            90, torch.bfloat16, swiglu, LAYOUTS[0], transposed, False, sizes, gathered=False
+        ),
         90,
         True,
     )
@@ -112,7 +109,7 @@ def test_hopper_where_rows_arrive_sorted(transposed):
 
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU_CLAMPED, ActivationType.GELU])
 def test_hopper_with_bias(activation):
-    compiled = compile_layer(90, torch.float16, activation, False, False, True, WIDE)
+    compiled = compile_layer(90, torch.float16, activation, LAYOUTS[0], False, True, WIDE)
     check(compiled, 90, True)
     if activation is ActivationType.SWIGLU_CLAMPED:  # keeps NaN, which the interpreter always does
         names = ("hopper_up_kernel", "hopper_dz_kernel")
@@ -131,14 +128,18 @@ def test_hopper_with_bias(activation):
     ],
 )
 def test_other_architectures(arch, activation):
-    compiled = compile_layer(arch, torch.bfloat16, activation, False, False, False, WIDE)
+    compiled = compile_layer(arch, torch.bfloat16, activation, LAYOUTS[0], False, False, WIDE)
     assert check(compiled, arch, True) == (6 if arch == 100 else 0)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_fp32(arch):
     activation = ActivationType.SWIGLU
-    check(compile_layer(arch, torch.float32, activation, True, False, False, NARROW), arch, False)
+    check(
+        compile_layer(arch, torch.float32, activation, LAYOUTS[1], False, False, NARROW),
+        arch,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_routing(arch, experts):
     with compiling(arch) as compiled:
         scores, ids = launch_routing.topk(logits, 8, True)
         launch_routing.topk_backward(scores, scores, ids, logits, False)
-        counts = launch_routing.permute(ids, experts, None, 128)[-1]  # one chunk
+        counts = launch_routing.permute(ids, experts, None, 128)[3]  # one chunk
         launch_routing.permute(ids.repeat(4, 1), experts, None, 128)
         launch_routing.tiles(torch.zeros(experts + 1, dtype=torch.int32), 512, 128)
         launch_routing.count(ids, experts)

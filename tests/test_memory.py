@@ -11,7 +11,7 @@ from sonicmoe.bench.cases import ROUTERS, Case
 from sonicmoe.bench.inputs import make_inputs
 from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.enums import ActivationType
-from sonicmoe.functional import permute
+from sonicmoe.layer import permute
 
 # Granularities at the same K·I and E·I: H/I = 2, 4, 8.
 GRANULARITIES = ("96,64,32,4,2", "96,64,16,8,4", "96,64,8,16,8")
@@ -22,7 +22,7 @@ def held_and_expected(case: Case, dtype: torch.dtype, router: bool = True) -> tu
     subject = ours(inputs, router=router)
     beside = [t for name, t in subject.leaves.items() if name != "scores"]
     held, _ = saved_bytes(subject.forward, beside)
-    height = permute(inputs.ids, case.problem.E, dtype=dtype).tile_height
+    height = permute(inputs.ids, case.problem.E, dtype=dtype).tile_m
     kind = case.router if router else None
     return held, sum(cost.kept_bytes(case.problem, dtype.itemsize, height, kind).values())
 
@@ -82,7 +82,7 @@ def test_kept_bytes_on_a_gpu():
         inputs = make_inputs(case, device="cuda")
         subject = ours(inputs, router=True)
         subject.forward_backward()
-        height = permute(inputs.ids, case.problem.E, dtype=inputs.x.dtype).tile_height
+        height = permute(inputs.ids, case.problem.E, dtype=inputs.x.dtype).tile_m
         expected = cost.kept_bytes(case.problem, 2, height, case.router)
         gc.collect()  # compiling leaves frames in cycles, and they hold the first gradients
         torch.cuda.synchronize()

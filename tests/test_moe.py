@@ -58,7 +58,7 @@ def test_the_layer_is_the_reference(router, gate_up):
     scores, ids = reference.route(logits, 2, *ROUTERS[router])
     want = reference.experts(
         y.reshape(-1, 16), ids, scores, twin.c_fc.weight, twin.c_proj.weight, twin.c_fc.bias,
-        twin.c_proj.bias, concatenated=gate_up == "concatenated",
+        twin.c_proj.bias, gate_up=gate_up,
     ).view_as(y)  # fmt: skip
     share = F.normalize(logits.softmax(-1).sum(0), p=1, dim=0)
     load = F.normalize(ids.flatten().bincount(minlength=5).double(), p=1, dim=0)

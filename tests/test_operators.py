@@ -46,7 +46,7 @@ def test_every_operator_is_tested():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("sonicmoe::")
     }
-    assert registered == set(ARGUMENTS) == set(ops.__all__)
+    assert registered == set(ARGUMENTS) == {name for name, f in vars(ops).items() if callable(f)}
 
 
 @pytest.mark.parametrize(("name", "call"), CALLS)
@@ -68,7 +68,7 @@ def test_fakes_of_gpu_tensors_need_no_gpu(name, call):
         return torch.empty_strided(shape, stride, dtype=dtype, device="cuda:0")
 
     with FakeTensorMode():
-        out = getattr(ops, name)(*map(on_gpu, ARGUMENTS[name][call]))
+        out = getattr(torch.ops.sonicmoe, name)(*map(on_gpu, ARGUMENTS[name][call]))
     for result in out if isinstance(out, tuple) else (out,) if out is not None else ():
         assert isinstance(result, FakeTensor)
         assert result.device == torch.device("cuda:0")

@@ -41,18 +41,18 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("concatenated", [False, True])
-def test_activation_and_its_derivative(activation, concatenated):
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+def test_activation_and_its_derivative(activation, gate_up):
     z = (6 * torch.randn(50, 16, dtype=torch.float64)).requires_grad_()
     if activation.is_gated:
-        halves = (z[:, :8], z[:, 8:]) if concatenated else (z[:, 0::2], z[:, 1::2])
+        halves = (z[:, :8], z[:, 8:]) if gate_up == "concatenated" else (z[:, 0::2], z[:, 1::2])
     else:
         halves = (z,)
     want = FORMULAS[activation](*halves)
     da = torch.randn_like(want)
-    torch.testing.assert_close(activate(z, activation, concatenated), want)
+    torch.testing.assert_close(activate(z, activation, gate_up), want)
     (dz,) = torch.autograd.grad(want, z, da)
-    torch.testing.assert_close(activate_backward(z.detach(), da, activation, concatenated), dz)
+    torch.testing.assert_close(activate_backward(z.detach(), da, activation, gate_up), dz)
 
 
 def test_the_slope_at_a_limit_is_one():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sonicmoe import topk_scores
-from sonicmoe.functional import permute
+from sonicmoe.layer import permute
 from sonicmoe.reference import layer as reference
 from sonicmoe.shapes import max_tiles
 
@@ -78,7 +78,7 @@ def test_permutation_invariants(choice, dtype):
     start, used = p.expert_start.tolist(), int(here.sum())
     row_slot, slot_row = p.row_slot[:used].long(), p.slot_row.long()
 
-    assert p.rows == slots and p.num_experts == experts
+    assert p.row_slot.shape == (slots,) and p.expert_start.shape == (experts + 1,)
     assert start[0] == 0 and start[-1] == used
     assert p.counts.tolist() == torch.bincount(flat[here], minlength=experts).tolist()
     assert torch.equal(slot_row[row_slot], torch.arange(used))  # inverse to each other
@@ -90,12 +90,12 @@ def test_permutation_invariants(choice, dtype):
         assert torch.equal(mine, (flat == e).nonzero()[:, 0])
 
     count = int(p.tiles[0, 0])
-    assert p.tiles.shape == (1 + max_tiles(slots, experts, p.tile_height), 4)
+    assert p.tiles.shape == (1 + max_tiles(slots, experts, p.tile_m), 4)
     covered = torch.zeros(slots, dtype=torch.int64)
     for e, begin, end, number in p.tiles[1 : 1 + count].tolist():
         assert (begin, end) == (start[e], start[e + 1])
-        first = begin + number * p.tile_height
-        last = min(first + p.tile_height, end)
+        first = begin + number * p.tile_m
+        last = min(first + p.tile_m, end)
         assert start[e] <= first < last
         covered[first:last] += 1
     assert (covered[:used] == 1).all() and (covered[used:] == 0).all()

@@ -19,13 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime import build
 
 import sonicmoe
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, ahead, functional, validation
-from sonicmoe.ahead import Layer, compile_together, run_step
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, precompile, validation
 from sonicmoe.launch import triton_locks
 from sonicmoe.launch.launcher import launch
+from sonicmoe.precompile import Layer, compile_together, run_step
 from sonicmoe.routing import TokenRounding
 from sonicmoe.shapes import Problem
 from sonicmoe.warmup import run_layer
+from sonicmoe.weights import ExpertWeights
 
 H, I, E, K = 64, 32, 48, 2
 
@@ -90,15 +91,15 @@ def test_a_step_after_warmup_compiles_nothing(name):
 
 
 @pytest.mark.parametrize("router", ["softmax_over_topk", "token_rounding"])
-def test_a_first_step_compiles_ahead_what_its_experts_and_loss_need(router):
+def test_a_first_step_precompiles_what_its_experts_and_loss_need(router):
     layer = Layer(H, I, E, K if router == "softmax_over_topk" else 0, logits=torch.bfloat16)
-    with compiling(90) as ahead:
-        run_step(layer)
+    with compiling(90) as early:
+        run_step(layer, functional.experts)
     needed = step(layer, router)
     routing = ("topk", "keys", "select", "emit", "logits_gradient")
     missing = {
         k.metadata.name for k in needed
-        if all(k is not a for a in ahead) and not k.metadata.name.startswith(routing)
+        if all(k is not a for a in early) and not k.metadata.name.startswith(routing)
     }  # fmt: skip
     assert not missing
 
@@ -107,7 +108,7 @@ def test_kernels_are_compiled_side_by_side(monkeypatch):
     """All of them, loaded and found by the step that follows."""
     layer = Layer(H, I, E, K, torch.float16)
     loaded, said = [], []
-    monkeypatch.setattr(ahead, "_load", lambda kernel, index: loaded.append(kernel))
+    monkeypatch.setattr(precompile, "_load", lambda kernel, index: loaded.append(kernel))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     with compiling(90) as kernels:
         compile_together(lambda: run_step(layer), 0, lambda *of: said.append(of))
@@ -130,9 +131,9 @@ def test_sources_are_parsed_one_at_a_time(monkeypatch, tmp_path):
         inside.pop()
         return parse(*args, **kwargs)
 
-    monkeypatch.setattr(ahead, "_load", lambda *_: None)
+    monkeypatch.setattr(precompile, "_load", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(ahead, "_threads", lambda: 4)
+    monkeypatch.setattr(precompile, "_threads", lambda: 4)
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # nothing is there to be found
     kernel, meta = triton.JITFunction(_small_kernel), torch.empty(1, device="meta")
 
@@ -148,7 +149,7 @@ def test_sources_are_parsed_one_at_a_time(monkeypatch, tmp_path):
 
 def test_the_callers_modes_see_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(ahead, "_load", lambda *_: None)
+    monkeypatch.setattr(precompile, "_load", lambda *_: None)
     saved = []
     with (
         compiling(90),
@@ -163,7 +164,7 @@ def test_the_callers_modes_see_nothing(monkeypatch):
 def test_a_kernel_that_does_not_compile(monkeypatch):
     """Its error is raised, and the next compilation is none the worse for it."""
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(ahead, "_load", lambda *_: None)
+    monkeypatch.setattr(precompile, "_load", lambda *_: None)
     broken = triton.JITFunction(_broken_kernel)
     meta = torch.empty(1, device="meta")
     with compiling(90):
@@ -189,15 +190,16 @@ def test_python_is_left_as_it_was(monkeypatch):
     assert sys.getswitchinterval() == before < min(seen)
 
 
-def test_a_step_does_not_depend_on_what_was_compiled_ahead(monkeypatch):
+def test_a_step_does_not_depend_on_what_was_precompiled(monkeypatch):
     def fail(run, index):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(ahead, "compile_together", fail)
-    ahead.compile_ahead.cache_clear()
+    monkeypatch.setattr(precompile, "compile_together", fail)
+    once = precompile._precompile_once
+    once.cache_clear()
     with pytest.warns(UserWarning, match="one by one.*RuntimeError: no compiler"):
-        ahead.compile_ahead(0, Layer(H, I, E, K))
-    ahead.compile_ahead.cache_clear()
+        once(0, Layer(H, I, E, K), functional.experts)
+    once.cache_clear()
 
 
 def _small_kernel(x, VALUE: tl.constexpr):
@@ -275,11 +277,11 @@ def test_launchers_are_loaded_one_at_a_time():
     assert build._load_module_from_path.__code__ is load.__code__
 
 
-def test_a_step_ahead_imports_nothing():
+def test_precompiling_imports_nothing():
     """`backward()` and `empty_like` on the meta device would: sympy, which takes seconds."""
     code = """
 import sys
-from sonicmoe import ahead
+from sonicmoe import experts, precompile
 from sonicmoe.launch import grouped_gemm, launcher
 from sonicmoe.launch import routing as launch_routing
 
@@ -287,22 +289,24 @@ for module in (launcher, grouped_gemm, launch_routing):
     module.launch = lambda *_, **__: None
 grouped_gemm.target_of = lambda t: launcher.Target(80, 108)
 assert "sympy" not in sys.modules
-ahead.run_step(ahead.Layer(64, 32, 4, 2, logits=ahead.torch.float32))
+precompile.run_step(precompile.Layer(64, 32, 4, 2, logits=precompile.torch.float32), experts)
 assert "sympy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_only_a_real_training_step_compiles_ahead(monkeypatch):
+def test_only_a_real_training_step_is_precompiled(monkeypatch):
     """The GPU of fake tensors need not exist; where gradients are off, half of it never runs."""
     asked = []
-    monkeypatch.setattr(functional, "compile_ahead", lambda index, layer: asked.append(layer))
+    monkeypatch.setattr(precompile, "_precompile_once", lambda _, layer, __: asked.append(layer))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
     def step(learn: bool) -> None:
         x, w1, w2 = (torch.empty(shape) for shape in ((32, H), (E, 2 * I, H), (E, H, I)))
         ids = torch.empty((32, K), dtype=torch.int32)
-        kind = (ActivationType.SWIGLU, "interleaved", torch.float32)
-        functional._compile_ahead(x, ids, w1.requires_grad_(learn), w2, None, None, *kind)
+        kind = (ActivationType.SWIGLU, "interleaved")
+        weights = ExpertWeights(w1.requires_grad_(learn), w2, None, None, *kind)
+        precompile.precompile_step(functional.experts, x, ids, weights, "triton", torch.float32)
 
     with FakeTensorMode():
         step(True)

@@ -79,11 +79,11 @@ class Board:
             raise RuntimeError(f"{name} gave error {error}")
 
 
-def energies(inputs: Inputs, concatenated: bool) -> Iterator[tuple[Energy, Energy]]:
+def energies(inputs: Inputs, gate_up: str) -> Iterator[tuple[Energy, Energy]]:
     """Each grouped GEMM of a case, and the dense GEMM with the same FLOPs."""
     board = Board(inputs.x.device)
     dense = dense_gemms(inputs.case.problem, inputs.x.device, inputs.x.dtype)
-    for product in products(inputs, concatenated)[0]:
+    for product in products(inputs, gate_up)[0]:
         calls = (lambda product=product: product.run(None)), dense[product.name]
         ours, theirs = (_measure(product.name, product.flops, call, board) for call in calls)
         yield ours, theirs

@@ -200,7 +200,7 @@ def _in_transformers(inputs: Inputs, implementation: str, router: bool) -> Candi
     def forward() -> torch.Tensor:
         return block(inputs.x[None])[0] if router else block.experts(inputs.x, ids, inputs.scores)
 
-    return Candidate(implementation, router, forward, leaves, inputs.dout, concatenated=True)
+    return Candidate(implementation, router, forward, leaves, inputs.dout, gate_up="concatenated")
 
 
 def _block(inputs: Inputs, implementation: str) -> Any:
@@ -280,7 +280,7 @@ def _reference(i: Inputs, leaves: dict, dtype: torch.dtype) -> dict[str, torch.T
     up, down = LowRank(same["a1"], same["b1"], SCALE), LowRank(same["a2"], same["b2"], SCALE)
     weights = [_written_out(w.detach().to(dtype), f) for w, f in ((i.w1, up), (i.w2, down))]
     with _honest_products():
-        out = reference.experts(same["x"], i.ids, same["scores"], *weights, concatenated=True)
+        out = reference.experts(same["x"], i.ids, same["scores"], *weights, gate_up="concatenated")
         grads = torch.autograd.grad(out, tuple(same.values()), i.dout.to(dtype))
     return {"out": out.detach(), **dict(zip(same, grads, strict=True))}
 

@@ -75,11 +75,11 @@ def energy_case(case: Case, routing: str, options: Options) -> Outcome:
     """Verify our layer, then measure the energy of its GEMMs and of dense cuBLAS."""
     inputs = make_inputs(case, routing, options.device, options.dtype)
     outcome = Outcome([], [], [])
-    candidate = ours(inputs, router=False, concatenated=options.concatenated)
+    candidate = ours(inputs, router=False, gate_up=options.gate_up)
     if not passes(candidate, inputs, options, outcome)[0]:
         return outcome
     progress(case, "energy of each GEMM")
-    found = list(energies(inputs, options.concatenated))
+    found = list(energies(inputs, options.gate_up))
     print(f"\n{title(case, routing, options)}")
     print(energy_table(found))
     outcome.records.append(

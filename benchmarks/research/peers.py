@@ -40,7 +40,7 @@ def grouped_mm(inputs: Inputs) -> Candidate:
         return torch.zeros_like(i.x).index_add_(0, token, y)
 
     leaves = leaves_of(inputs, router=True)
-    return Candidate("grouped_mm", True, forward, leaves, i.dout, concatenated=True)
+    return Candidate("grouped_mm", True, forward, leaves, i.dout, gate_up="concatenated")
 
 
 def scattermoe(inputs: Inputs) -> Candidate:
@@ -58,7 +58,7 @@ def scattermoe(inputs: Inputs) -> Candidate:
 
     leaves = leaves_of(inputs, router=True)
     leaves |= {"w1": mlp.experts.weight, "w2": mlp.output_experts.weight}
-    return Candidate("scattermoe", True, forward, leaves, i.dout, concatenated=True)
+    return Candidate("scattermoe", True, forward, leaves, i.dout, gate_up="concatenated")
 
 
 def _routed(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

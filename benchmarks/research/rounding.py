@@ -17,7 +17,7 @@ from sonicmoe.bench.timing import median_ms
 from sonicmoe.bench.verify import Check, passed, verify
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import bad_argument
-from sonicmoe.functional import experts, permute
+from sonicmoe.layer import experts, permute
 from sonicmoe.routing import Router, Routing, TokenRounding, TopK, statistics
 from sonicmoe.validation import resolve_backend
 
@@ -38,7 +38,7 @@ class Options:
     routing: str
     device: str
     dtype: torch.dtype
-    concatenated: bool = False
+    gate_up: str = "interleaved"
     check: bool = True
     rep_ms: int = 200
 
@@ -107,7 +107,7 @@ def _layer(i: Inputs, r: Routing, scores: torch.Tensor, options: Options) -> tor
     return experts(
         i.x, r.ids, scores, i.w1, i.w2, i.b1, i.b2,
         slot_token=r.slot_token, token_start=r.token_start, activation=i.case.activation,
-        gate_up="concatenated" if options.concatenated else "interleaved",
+        gate_up=options.gate_up,
     )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def _without_router(
     leaves = leaves_of(i, router=False) | {"scores": leaf}
     return Candidate(
         options.routing, False, lambda: _layer(i, r, scores(), options), leaves, i.dout,
-        options.concatenated,
+        options.gate_up,
     )  # fmt: skip
 
 

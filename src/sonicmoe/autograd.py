@@ -1,88 +1,41 @@
 """What is kept between forward and backward, and nothing else.
 
 Two nodes, so that Z is free again before dX̃ is allocated: `Down` keeps Z and releases it when its
-backward returns; `Up` needs only X. In a checkpoint a third one, `Rest`.
+backward returns; `Up` needs only X. In a checkpoint there is a third one, see `checkpoint`.
 """
-
-from collections.abc import Callable
-from functools import wraps
 
 import torch
 
 from . import ops
+from .checkpoint import placeholder
+from .gradients import DownGradients, UpGradients
 from .main_grad import added_to_main_grad, with_main_grad
+from .permutation import Permutation
 
 
-def once_differentiable(backward: Callable) -> Callable:
-    """Refuse to build a graph of this backward pass: second derivatives are not implemented.
+def refuse_second_derivatives() -> None:
+    """Raise where a graph of this backward pass is being built.
 
-    PyTorch's decorator raises only where the second derivative reaches the node through its
-    incoming gradient. A Hessian of `experts(x, …).sum()`, whose incoming gradient is constant,
+    PyTorch's `once_differentiable` raises only where the second derivative reaches the node through
+    its incoming gradient. A Hessian of `experts(x, …).sum()`, whose incoming gradient is constant,
     would be zero without an error.
     """
-
-    @wraps(backward)
-    def call(ctx, *grads):
-        # The engine enables gradients for `create_graph=True` alone; a compiled backward pass
-        # refuses by itself.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "sonicmoe: second derivatives are not implemented, so create_graph=True is not"
-                " supported. For a Hessian or a gradient penalty use"
-                " sonicmoe.reference.layer.experts, which is plain differentiable PyTorch."
-            )
-        return backward(ctx, *grads)
-
-    return call
+    # The engine enables gradients for `create_graph=True` alone; a compiled backward pass
+    # refuses by itself.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "sonicmoe: second derivatives are not implemented, so create_graph=True is not"
+            " supported. For a Hessian or a gradient penalty use"
+            " sonicmoe.reference.layer.experts, which is plain differentiable PyTorch."
+        )
 
 
-def apply_then_rest(node: type[torch.autograd.Function], *args):
-    """`node.apply(*args, rest)`, in one node or in two.
-
-    A checkpoint computes again what the backward pass needs, and stops where it has the last of
-    it. In there the node only keeps, and leaves its output to `later`: at the end of a block the
-    second node, `Rest`, never runs again.
-    """
-    in_a_checkpoint = (
-        not torch.compiler.is_compiling()  # leaves out by itself what nobody needs
-        and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    )
-    if not in_a_checkpoint:
-        return node.apply(*args, None)
-    rest: list[Callable[[], torch.Tensor]] = []
-    like = node.apply(*args, rest)
-    return Rest.apply(like, rest.pop())
-
-
-def later(compute: Callable[[], torch.Tensor], rest: list, like: torch.Tensor, *shape: int):
-    """In place of what `compute` returns; it takes its gradient."""
-    rest.append(compute)
-    return without_bytes(like, *shape)
-
-
-class Rest(torch.autograd.Function):
-    """What a node left to be computed; the gradient goes to that node."""
-
-    @staticmethod
-    def forward(ctx, like, compute):
-        return compute()
-
-    @staticmethod
-    def backward(ctx, dout):
-        return dout, None
-
-
-def without_bytes(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None):
-    """A tensor that only has a shape, a dtype and a device."""
-    return like.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
-
-
-def router_product(x: torch.Tensor, weight: torch.Tensor, wide: bool) -> torch.Tensor:
-    """X Wrᵀ; `wide` in fp32, on a GPU without a copy of X: products of 16 bits add up in fp32."""
-    if not wide:
+def router_gemm(x: torch.Tensor, weight: torch.Tensor, fp32_logits: bool) -> torch.Tensor:
+    """X Wrᵀ. On a GPU, fp32 logits need no fp32 copy of X: its GEMM adds up in fp32."""
+    if not fp32_logits:
         return torch.nn.functional.linear(x, weight)
-    narrow = x.dtype.itemsize == 2 and weight.dtype == x.dtype
-    if x.is_cuda and narrow and not torch.is_grad_enabled():  # it has no gradient
+    is_16_bit = x.dtype.itemsize == 2 and weight.dtype == x.dtype
+    if x.is_cuda and is_16_bit and not torch.is_grad_enabled():  # it has no gradient
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     dtype = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
@@ -92,19 +45,19 @@ def router_product(x: torch.Tensor, weight: torch.Tensor, wide: bool) -> torch.T
 class RouterLogits(torch.autograd.Function):
     """X, Wr → X Wrᵀ, and X once more for the experts.
 
-    Both gradients of X meet here: the router's share is accumulated by its product, where autograd
-    would add two (T, H) tensors (0.054 ms at 24576,1536,256,128,8). Kept: X, which is kept anyway.
+    Both terms of dX are accumulated by the router's GEMM, where autograd would add two (T, H)
+    tensors (0.054 ms at 24576,1536,256,128,8). Kept: X, which is kept anyway.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, wide):
+    def forward(ctx, x, weight, fp32_logits):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return router_product(x, weight, wide), x
+        return router_gemm(x, weight, fp32_logits), x
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dlogits, dx):
+        refuse_second_derivatives()
         need_dx, need_dweight, _ = ctx.needs_input_grad
         if dlogits is None:
             return dx, None, None
@@ -136,13 +89,13 @@ class TopK(torch.autograd.Function):
         return scores, ids
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dscores, _):
+        refuse_second_derivatives()
         if dscores is None:
             return None, None, None, None
         scores, ids, logits = ctx.saved_tensors
         if logits is None:
-            logits = without_bytes(scores, scores.shape[0], ctx.like[0], dtype=ctx.like[1])
+            logits = placeholder(scores, scores.shape[0], ctx.like[0], dtype=ctx.like[1])
         dlogits = ops.topk_backward(dscores, scores, ids, logits, *ctx.options)
         return dlogits, None, None, None
 
@@ -163,12 +116,12 @@ class SigmoidTopK(torch.autograd.Function):
         return scores, ids
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dscores, _):
+        refuse_second_derivatives()
         if dscores is None:
             return (None,) * 8
         affinity, ids = ctx.saved_tensors
-        logits = without_bytes(affinity, affinity.shape[0], ctx.like[0], dtype=ctx.like[1])
+        logits = placeholder(affinity, affinity.shape[0], ctx.like[0], dtype=ctx.like[1])
         dlogits = ops.sigmoid_topk_backward(dscores, affinity, ids, logits, *ctx.options)
         return dlogits, *([None] * 7)
 
@@ -184,15 +137,15 @@ class Balance(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dloss):
+        refuse_second_derivatives()
         return ops.balance_backward(dloss, *ctx.saved_tensors, *ctx.options), *([None] * 4)
 
 
 def _rounded(weight: torch.Tensor, data: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """The weight in the dtype of the data, and whether its gradient is fp32 all the same.
 
-    PyTorch would round the gradient as well, and widen it again: 8% of a layer at
+    PyTorch would round the gradient as well, and cast it back: 8% of a layer at
     24576,1536,256,128,8.
     """
     if weight.dtype == data.dtype:
@@ -207,91 +160,79 @@ class Up(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x, w1, b1, row_token, slot_row, token_start, expert_start, tiles,
-        tile_height, activation, concatenated, keep_z, backend,
-    ):  # fmt: skip
+    def forward(ctx, x, w1, b1, p: Permutation, activation, gate_up, keep_z, backend):
         # Else autograd would fill R·I zeros for A, which has no gradient.
         ctx.set_materialize_grads(False)
         ctx.main = with_main_grad(w1)
-        w1, ctx.wide = _rounded(w1, x)
-        z, a = ops.up(
-            x, w1, b1, row_token, expert_start, tiles,
-            tile_height, activation, concatenated, keep_z, backend,
-        )  # fmt: skip
+        w1, ctx.fp32_dw = _rounded(w1, x)
+        z, a = ops.up(x, w1, b1, p, activation, gate_up, keep_z, backend)
         ctx.mark_non_differentiable(a)
-        ctx.save_for_backward(x, w1, row_token, slot_row, token_start, expert_start, tiles)
-        ctx.options = (tile_height, backend)
+        ctx.save_for_backward(x, w1, *p._replace(row_slot=None, counts=None).tensors)
+        ctx.options = (p.tile_m, backend)
         return z, a
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dz, _):
+        refuse_second_derivatives()
         if dz is None:
-            return (None,) * 13
-        tile_height, backend = ctx.options
-        need_dx, need_dw1, need_db1 = ctx.needs_input_grad[:3]
-        if need_dw1 and ctx.main is not None:
-            dx, db1 = ops.up_backward_into(
-                ctx.main.main_grad, dz, *ctx.saved_tensors, tile_height, need_dx, need_db1, backend
-            )
+            return (None,) * 8
+        x, w1, *maps = ctx.saved_tensors
+        tile_m, backend = ctx.options
+        p = Permutation(*maps, tile_m)
+        needs = UpGradients(*ctx.needs_input_grad[:3])
+        if needs.dw1 and ctx.main is not None:
+            dx, db1 = ops.up_backward_into(ctx.main.main_grad, dz, x, w1, p, needs, backend)
             dw1 = added_to_main_grad(ctx.main)
         else:
-            dx, dw1, db1 = ops.up_backward(
-                dz, *ctx.saved_tensors, tile_height, need_dx, need_dw1, need_db1, ctx.wide, backend
-            )
-        grads = (dx if need_dx else None, dw1 if need_dw1 else None, db1 if need_db1 else None)
-        return *grads, *([None] * 10)
+            dx, dw1, db1 = ops.up_backward(dz, x, w1, p, needs, ctx.fp32_dw, backend)
+        return *_needed((dx, dw1, db1), needs), *([None] * 5)
 
 
 class Down(torch.autograd.Function):
     """Z, A, scores, W2, b2 → O. Kept: Z 2·R·N, scores 4·R, the row maps 12·R. Not A, not Y.
 
-    Without row maps (rows arrived sorted by expert) O is one row for each row, times its score
-    where there are scores. Applied by `apply_then_rest`.
+    For rows that arrive sorted, O has one row for each, times its score where there are scores.
+    `deferred` is that of `checkpoint.deferred_output`.
     """
 
     @staticmethod
     def forward(
-        ctx, z, a, scores, w2, b2, row_token, row_slot, slot_row, token_start, expert_start, tiles,
-        tokens, tile_height, activation, concatenated, backend, rest,
-    ):  # fmt: skip
+        ctx, z, a, scores, w2, b2, p: Permutation, tokens, activation, gate_up, backend, deferred
+    ):
         ctx.main = with_main_grad(w2)
-        w2, ctx.wide = _rounded(w2, a)
+        w2, ctx.fp32_dw = _rounded(w2, a)
+        ctx.save_for_backward(z, w2, b2, scores, *p._replace(token_start=None, counts=None).tensors)
+        ctx.options = (p.tile_m, activation, gate_up, backend)
 
         def output():
-            grouped = row_token is None
-            row_scores = scores if grouped else None
-            y = ops.down(a, w2, b2, row_scores, expert_start, tiles, tile_height, grouped, backend)
-            if grouped:
-                return y
-            return ops.aggregate(y, scores, slot_row, token_start, tokens, backend)
+            if not p.is_gathered:
+                return ops.down(a, w2, b2, scores, p, backend)
+            y = ops.down(a, w2, b2, None, p, backend)
+            return ops.combine(y, scores, p.slot_row, p.token_start, tokens, backend)
 
-        ctx.save_for_backward(z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles)
-        ctx.options = (tile_height, activation, concatenated, backend)
-        return output() if rest is None else later(output, rest, a, tokens, w2.shape[1])
+        if deferred is None:
+            return output()
+        deferred.append(output)
+        return placeholder(a, tokens, w2.shape[1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
-        *options, backend = ctx.options
+        refuse_second_derivatives()
+        z, w2, b2, scores, *maps = ctx.saved_tensors
+        tile_m, *act, backend = ctx.options
+        saved = (z, w2, b2, scores, Permutation(*maps, tile_m))
         need_dz, _, need_dscores, need_dw2, need_db2 = ctx.needs_input_grad[:5]
-        if need_dw2 and ctx.main is not None:
-            dz, db2, dscores = ops.down_backward_into(
-                ctx.main.main_grad, dout, *ctx.saved_tensors, *options,
-                need_dz, need_db2, need_dscores, backend,
-            )  # fmt: skip
+        needs = DownGradients(need_dz, need_dw2, need_db2, need_dscores)
+        if needs.dw2 and ctx.main is not None:
+            main_grad = ctx.main.main_grad
+            dz, db2, ds = ops.down_backward_into(main_grad, dout, *saved, *act, needs, backend)
             dw2 = added_to_main_grad(ctx.main)
         else:
-            dz, dw2, db2, dscores = ops.down_backward(
-                dout, *ctx.saved_tensors, *options,
-                need_dz, need_dw2, need_db2, need_dscores, ctx.wide, backend,
-            )  # fmt: skip
-        grads = (
-            dz if need_dz else None,
-            None,
-            dscores if need_dscores else None,
-            dw2 if need_dw2 else None,
-            db2 if need_db2 else None,
-        )
-        return *grads, *([None] * 12)
+            dz, dw2, db2, ds = ops.down_backward(dout, *saved, *act, needs, ctx.fp32_dw, backend)
+        dz, dw2, db2, ds = _needed((dz, dw2, db2, ds), needs)
+        return dz, None, ds, dw2, db2, *([None] * 6)
+
+
+def _needed(found: tuple, needs: tuple[bool, ...]) -> tuple:
+    """None where an operator returned an empty tensor for a gradient that is not needed."""
+    return tuple([t if need else None for t, need in zip(found, needs, strict=True)])

@@ -34,7 +34,7 @@ def caller_bytes(p: Problem, itemsize: int = 2) -> int:
 def kept_bytes(
     p: Problem,
     itemsize: int = 2,
-    tile_height: int = 128,
+    tile_m: int = 128,
     router: str | None = "softmax_over_topk",
 ) -> dict[str, int]:
     """Bytes kept from forward to backward beside X, tensor by tensor.
@@ -51,7 +51,7 @@ def kept_bytes(
         "row_slot": p.R * INDEX,
         "slot_row": p.R * INDEX,
         "expert_start": (p.E + 1) * INDEX,
-        "tiles": 4 * (1 + max_tiles(p.R, p.E, tile_height)) * INDEX,
+        "tiles": 4 * (1 + max_tiles(p.R, p.E, tile_m)) * INDEX,
     }
     if router is None:
         del kept["ids"]
@@ -73,7 +73,7 @@ class Peak:
 def peak_bytes(
     p: Problem,
     itemsize: int = 2,
-    tile_height: int = 128,
+    tile_m: int = 128,
     router: str | None = "softmax_over_topk",
 ) -> Peak:
     """What the lifetimes demand when every gather is fused into its product.
@@ -82,7 +82,7 @@ def peak_bytes(
     A' and dW2 while Z is alive; then, without Z, A' and the map from rows to slots, dX with the
     larger of dX̃ and dW1. The allocator of an H200 said the same at five shapes (2026-11-15).
     """
-    kept = kept_bytes(p, itemsize, tile_height, router)
+    kept = kept_bytes(p, itemsize, tile_m, router)
     total = sum(kept.values())
     logits = 0 if router is None or "logits" in kept else p.T * p.E * itemsize
     rows_h, rows_i, tokens_h = p.R * p.H * itemsize, p.R * p.I * itemsize, p.T * p.H * itemsize
@@ -95,9 +95,9 @@ def peak_bytes(
     )
 
 
-def padding_share(counts: Sequence[int], tile_height: int) -> float:
+def padding_share(counts: Sequence[int], tile_m: int) -> float:
     """Share of the rows in tiles that belong to no token, for the rows of each expert."""
-    padded = sum(ceil_div(count, tile_height) * tile_height for count in counts)
+    padded = sum(ceil_div(count, tile_m) * tile_m for count in counts)
     return 1 - sum(counts) / padded if padded else 0.0
 
 

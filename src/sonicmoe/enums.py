@@ -34,6 +34,10 @@ class ActivationType(Enum):
     def __init__(self, name: str) -> None:
         self.is_gated = "glu" in name  # a gated linear unit
 
+    def intermediate_size(self, columns: int) -> int:
+        """I, the columns of A, for N columns of Z."""
+        return columns // 2 if self.is_gated else columns
+
 
 def is_glu(activation_type: ActivationType) -> bool:
     """Return `activation_type.is_gated`; for callers of the published package."""

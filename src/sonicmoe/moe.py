@@ -5,9 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .autograd import Down, Up
+from .checkpoint import deferred_output, finish
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .functional import check_slots, prepared_experts, router_logits
+from .layer import experts, needs_backward, permute, prepare, router_logits, score_dtype
+from .precompile import precompile_step
 from .routing import Router, Routing, auxiliary_loss, make_router
 from .shapes import check_size
 from .validation import (
@@ -16,8 +19,11 @@ from .validation import (
     check_gate_up,
     check_k,
     check_num_experts,
+    check_pairs,
     check_router_dtype,
+    check_slots,
 )
+from .weights import ExpertWeights
 
 
 class Experts(nn.Module):
@@ -113,17 +119,34 @@ class MoE(nn.Module):
 
         Without a backend, GPU tensors take the Triton kernels and others plain PyTorch.
         """
-        backend = self._checked_backend(hidden_states, kernel_backend_moe)
+        name = self._checked_backend(hidden_states, kernel_backend_moe)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
-            flat = hidden_states.dim() == 2  # a view would cost the host a node each way
-            x = hidden_states if flat else hidden_states.reshape(-1, self.hidden_size)
+            is_flat = hidden_states.dim() == 2  # a view would cost the host a node each way
+            x = hidden_states if is_flat else hidden_states.reshape(-1, self.hidden_size)
             logits, x = self._router_logits(x)
-            r = self.routing(logits, backend=backend)
-            run, counts = self._experts(x, r, backend)
-            # First, so that a checkpoint need not run the experts again to get at it.
-            aux_loss = None if is_inference_mode else self._aux_loss(logits, r, counts, backend)
-            out = run()
-        return out if flat else out.view(hidden_states.shape), aux_loss
+            r = self.routing(logits, backend=name)
+            ids, scores = _checked_slots(x, r)
+            x, weights, backend = prepare(x, self._weights(), name)
+            scores = score_dtype(scores, x)
+            precompile_step(experts, x, ids, weights, backend, r.logits.dtype)
+            p = permute(
+                ids,
+                self.num_experts,
+                slot_token=r.slot_token,
+                tokens=x.shape[0],
+                token_start=r.token_start,
+                dtype=x.dtype,
+                backend=backend,
+            )
+            # Before the experts, so that a checkpoint need not run them again to get at it.
+            aux_loss = None if is_inference_mode else self._aux_loss(logits, r, p.counts, name)
+            w1, w2, b1, b2, act, gate_up = weights
+            keep_z = needs_backward(x, scores, weights)
+            z, a = Up.apply(x, w1, b1, p, act, gate_up, keep_z, backend)
+            deferred = deferred_output()
+            out = Down.apply(z, a, scores, w2, b2, p, len(x), act, gate_up, backend, deferred)
+            out = finish(out, deferred)
+        return out if is_flat else out.view(hidden_states.shape), aux_loss
 
     def _checked_backend(
         self, hidden_states: torch.Tensor, backend: KernelBackendMoE | None
@@ -131,10 +154,17 @@ class MoE(nn.Module):
         """The name of the backend, once the arguments of `forward` are checked."""
         if hidden_states.shape[-1:] != (self.hidden_size,):
             raise bad_argument(
-                "hidden_states", f"(…, H) with H = {self.hidden_size}, the layer's hidden_size",
-                tuple(hidden_states.shape), "The last dimension is one token's vector.",
-            )  # fmt: skip
+                "hidden_states",
+                f"(…, H) with H = {self.hidden_size}, the layer's hidden_size",
+                tuple(hidden_states.shape),
+                "The last dimension is one token's vector.",
+            )
         return _backend_name(backend)
+
+    def _weights(self) -> ExpertWeights:
+        up, down = self.c_fc, self.c_proj
+        act, gate_up = self.activation_function, self.gate_up
+        return ExpertWeights(up.weight, down.weight, up.bias, down.bias, act, gate_up)
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits, and x for the experts. A plain `nn.Linear` is fused, others are called."""
@@ -143,34 +173,22 @@ class MoE(nn.Module):
             weight = self._router_weight()
             if not fp32:
                 check_router_dtype("router.weight", weight, x)
-            return router_logits(x, weight, wide=fp32)
+            return router_logits(x, weight, fp32_logits=fp32)
         if not fp32:
             return self.router(x), x
         check_floating("hidden_states", x)
         if any(p.dtype in (torch.bfloat16, torch.float16) for p in self.router.parameters()):
             raise bad_argument(
-                "fp32_router_logits", "False, or a router with fp32 weights",
-                f"{type(self.router).__name__} with 16-bit weights", "Call moe.router.float().",
-            )  # fmt: skip
+                "fp32_router_logits",
+                "False, or a router with fp32 weights",
+                f"{type(self.router).__name__} with 16-bit weights",
+                "Call moe.router.float().",
+            )
         with torch.autocast(x.device.type, enabled=False):
             return self.router(x.to(torch.promote_types(x.dtype, torch.float32))), x
 
     def _router_weight(self) -> torch.Tensor:
         return self.router.weight
-
-    def _experts(
-        self, x: torch.Tensor, routing: Routing, backend: str | None
-    ) -> tuple[Callable[[], torch.Tensor], torch.Tensor | None]:
-        """What computes the output, and the rows of each expert where they were counted."""
-        ids, scores = routing.ids, routing.scores
-        if routing.slot_token is not None and routing.token_start is None:
-            # Not one of our own routers, which know token_start.
-            ids, scores, _ = check_slots(x, ids, scores, routing.slot_token, None)
-        return prepared_experts(
-            x, ids, scores, self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias,
-            routing.slot_token, routing.token_start, self.activation_function, self.gate_up,
-            backend, logits=routing.logits.dtype,
-        )  # fmt: skip
 
     def _aux_loss(
         self,
@@ -182,10 +200,11 @@ class MoE(nn.Module):
         """The balance loss counts the top-K choice, before token rounding changes it."""
         if counts is None or routing.chosen is not None:
             counts = routing.choice_counts()
+        coefficients = {"balance": self.aux_loss_coef, "z": self.z_loss_coef}
+        all_reduce = self.all_reduce_counts
         return auxiliary_loss(
-            logits, counts, balance=self.aux_loss_coef, z=self.z_loss_coef,
-            all_reduce=self.all_reduce_counts, backend=backend,
-        )  # fmt: skip
+            logits, counts, **coefficients, all_reduce=all_reduce, backend=backend
+        )
 
     def extra_repr(self) -> str:
         return (
@@ -196,16 +215,20 @@ class MoE(nn.Module):
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether reading `weight` does the same as calling `module`: no bias, subclass or hook."""
-    hooks = (
-        module._forward_hooks, module._forward_pre_hooks,
-        module._backward_hooks, module._backward_pre_hooks,
-    )  # fmt: skip
-    return (
-        type(module) is nn.Linear
-        and module.bias is None
-        and "forward" not in module.__dict__
-        and not any(hooks)
-    )
+    forward_hooks = module._forward_hooks or module._forward_pre_hooks
+    backward_hooks = module._backward_hooks or module._backward_pre_hooks
+    if type(module) is not nn.Linear or "forward" in module.__dict__:
+        return False
+    return module.bias is None and not forward_hooks and not backward_hooks
+
+
+def _checked_slots(x: torch.Tensor, r: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and scores; their values are trusted with `token_start`, which our own routers know."""
+    if r.token_start is None:
+        ids, scores, _ = check_slots(x, r.ids, r.scores, r.slot_token, None)
+        return ids, scores
+    check_pairs(x, r.ids, r.scores, r.slot_token, r.token_start)
+    return r.ids, r.scores
 
 
 def _backend_name(backend: KernelBackendMoE | None) -> str | None:
@@ -216,6 +239,8 @@ def _backend_name(backend: KernelBackendMoE | None) -> str | None:
     if backend is KernelBackendMoE.torch:
         return "torch"
     raise bad_argument(
-        "kernel_backend_moe", "KernelBackendMoE.sonicmoe, KernelBackendMoE.torch or None", backend,
+        "kernel_backend_moe",
+        "KernelBackendMoE.sonicmoe, KernelBackendMoE.torch or None",
+        backend,
         "ScatterMoE is a package of its own and not part of this layer.",
-    )  # fmt: skip
+    )

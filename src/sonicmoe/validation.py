@@ -15,7 +15,7 @@ _MOST_EXPERTS = 32767  # the permutation sorts int32 keys with 16 bits for the s
 def resolve_backend(backend: str | None, x: torch.Tensor) -> str:
     """`None` picks the Triton kernels for GPU tensors and plain PyTorch elsewhere.
 
-    On the meta device Triton's are only compiled: see `ahead`.
+    On the meta device Triton's are only compiled: see `precompile`.
     """
     if backend is None:
         return "triton" if x.is_cuda else "torch"
@@ -241,3 +241,69 @@ def check_floating(name: str, t: torch.Tensor) -> None:
         raise bad_argument(
             name, "bfloat16, float16, float32 or float64", t.dtype, f"Cast: {name}.float()."
         )
+
+
+def check_pairs(x, ids, scores, slot_token, token_start) -> None:
+    """ids, scores and slot_token (S,), token_start (T+1,) or None, for x (T, H)."""
+    check_rank("ids", ids, "(S,)")
+    for name, t in (("scores", scores), ("slot_token", slot_token)):
+        check_shape(name, t, tuple(ids.shape), "(S,), the shape of ids")
+    check_floating("scores", scores)
+    if token_start is not None:
+        check_shape("token_start", token_start, (x.shape[0] + 1,), "(T+1,)")
+    for name, t in (("ids", ids), ("slot_token", slot_token), ("token_start", token_start)):
+        if t is not None:
+            check_integer(name, t)
+            check_device(name, t, x)
+    check_device("scores", scores, x)
+
+
+def check_slots(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    slot_token: torch.Tensor | None,
+    token_start: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """ids, scores and token_start as `experts` may use them, their values checked too.
+
+    Pairs whose token does not exist get the id −1. Where values do not fit, see `nan_unless`.
+    """
+    check_rank("x", x, "(T, H)")
+    if slot_token is None:
+        if token_start is not None:
+            raise bad_argument(
+                "token_start",
+                "None without slot_token",
+                "a tensor",
+                "Pass both for tokens with different numbers of experts, or neither.",
+            )
+        check_choice(x, ids, scores)
+        return ids, scores, None
+    check_pairs(x, ids, scores, slot_token, token_start)
+    ids = torch.where((slot_token >= 0) & (slot_token < x.shape[0]), ids, -1)
+    if token_start is not None:
+        return ids, *_check_token_start(scores, slot_token, token_start)
+    ascending = (slot_token[1:] >= slot_token[:-1]).all()
+    expected = "tokens in ascending order"
+    remedy = "Sort the pairs by token."
+    scores = nan_unless(ascending, scores, "slot_token", expected, "another order", remedy)
+    return ids, scores, None
+
+
+def _check_token_start(scores, slot_token, token_start) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores and token_start; NaN, and all slots the first token's, where they do not fit."""
+    tokens, slots = token_start.shape[0] - 1, slot_token.shape[0]
+    if tokens == 0:
+        return scores, token_start
+    slot = torch.arange(slots, device=slot_token.device)
+    token = slot_token.clamp(0, tokens - 1)
+    inside = (token_start[token] <= slot) & (slot < token_start[token + 1])
+    absent = (slot_token < 0) | (slot_token >= tokens)
+    fits = (inside | absent).all() & (token_start.diff() >= 0).all()
+    expected = "slots of token t in [token_start[t], token_start[t+1])"
+    remedy = "Leave token_start out: it is then found."
+    scores = nan_unless(fits, scores, "token_start", expected, "others", remedy)
+    first = torch.arange(tokens + 1, device=slot_token.device).clamp(max=1) * slots
+    first = first.to(token_start.dtype)
+    return scores, torch.where(fits, token_start, first)

@@ -7,9 +7,10 @@ from itertools import product
 
 import torch
 
-from .ahead import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
 from .enums import ActivationType
 from .errors import bad_argument
+from .layer import experts
+from .precompile import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
 from .routing import Router, auxiliary_loss, make_router
 from .shapes import check_size
 from .validation import check_activation, check_gate_up, check_k, check_num_experts
@@ -44,10 +45,9 @@ def warmup(
     check_gate_up(gate_up)
     check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
     index = _gpu_index(device)
-    layer = Layer(
-        hidden_size, intermediate_size, num_experts, num_experts_per_tok, dtype, activation,
-        gate_up, bias=(add_bias,) * 2, main_grad=(main_grad,) * 2, weights=weights,
-    )  # fmt: skip
+    sizes = (hidden_size, intermediate_size, num_experts, num_experts_per_tok)
+    layer = Layer(*sizes, dtype, activation, gate_up, weights=weights)
+    layer = layer._replace(bias=(add_bias, add_bias), main_grad=(main_grad, main_grad))
     begin = time.perf_counter()
     compile_together(lambda: run_layer(layer, router), index, _say if progress else None)
     return time.perf_counter() - begin
@@ -79,7 +79,7 @@ def run_layer(layer: Layer, router: str | Router) -> None:
         with torch.set_grad_enabled(training):
             r = routing.train(training)(logits_of(layer, tokens), backend="triton")
             slots = Slots(r.ids, r.scores, r.slot_token, r.token_start)
-            out = run_experts(layer, tokens, slots)
+            out = run_experts(layer, experts, tokens, slots)
             if training:
                 counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")
                 loss = auxiliary_loss(r.logits, counts, backend="triton")

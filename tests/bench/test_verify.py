@@ -33,7 +33,7 @@ def test_the_layer_passes(routing, router):
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU_CLAMPED, ActivationType.RELU_SQ])
 def test_every_router_with_bias(kind, activation):
     inputs = inputs_of(activation=activation, bias=True, router=kind)
-    checks = verify(ours(inputs, router=True, concatenated=True), inputs)
+    checks = verify(ours(inputs, router=True, gate_up="concatenated"), inputs)
     assert {"b1", "b2"} <= {check.tensor for check in checks}
     assert passed(checks)
 
@@ -91,7 +91,7 @@ def test_a_wrong_output_is_seen():
 
 def test_the_wrong_layout_is_seen():
     inputs = inputs_of()
-    candidate = replace(ours(inputs, router=True), concatenated=True)
+    candidate = replace(ours(inputs, router=True), gate_up="concatenated")
     assert not passed(verify(candidate, inputs))
 
 

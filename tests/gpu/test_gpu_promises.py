@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, experts, ops
-from sonicmoe.tuning import tile_height
+from sonicmoe.permutation import Permutation
+from sonicmoe.tuning import tile_m
 
 pytestmark = pytest.mark.gpu
 CASE = Case("3000,512,256,16,4", bias=True, routing="dropped")
@@ -354,11 +355,12 @@ def test_a_thread_that_has_not_called_cuda_yet():
     a = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
     w2 = torch.randn(2, 128, 64, device="cuda", dtype=torch.bfloat16)
     start = torch.tensor([0, 100, 256], device="cuda", dtype=torch.int32)
-    height = tile_height(a.dtype, "triton")
-    _, tiles = ops.tiles(start, 256, height, "triton")
+    m = tile_m(a.dtype.itemsize)
+    _, tiles = ops.tiles(start, 256, m, "triton")
+    p = Permutation.of_sorted_rows(start, tiles, m)
 
     def down():
-        return ops.down(a, w2, None, None, start, tiles, height, False, "triton")
+        return ops.down(a, w2, None, None, p, "triton")
 
     want = down().clone()  # compiled here, and memory to take again
     with ThreadPoolExecutor(1) as other:

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.integrations.lora import LowRank, lora_experts
-from sonicmoe.tuning import Target, tile_height
+from sonicmoe.permutation import Permutation
+from sonicmoe.tuning import Target, tile_m
 
 CASES = [
     Case("24,16,8,4,2", torch.float64),
@@ -106,7 +107,7 @@ def test_kernels_compile_without_spills(arch, case, rank):
 
     given, rows = make_inputs(case), 64
     n, i = given.w1.shape[1], given.w2.shape[2]
-    act, concatenated = case.activation, case.gate_up == "concatenated"
+    act, gate_up = case.activation, case.gate_up
     x, w1, w2 = given.x, given.w1, given.w2
 
     def new(*shape):
@@ -114,16 +115,14 @@ def test_kernels_compile_without_spills(arch, case, rank):
 
     u, maps = new(rows, rank), torch.zeros(rows, dtype=torch.int32)
     start, tiles = maps[:3], torch.zeros(4, 4, dtype=torch.int32)
-    height = tile_height(case.dtype, "triton")
+    p = Permutation(maps, maps, maps, None, None, start, tiles, tile_m(case.dtype.itemsize))
     down, up, across = (new(2, k, rank) for k in (x.shape[1], n, i))
     with compiling(arch) as compiled:
-        launch_lora.up(x, w1, given.b1, u, up, maps, tiles, act, concatenated)
-        launch_lora.product("down", new(rows, i), w2, given.b2, u, down, tiles)
-        launch_lora.product("dx", new(rows, n), w1.mT, None, u, down, tiles)
-        launch_lora.down_backward(
-            x, new(rows, n), w2, given.b2, u, across, given.scores, maps, maps, maps, start,
-            tiles, height, act, concatenated,
-        )  # fmt: skip
+        launch_lora.lora_up(x, w1, given.b1, u, up, p, act, gate_up)
+        launch_lora.lora_gemm(new(rows, i), w2, given.b2, u, down, p, "down")
+        launch_lora.lora_gemm(new(rows, n), w1.mT, None, u, down, p, "dx")
+        low_rank = (u, across, given.scores)
+        launch_lora.lora_down_backward(x, new(rows, n), w2, given.b2, *low_rank, p, act, gate_up)
     products, narrow = 0, case.dtype.itemsize == 2
     for kernel in compiled:
         found, name = report(kernel), kernel.metadata.name

@@ -250,7 +250,7 @@ def test_rows_of_many_lengths_to_a_token():
     scores = torch.rand(7)
 
     def through(x, ids, scores, w1, w2, b1, b2):
-        p = sonicmoe.functional.permute(
+        p = sonicmoe.layer.permute(
             expert, 3, slot_token=token, tokens=6, dtype=x.dtype, backend="triton"
         )
         return sonicmoe.functional._layer(

@@ -9,7 +9,7 @@ from candidate_tables import candidate_tables
 from helpers import Case as LayerCase
 from helpers import check_experts
 
-from sonicmoe import functional
+from sonicmoe import layer
 from sonicmoe.bench.cases import Case
 from sonicmoe.bench.products import NAMES
 from sonicmoe.bench.run import Options
@@ -45,7 +45,7 @@ def test_the_layer_with_every_candidate(arch, transposed, dtype, monkeypatch):
 
 @pytest.fixture
 def layer_runs_kernels(monkeypatch):
-    monkeypatch.setattr(functional, "resolve_backend", lambda backend, x: "triton")
+    monkeypatch.setattr(layer, "resolve_backend", lambda backend, x: "triton")
 
 
 class Clock:
@@ -77,13 +77,13 @@ def test_from_cases_to_a_table(tmp_path, layer_runs_kernels, capsys):
 
 
 def test_a_wrong_kernel_has_no_figure(tmp_path, layer_runs_kernels, monkeypatch, capsys):
-    right = grouped_gemm.down
+    right = grouped_gemm.row_gemm
 
-    def off_by_a_little(*args, config=None):
-        y = right(*args, config=config)
-        return y * 1.02 if config and config.block_k == 32 else y
+    def off_by_a_little(*args):
+        config = args[-1]
+        return right(*args) * (1.02 if config and config.block_k == 32 else 1.0)
 
-    monkeypatch.setattr(grouped_gemm, "down", off_by_a_little)
+    monkeypatch.setattr(grouped_gemm, "row_gemm", off_by_a_little)
     out = tmp_path / "tuned.json"
     outcome = tune_cases([Case.of_shape(TINY)], OPTIONS, ["down"], out, Clock())
     (record,) = outcome.records
@@ -96,8 +96,8 @@ def test_a_wrong_kernel_has_no_figure(tmp_path, layer_runs_kernels, monkeypatch,
 def test_nothing_is_written_for_a_layer_that_is_wrong(
     tmp_path, layer_runs_kernels, monkeypatch, capsys
 ):
-    right = grouped_gemm.aggregate
-    monkeypatch.setattr(grouped_gemm, "aggregate", lambda *args: right(*args) * 1.05)
+    right = grouped_gemm.combine
+    monkeypatch.setattr(grouped_gemm, "combine", lambda *args: right(*args) * 1.05)
     out = tmp_path / "tuned.json"
     outcome = tune_cases([Case.of_shape(TINY)], OPTIONS, ["down"], out, Clock())
     assert outcome.records == [] and "wrong out" in outcome.failures[0]

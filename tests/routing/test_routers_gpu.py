@@ -7,7 +7,7 @@ from helpers import budget, poisoned, same_bits, written_out_loss
 from score_matrices import SCORES, assert_softmax, top
 
 from sonicmoe import MoE, ops
-from sonicmoe.functional import router_logits
+from sonicmoe.layer import router_logits
 from sonicmoe.reference.token_rounding import SUBROUTINES
 from sonicmoe.routing import ROUTERS, TokenRounding, auxiliary_loss, make_router
 

@@ -29,10 +29,10 @@ def here(tmp_path, monkeypatch):
     monkeypatch.delenv(table.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(table, "_name_of", lambda target: DEVICE if target == H200 else None)
-    table.forget()
+    table.invalidate()
     notices.say_once.cache_clear()
     yield tmp_path / "sonicmoe" / "tuned-nvidia-h200.json"
-    table.forget()
+    table.invalidate()
 
 
 def write(path, *pairs, measured=()):
@@ -67,13 +67,13 @@ def test_a_named_file_comes_first_and_empty_means_none(here, tmp_path, monkeypat
     named = tmp_path / "mine.json"
     write(named, (DW1, WEIGHTS))
     monkeypatch.setenv(table.VARIABLE, str(named))
-    table.forget()
+    table.invalidate()
     assert table.tuned(H200) == Table(weights={DW1: WEIGHTS})
     monkeypatch.setenv(table.VARIABLE, "")
-    table.forget()
+    table.invalidate()
     assert table.tuned(H200) == Table()
     monkeypatch.setenv(table.VARIABLE, str(tmp_path / "gone.json"))
-    table.forget()
+    table.invalidate()
     with pytest.warns(UserWarning, match=r"gone.json: named by SONICMOE_TUNED, but there is no"):
         assert table.tuned(H200) == Table()
 
@@ -218,7 +218,7 @@ def test_a_damaged_table_never_raises_and_is_never_used_silently(here):
     for _ in range(600):
         data = damage(draw, json.loads(sound))
         here.write_bytes(data)
-        table.forget()
+        table.invalidate()
         notices.say_once.cache_clear()
         with warnings.catch_warnings(record=True, action="always") as said:
             found = table.tuned(H200)

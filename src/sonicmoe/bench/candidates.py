@@ -23,7 +23,7 @@ class Candidate:
     forward: Callable[[], torch.Tensor]
     leaves: dict[str, torch.Tensor] = field(repr=False)
     dout: torch.Tensor = field(repr=False)
-    concatenated: bool = False
+    gate_up: str = "interleaved"
 
     def gradients(
         self, out: torch.Tensor, dout: torch.Tensor | None = None
@@ -42,9 +42,11 @@ def leaves_of(inputs: Inputs, router: bool) -> dict[str, torch.Tensor]:
     return {name: t for name, t in (named | choice).items() if t is not None}
 
 
-def ours(inputs: Inputs, *, router: bool, concatenated: bool = False, layers: int = 1) -> Candidate:
+def ours(
+    inputs: Inputs, *, router: bool, gate_up: str = "interleaved", layers: int = 1
+) -> Candidate:
     """The layer of this package, through its public functions; `layers` of them share weights."""
-    from ..functional import experts, router_logits, topk_scores
+    from ..layer import experts, router_logits, topk_scores
     from ..routing import Sigmoid
 
     case, i = inputs.case, inputs
@@ -53,7 +55,7 @@ def ours(inputs: Inputs, *, router: bool, concatenated: bool = False, layers: in
         return experts(
             x, ids, scores, i.w1, i.w2, i.b1, i.b2,
             activation=case.activation,
-            gate_up="concatenated" if concatenated else "interleaved",
+            gate_up=gate_up,
         )  # fmt: skip
 
     sigmoid = None
@@ -78,4 +80,4 @@ def ours(inputs: Inputs, *, router: bool, concatenated: bool = False, layers: in
             x = with_router(x) if router else layer(x, i.ids, i.scores)
         return x
 
-    return Candidate(OURS, router, forward, leaves_of(inputs, router), inputs.dout, concatenated)
+    return Candidate(OURS, router, forward, leaves_of(inputs, router), inputs.dout, gate_up)

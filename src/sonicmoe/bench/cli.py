@@ -66,7 +66,7 @@ def register(subparsers) -> None:
     add_selection(costs, routings=False)
     costs.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     costs.add_argument("--gpu", default="h200", help=", ".join(cost.GPUS))
-    costs.add_argument("--tile-height", type=int, metavar="M", help="128, in float32 32")
+    costs.add_argument("--tile-m", type=int, metavar="M", help="128, in float32 32")
     costs.set_defaults(run=run_cost)
 
 
@@ -130,7 +130,7 @@ def options_of(args: argparse.Namespace, **more) -> "Options":
     return Options(
         device=args.device,
         dtype=getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32")),
-        concatenated=args.gate_up == "concatenated",
+        gate_up=args.gate_up,
         **more,
     )
 
@@ -229,7 +229,7 @@ def _extra_measurements(args: argparse.Namespace, options: "Options") -> list[di
     from .modes import measure_modes
     from .run import about_case
 
-    interleaved = replace(options, concatenated=False)  # the only layout these three know
+    interleaved = replace(options, gate_up="interleaved")  # the only layout these three know
     records = []
     if args.host:
         found = measure_host(args.device, options.dtype)
@@ -288,14 +288,14 @@ def run_tune(args: argparse.Namespace) -> int:
 
 
 def run_cost(args: argparse.Namespace) -> int:
-    from ..tuning.config import tile_rows
+    from ..tuning.config import tile_m
     from .cost_report import cost_report
 
     gpu = cost.find_gpu(args.gpu)
     itemsize = 4 if args.dtype == "float32" else 2
-    height = args.tile_height or tile_rows(itemsize)
+    m = args.tile_m or tile_m(itemsize)
     for case in selected_cases(args):
-        print(cost_report(case, gpu, itemsize, height))
+        print(cost_report(case, gpu, itemsize, m))
     return 0
 
 

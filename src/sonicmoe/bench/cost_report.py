@@ -8,10 +8,10 @@ from .tables import table
 MIB = 2**20
 
 
-def cost_report(case: Case, gpu: Gpu, itemsize: int, tile_height: int) -> str:
+def cost_report(case: Case, gpu: Gpu, itemsize: int, tile_m: int) -> str:
     p = case.problem
-    kept = cost.kept_bytes(p, itemsize, tile_height, case.router)
-    peak = cost.peak_bytes(p, itemsize, tile_height, case.router)
+    kept = cost.kept_bytes(p, itemsize, tile_m, case.router)
+    peak = cost.peak_bytes(p, itemsize, tile_m, case.router)
     forward, backward = cost.forward_stages(p, itemsize), cost.backward_stages(p, itemsize)
     even = [p.R // p.E + (e < p.R % p.E) for e in range(p.E)]
     memory = kept | {
@@ -25,8 +25,8 @@ def cost_report(case: Case, gpu: Gpu, itemsize: int, tile_height: int) -> str:
             f"\n{case.name}: T={p.T} H={p.H} I={p.I} E={p.E} K={p.K}, {case.activation.value}",
             f"GEMMs: {cost.forward_flops(p) / 1e12:.2f} TFLOP forward, "
             f"{cost.backward_flops(p) / 1e12:.2f} backward",
-            f"padding: {cost.padding_share(even, tile_height):.1%} of the rows with even experts "
-            f"and tiles of {tile_height} rows",
+            f"padding: {cost.padding_share(even, tile_m):.1%} of the rows with even experts "
+            f"and tiles of {tile_m} rows",
             "",
             table(
                 ("memory", "bytes", "MiB"),

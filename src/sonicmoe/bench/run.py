@@ -31,7 +31,7 @@ class Options:
 
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
-    concatenated: bool = False
+    gate_up: str = "interleaved"
     check: bool = True
     kernels: bool = False
     without_router: bool = True
@@ -68,7 +68,7 @@ def about_case(case: Case, options: Options) -> Record:
         "bias": case.bias,
         "router_kind": case.router,
         "dtype": str(options.dtype).removeprefix("torch."),
-        "gate_up": "concatenated" if options.concatenated else "interleaved",
+        "gate_up": options.gate_up,
     }
 
 
@@ -203,7 +203,7 @@ def _detail(candidate: Candidate, options: Options, outcome: Outcome) -> None:
 
 def _ours(inputs: Inputs, options: Options) -> list[Candidate]:
     routers = (True, False) if options.without_router else (True,)
-    return [ours(inputs, router=router, concatenated=options.concatenated) for router in routers]
+    return [ours(inputs, router=router, gate_up=options.gate_up) for router in routers]
 
 
 def _add_dense_share(records: list[Record]) -> None:

@@ -39,7 +39,7 @@ def tune_cases(
     outcome = Outcome([], [], [])
     for case in cases:
         inputs = make_inputs(case, "uniform", options.device, options.dtype)
-        found, target = products(inputs, options.concatenated)
+        found, target = products(inputs, options.gate_up)
         new = [p for p in found if p.name in names and p.key not in findings]
         if not new:
             print(f"\n{case.name} ({case.problem}): the same products as a case before it")
@@ -84,7 +84,7 @@ def _measure(case: Case, new: list[Product], target: Target, timer: Timer) -> li
 def _wrong(inputs: Inputs, options: Options, findings: dict[Key, Finding]) -> str | None:
     """What the whole layer gets wrong against fp64 with the choices made; None if nothing."""
     with table.using(Table.of((key, f.chosen) for key, f in findings.items())):
-        candidate = ours(inputs, router=True, concatenated=options.concatenated)
+        candidate = ours(inputs, router=True, gate_up=options.gate_up)
         checks = verify(candidate, inputs)
     return None if passed(checks) else failure_text(inputs.case, inputs.routing, candidate, checks)
 

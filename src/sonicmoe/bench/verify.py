@@ -173,7 +173,7 @@ class _Pass:
         x = self.x[token].requires_grad_()
         score = self.scores.detach().flatten()[slots].requires_grad_()
         z = F.linear(x, weights["w1"], weights.get("b1"))
-        a = activate(z, self.inputs.case.activation, self.candidate.concatenated)
+        a = activate(z, self.inputs.case.activation, self.candidate.gate_up)
         y = F.linear(a, weights["w2"], weights.get("b2"))
         weighted = (score.unsqueeze(-1) * y).to(self.dtype)
         dx, dscore, *found = torch.autograd.grad(

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from .. import ops
-from ..autograd import once_differentiable
+from ..autograd import refuse_second_derivatives
 from ..enums import ActivationType
-from ..functional import _autocast, check_slots
-from ..functional import experts as local_experts
+from ..layer import autocast, experts_and_counts
 from ..main_grad import with_main_grad
 from ..shapes import check_size
-from ..validation import check_rank, check_weights, resolve_backend
+from ..validation import check_rank, check_slots, check_weights, resolve_backend
+from ..weights import ExpertWeights
 from .agreement import Settings, raise_on_all_ranks
 from .plan import Plan, make_plan
 
@@ -61,7 +61,7 @@ def experts(
     on one rank raises on all.
     """
     with raise_on_all_ranks(group, w1, x, ids):
-        x, b1, b2 = _autocast(x, b1, b2)  # before x travels
+        x, b1, b2 = autocast(x, b1, b2)  # before x travels
         check_weights(x, w1, w2, b1, b2, activation, gate_up)
         ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
         resolve_backend(backend, x)
@@ -69,14 +69,16 @@ def experts(
             with_main_grad(w)  # raises if the buffer does not fit
         settings = _settings(x, scores, w1.shape[0])._replace(
             output_requires_grad=_needs_gradient(x, scores, w1, w2, b1, b2),
-            intermediate_size=w2.shape[2], activation=activation, gate_up=gate_up,
-            has_b1=b1 is not None, has_b2=b2 is not None,
-        )  # fmt: skip
+            intermediate_size=w2.shape[2],
+            activation=activation,
+            gate_up=gate_up,
+            has_b1=b1 is not None,
+            has_b2=b2 is not None,
+        )
     arrived, plan = _dispatch(x, ids, scores, settings, group, slot_token, token_start)
-    y = local_experts(
-        arrived.rows, arrived.ids, arrived.scores, w1, w2, b1, b2, slot_token=arrived.pair_row,
-        activation=activation, gate_up=gate_up, backend=backend,
-    )  # fmt: skip
+    rows, pair_row, ids, scores = arrived
+    weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
+    y, _ = experts_and_counts(rows, ids, scores, weights, slot_token=pair_row, backend=backend)
     return combine(y, plan)
 
 
@@ -106,10 +108,8 @@ def dispatch(
 
 
 def _settings(x: torch.Tensor, scores: torch.Tensor, experts_per_rank: int) -> Settings:
-    return Settings(
-        experts_per_rank, x.shape[1], x.dtype, scores.dtype, _needs_gradient(x),
-        _needs_gradient(scores),
-    )  # fmt: skip
+    needs = _needs_gradient(x), _needs_gradient(scores)
+    return Settings(experts_per_rank, x.shape[1], x.dtype, scores.dtype, *needs)
 
 
 def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -137,7 +137,7 @@ def combine(y: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 def _sum_by_token(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
     backend = resolve_backend(None, rows)
-    return ops.aggregate(rows, None, plan.slot_row, plan.token_start, plan.tokens, backend)
+    return ops.combine(rows, None, plan.slot_row, plan.token_start, plan.tokens, backend)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -154,8 +154,8 @@ class _Dispatch(torch.autograd.Function):
         return rows, plan.pairs.forth(scores.flatten()[plan.pair_slot])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, drows, dpair_scores):
+        refuse_second_derivatives()
         plan, dx, dscores = ctx.plan, None, None
         if ctx.needs_input_grad[0]:
             dx = _sum_by_token(plan.rows.back(drows), plan)
@@ -174,7 +174,7 @@ class _Combine(torch.autograd.Function):
         return _sum_by_token(plan.rows.back(y), plan)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
+        refuse_second_derivatives()
         plan = ctx.plan
         return plan.rows.forth(dout.index_select(0, plan.row_token)), None

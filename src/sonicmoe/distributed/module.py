@@ -1,8 +1,6 @@
 """The layer with its experts spread over a mesh dimension."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +12,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from ..enums import KernelBackendMoE
 from ..errors import bad_argument
 from ..moe import MoE, is_plain_linear
-from ..routing import Routing
 from .agreement import raise_on_all_ranks
 from .layer import experts
 
@@ -28,19 +25,45 @@ class ExpertParallelMoE(MoE):
 
     mesh: DeviceMesh
 
-    def _checked_backend(
-        self, hidden_states: torch.Tensor, backend: KernelBackendMoE | None
-    ) -> str | None:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        kernel_backend_moe: KernelBackendMoE | None = None,
+        is_inference_mode: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `MoE.forward`, on this rank's tokens. Every rank must call it."""
         with self._raise_on_all_ranks():
-            return super()._checked_backend(hidden_states, backend)
+            backend = self._checked_backend(hidden_states, kernel_backend_moe)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
+            x = hidden_states.reshape(-1, self.hidden_size)
+            logits, x = self._router_logits(x)
+            r = self.routing(logits, backend=backend)
+            # Counts of this rank's tokens, which its own experts do not know.
+            aux_loss = None if is_inference_mode else self._aux_loss(logits, r, None, backend)
+            w1, w2, b1, b2, activation, gate_up = self._weights()
+            out = experts(
+                x,
+                r.ids,
+                r.scores,
+                *map(_local, (w1, w2, b1, b2)),
+                group=self.mesh.get_group(),
+                slot_token=r.slot_token,
+                token_start=r.token_start,
+                activation=activation,
+                gate_up=gate_up,
+                backend=backend,
+            )
+        return out.view(hidden_states.shape), aux_loss
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with self._raise_on_all_ranks():
             if not is_plain_linear(self.router):
                 raise bad_argument(
-                    "router", "nn.Linear without bias or hooks under expert parallelism",
-                    type(self.router).__name__, "Its gradients are summed over the ranks.",
-                )  # fmt: skip
+                    "router",
+                    "nn.Linear without bias or hooks under expert parallelism",
+                    type(self.router).__name__,
+                    "Its gradients are summed over the ranks.",
+                )
             return super()._router_logits(x)
 
     def _raise_on_all_ranks(self) -> AbstractContextManager[None]:
@@ -48,20 +71,6 @@ class ExpertParallelMoE(MoE):
 
     def _router_weight(self) -> torch.Tensor:
         return _SumOfGradients.apply(_local(self.router.weight), self.mesh.get_group())
-
-    def _experts(
-        self, x: torch.Tensor, routing: Routing, backend: str | None
-    ) -> tuple[Callable[[], torch.Tensor], None]:
-        w1, w2, b1, b2 = map(_local, (
-            self.c_fc.weight, self.c_proj.weight, self.c_fc.bias, self.c_proj.bias
-        ))  # fmt: skip
-        run = partial(
-            experts,
-            x, routing.ids, routing.scores, w1, w2, b1, b2, group=self.mesh.get_group(),
-            slot_token=routing.slot_token, token_start=routing.token_start,
-            activation=self.activation_function, gate_up=self.gate_up, backend=backend,
-        )  # fmt: skip
-        return run, None  # a rank counts the rows of its own experts
 
 
 def parallelize(moe: MoE, mesh: DeviceMesh) -> ExpertParallelMoE:
@@ -78,9 +87,11 @@ def parallelize(moe: MoE, mesh: DeviceMesh) -> ExpertParallelMoE:
         )
     if moe.num_experts % mesh.size():
         raise bad_argument(
-            "mesh", f"a size that divides the {moe.num_experts} experts", mesh.size(),
+            "mesh",
+            f"a size that divides the {moe.num_experts} experts",
+            mesh.size(),
             "Every rank holds the same number of experts.",
-        )  # fmt: skip
+        )
     _distribute(moe.router, mesh, Replicate())
     _distribute(moe.c_fc, mesh, Shard(0))
     _distribute(moe.c_proj, mesh, Shard(0))

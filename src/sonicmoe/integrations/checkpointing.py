@@ -8,7 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ..errors import bad_argument
 
-FORWARD = ("topk", "sigmoid_topk", "balance", "permute", "tiles", "up", "down", "aggregate")
+FORWARD = ("topk", "sigmoid_topk", "balance", "permute", "tiles", "up", "down", "combine")
 
 
 def save_operators(*names: str) -> Callable:
@@ -16,7 +16,7 @@ def save_operators(*names: str) -> Callable:
 
     Everything else is recomputed. Without names: all of `FORWARD`, so that each runs once.
     Bytes kept in bf16: topk 8·T·K, sigmoid_topk 12·T·K, balance 4·E, permute 12·R, up 2·R·(N+I),
-    down 2·R·H, aggregate 2·T·H.
+    down 2·R·H, combine 2·T·H.
     """
     for name in names:
         if name not in FORWARD:

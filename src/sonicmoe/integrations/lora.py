@@ -10,10 +10,12 @@ import torch
 from torch.nn import functional as F
 
 from .. import ops
-from ..autograd import apply_then_rest, later, once_differentiable
+from ..autograd import refuse_second_derivatives
+from ..checkpoint import deferred_output, finish, placeholder
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..functional import _autocast, _score_dtype, permute
+from ..gradients import UpGradients
+from ..layer import autocast, permute, score_dtype
 from ..ops.layout import dense_weight
 from ..permutation import Permutation
 from ..shapes import ceil_div
@@ -60,7 +62,7 @@ def lora_experts(
     None instead of an adapter: no LoRA on that weight. Kept for the backward pass: x, Z, and
     X A1ᵀ and A A2ᵀ, r numbers per row each.
     """
-    x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
+    x, w1, w2, b1, b2 = autocast(x, w1, w2, b1, b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
     check_choice(x, ids, scores)
     for name, t in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
@@ -74,12 +76,11 @@ def lora_experts(
     p = permute(ids, w1.shape[0], dtype=x.dtype, backend=backend)
     factors = *_by_expert(lora1, w1, backend), *_by_expert(lora2, w2, backend)
     x, w1, w2 = x.contiguous(), dense_weight(w1), dense_weight(w2)  # once, not in each operator
-    scores = _score_dtype(scores, x)
-    concatenated = gate_up == "concatenated"
-    return apply_then_rest(
-        _LowRankLayer,
-        x, scores, *factors, w1, w2, b1, b2, p, activation, concatenated, backend,
-    )  # fmt: skip
+    scores = score_dtype(scores, x)
+    deferred, biases = deferred_output(), (b1, b2)
+    options = (activation, gate_up, backend)
+    out = _LowRankLayer.apply(x, scores, *factors, w1, w2, biases, p, options, deferred)
+    return finish(out, deferred)
 
 
 def _check_adapter(name: str, lora: LowRank | None, w: torch.Tensor) -> None:
@@ -99,9 +100,11 @@ def _check_adapter(name: str, lora: LowRank | None, w: torch.Tensor) -> None:
     rank, rest = divmod(lora.a.shape[0], experts)
     if rank < 1 or rest:
         raise bad_argument(
-            f"a of {name}", f"a positive multiple of E = {experts} rows, r for each expert",
-            tuple(lora.a.shape), "Rows are sorted by expert, then by rank.",
-        )  # fmt: skip
+            f"a of {name}",
+            f"a positive multiple of E = {experts} rows, r for each expert",
+            tuple(lora.a.shape),
+            "Rows are sorted by expert, then by rank.",
+        )
     check_shape(f"a of {name}", lora.a, (rank * experts, in_size), "(r·E, in)")
     check_shape(f"b of {name}", lora.b, (out_size, rank * experts), "(out, r·E)")
     if not isinstance(lora.scale, (int, float)):
@@ -120,106 +123,104 @@ def _by_expert(
     rank = lora.a.shape[0] // experts
     a = lora.a.contiguous().view(experts, rank, in_size).to(w.dtype)
     b = lora.b.contiguous().view(out_size * rank, experts)
-    b = _Transposed.apply(b, float(lora.scale), w.dtype, backend).view(experts, out_size, rank)
+    b = _ScaledTranspose.apply(b, float(lora.scale), w.dtype, backend).view(experts, out_size, rank)
     more = ceil_div(rank, 8) * 8 - rank
     return (F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))) if more else (a, b)
 
 
-class _Transposed(torch.autograd.Function):
+class _ScaledTranspose(torch.autograd.Function):
     """scale · tᵀ in another dtype."""
 
     @staticmethod
     def forward(ctx, t, scale, dtype, backend):
         ctx.options = (scale, t.dtype, backend)
-        return ops.transposed(t, scale, dtype, backend)
+        return ops.scaled_transpose(t, scale, dtype, backend)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
-        return ops.transposed(dout, *ctx.options), None, None, None
+        refuse_second_derivatives()
+        return ops.scaled_transpose(dout, *ctx.options), None, None, None
 
 
-class _Products:
-    """The grouped products of one permutation, by what they do to rows."""
+class _Gemms:
+    """The grouped GEMMs over the rows of one permutation."""
 
     def __init__(self, p: Permutation, backend: str) -> None:
         self.p, self.backend = p, backend
-        self.schedule = (p.expert_start, p.tiles, p.tile_height)
 
     def gathered(self, x, w):
-        """(T, in) → (R, r), rows fetched by the product. What it does beside is left aside."""
-        return ops.up(
-            x, w, None, self.p.row_token, *self.schedule, "relu", False, True, self.backend
-        )[0]
+        """(T, in) → (R, r), rows gathered by the GEMM; its activation is not used."""
+        relu = ActivationType.RELU
+        return ops.up(x, w, None, self.p, relu, "interleaved", True, self.backend)[0]
 
     def rows(self, rows, w):
         """(R, in) → (R, r)."""
-        return ops.down(rows, w, None, None, *self.schedule, False, self.backend)
+        return ops.down(rows, w, None, None, self.p, self.backend)
 
-    def adapted(self, kernel, rows, w, bias, low, factor):
-        """(R, in) → (R, out): rows Wᵀ + low factorᵀ + bias."""
-        return ops.adapted_product(rows, w, bias, low, factor, *self.schedule, kernel, self.backend)
+    def lora(self, kernel, rows, w, bias, u, factor):
+        """(R, in) → (R, out): rows Wᵀ + u factorᵀ + bias."""
+        return ops.lora_gemm(rows, w, bias, u, factor, self.p, kernel, self.backend)
 
-    def tokens(self, rows, scores, tokens):
+    def combine(self, rows, scores, tokens):
         """(R, H) → (T, H), summed over a token's rows."""
         p = self.p
-        return ops.aggregate(rows, scores, p.slot_row, p.token_start, tokens, self.backend)
+        return ops.combine(rows, scores, p.slot_row, p.token_start, tokens, self.backend)
 
-    def outer(self, rows, other, w, gather=False):
+    def outer(self, rows, other, w, gathered=False):
         """(E, out, in) = Σ over an expert's rows of rowsᵀ other, shaped and stored like w."""
         p = self.p
-        maps = (p.row_token, p.slot_row, p.token_start) if gather else (None, None, None)
-        return ops.up_backward(
-            rows, other, w, *maps, *self.schedule, False, True, False, False, self.backend
-        )[1]
+        if not gathered:
+            p = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
+        needs = UpGradients(dx=False, dw1=True, db1=False)
+        return ops.up_backward(rows, other, w, p, needs, False, self.backend)[1]
 
 
 class _LowRankLayer(torch.autograd.Function):
     """Kept: X, Z 2·R·N, X A1ᵀ and A A2ᵀ 2·R·r each, scores, maps. Not A, not Y, no weight."""
 
     @staticmethod
-    def forward(
-        ctx, x, scores, a1, b1, a2, b2, w1, w2, bias1, bias2, p, activation, concat, backend,
-        rest,
-    ):  # fmt: skip
-        do = _Products(p, backend)
-        u1 = do.gathered(x, a1)
-        z, a = ops.adapted_up(
-            x, w1, bias1, u1, b1, p.row_token, *do.schedule, activation.value, concat, backend
-        )
-        u2 = do.rows(a, a2)
+    def forward(ctx, x, scores, a1, b1, a2, b2, w1, w2, biases, p, options, deferred):
+        (bias1, bias2), (activation, gate_up, backend) = biases, options
+        gemm = _Gemms(p, backend)
+        u1 = gemm.gathered(x, a1)
+        z, a = ops.lora_up(x, w1, bias1, u1, b1, p, activation, gate_up, backend)
+        u2 = gemm.rows(a, a2)
 
         def output():
             nonlocal a
-            y = do.adapted("down", a, w2, bias2, u2, b2)
+            y = gemm.lora("down", a, w2, bias2, u2, b2)
             a = None  # before the output is there
-            return do.tokens(y, scores, x.shape[0])
+            return gemm.combine(y, scores, x.shape[0])
 
-        ctx.save_for_backward(x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2)
-        ctx.options = (p, activation, concat, backend)
-        return output() if rest is None else later(output, rest, x, *x.shape)
+        own = (x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2)
+        ctx.save_for_backward(*own, *p._replace(counts=None).tensors)
+        ctx.options = (p.tile_m, *options)
+        if deferred is None:
+            return output()
+        deferred.append(output)
+        return placeholder(x, *x.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
-        x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2 = ctx.saved_tensors
-        p, activation, concat, backend = ctx.options
-        do = _Products(p, backend)
+        refuse_second_derivatives()
+        x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2, *maps = ctx.saved_tensors
+        tile_m, activation, gate_up, backend = ctx.options
+        p = Permutation(*maps, tile_m)
+        gemm = _Gemms(p, backend)
 
-        v2 = do.gathered(dout, b2.mT)
-        dz, a, dscores = ops.adapted_down_backward(
-            dout, z, w2, bias2, v2, a2.mT, scores,
-            p.row_token, p.row_slot, p.slot_row, *do.schedule, activation.value, concat, backend,
-        )  # fmt: skip
-        da2 = do.outer(v2, a, a2)  # this A is multiplied by the scores
+        v2 = gemm.gathered(dout, b2.mT)
+        down = (w2, bias2, v2, a2.mT, scores)
+        dz, a, dscores = ops.lora_down_backward(dout, z, *down, p, activation, gate_up, backend)
+        da2 = gemm.outer(v2, a, a2)  # this A is multiplied by the scores
         del a, v2
         row_slot = p.row_slot.clamp(0, scores.numel() - 1)  # rows not in use hold anything
         scaled = (scores.flatten()[row_slot][:, None] * u2).to(x.dtype)
-        db2 = do.outer(scaled, dout, b2.mT, gather=True).mT
+        db2 = gemm.outer(scaled, dout, b2.mT, gathered=True).mT
 
-        v1 = do.rows(dz, b1.mT)
-        da1, db1 = do.outer(v1, x, a1, gather=True), do.outer(dz, u1, b1)
+        v1 = gemm.rows(dz, b1.mT)
+        da1, db1 = gemm.outer(v1, x, a1, gathered=True), gemm.outer(dz, u1, b1)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = do.tokens(do.adapted("dx", dz, w1.mT, None, v1, a1.mT), None, x.shape[0])
-        return dx, dscores, da1, db1, da2, db2, *([None] * 9)
+            dx = gemm.lora("dx", dz, w1.mT, None, v1, a1.mT)
+            dx = gemm.combine(dx, None, x.shape[0])
+        return dx, dscores, da1, db1, da2, db2, *([None] * 6)

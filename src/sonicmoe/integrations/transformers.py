@@ -64,7 +64,7 @@ def experts_forward(
     out = experts(
         hidden_states, top_k_index, top_k_weights, w1, w2, b1, b2,
         activation=_activation(module),
-        gate_up="concatenated" if module.is_concatenated else "interleaved",
+        gate_up=_gate_up(module),
     )  # fmt: skip
     return out.to(hidden_states.dtype)
 
@@ -119,6 +119,10 @@ def _state(module: Any, names: list[str], act_fn_names: list[str]) -> tuple:
     )  # fmt: skip
 
 
+def _gate_up(module: Any) -> str:
+    return "concatenated" if module.is_concatenated else "interleaved"
+
+
 def _act_fn(module: Any) -> Any:
     return getattr(module, "act_fn", None)
 
@@ -149,28 +153,28 @@ def _names_in_methods(kind: type) -> str:
     return " ".join(sorted({name for f in methods for name in f.__code__.co_names}))
 
 
-def _evaluated(module: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool, bool, str]:
+def _evaluated(module: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool, str, str]:
     """Points z, and what the module computes of them; None if it has parameters for that."""
     act_fn = _act_fn(module)
     z = torch.linspace(-12, 12, 49, dtype=torch.float64, device="cpu")
     z = F.pad(F.pad(z, (1, 0), value=-1e3), (0, 1), value=1e3)
     if module.has_gate:
         gate, up = torch.cartesian_prod(z, z).T
-        z = join_gate_up(gate, up, module.is_concatenated)
+        z = join_gate_up(gate, up, _gate_up(module))
     z, wanted = z[None], None
     if not isinstance(act_fn, nn.Module) or not [*act_fn.parameters(), *act_fn.buffers()]:
         wanted = module._apply_gate(z) if module.has_gate else act_fn(z)
-    return z, wanted, module.has_gate, module.is_concatenated, type(module).__name__
+    return z, wanted, module.has_gate, _gate_up(module), type(module).__name__
 
 
 @torch.compiler.assume_constant_result  # runs while Dynamo traces, on the values of the tensors
 def _recognise(
-    z: torch.Tensor, wanted: torch.Tensor | None, gated: bool, concatenated: bool, name: str
+    z: torch.Tensor, wanted: torch.Tensor | None, gated: bool, gate_up: str, name: str
 ) -> str:
     """The value of the activation that makes `wanted` of z."""
     candidates = [a for a in ActivationType if a.is_gated == gated]
     for activation in candidates:
-        ours = activate(z, activation, concatenated)
+        ours = activate(z, activation, gate_up)
         if wanted is None or wanted.shape != ours.shape:
             continue
         if torch.allclose(ours, wanted, rtol=1e-6, atol=1e-6):

@@ -1,4 +1,8 @@
-"""Launches of the grouped GEMMs: pick a configuration, allocate, launch."""
+"""Launches of the grouped GEMMs: pick a configuration, allocate, launch.
+
+Functions without an underscore have the names, parameters and results of the operators in
+`ops.grouped_gemm`, and take configurations to measure.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -6,12 +10,13 @@ from typing import NamedTuple
 import torch
 
 from ..enums import ActivationType
-from ..kernels import combine
+from ..kernels import combine as combine_kernels
 from ..kernels.activation import derivative_of, value_of
 from ..kernels.spans import sum_spans_kernel
 from ..kernels.triton.dz import dz_kernel
 from ..kernels.triton.gemm import gemm_kernel, up_kernel
 from ..kernels.triton.wgrad import bias_gradient_kernel, wgrad_kernel
+from ..permutation import Permutation
 from ..shapes import ceil_div
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from . import memory
@@ -29,74 +34,73 @@ def _hopper():
     return grouped_gemm_hopper
 
 
-def _stored_transposed(w: torch.Tensor) -> bool:
-    """Whether (E, N, K) weights lie in memory as (E, K, N)."""
-    return w.stride(2) != 1
+def weight_layout(w: torch.Tensor) -> str:
+    """How (E, N, K) weights lie in memory: "nk" as (E, N, K), "kn" as (E, K, N)."""
+    return "nk" if w.stride(2) == 1 else "kn"
 
 
-def _weight_layout(w: torch.Tensor) -> str:
-    """WEIGHT_LAYOUT of (E, N, K) weights: "kn" if they lie in memory as (E, K, N)."""
-    return "kn" if _stored_transposed(w) else "nk"
-
-
-def gate_up_of(activation: ActivationType, concatenated: bool) -> str | None:
-    """GATE_UP: the order of gate and up columns; None for an activation without a gate."""
-    if not activation.is_gated:
-        return None
-    return "concatenated" if concatenated else "interleaved"
-
-
-def _weight_source(w: torch.Tensor, config: RowConfig, two_halves: bool = False):
+def _weight_source(w: torch.Tensor, config: RowConfig, gate_up: str | None = None):
     """(E, N, K) weights as a kernel takes them: a TMA descriptor, or the tensor itself."""
     if not config.tma:
         return w
-    stored = w.mT if _stored_transposed(w) else w
+    experts, columns, depth = w.shape
     n, k = config.block_n, config.block_k
-    if not two_halves:
-        return descriptor(stored, [1, k, n] if _stored_transposed(w) else [1, n, k])
+    in_order = weight_layout(w) == "nk"
+    if gate_up != "concatenated":
+        return descriptor(w, [1, n, k]) if in_order else descriptor(w.mT, [1, k, n])
     # One box holds the gate and the up half of a tile.
-    experts, columns = w.shape[0], w.shape[1] // 2
-    if _stored_transposed(w):
-        return descriptor(stored.view(experts, w.shape[2], 2, columns), [1, k, 2, n // 2])
-    return descriptor(stored.view(experts, 2, columns, w.shape[2]), [1, 2, n // 2, k])
+    if in_order:
+        return descriptor(w.view(experts, 2, columns // 2, depth), [1, 2, n // 2, k])
+    return descriptor(w.mT.view(experts, depth, 2, columns // 2), [1, k, 2, n // 2])
 
 
-def _row_source(t: torch.Tensor, config: RowConfig, row_token):
-    """Rows as a kernel takes them, and whether that is a TMA descriptor: not if gathered."""
-    if not config.tma or row_token is not None:
-        return t, False
-    return descriptor(t, [config.block_m, config.block_k]), True
+def _row_source(t: torch.Tensor, config: RowConfig, gathered: bool):
+    """Rows as a kernel takes them: a TMA descriptor, or the tensor itself if they are gathered."""
+    if gathered or not config.tma:
+        return t
+    return descriptor(t, [config.block_m, config.block_k])
 
 
-def _unroll(t: torch.Tensor) -> int:
-    """Blocks of K summed before they join the accumulator, see `kernels.triton.tile`."""
-    return 2 if t.dtype == torch.float32 else 1
+def _gemm_options(rows: torch.Tensor, source, w: torch.Tensor, config: RowConfig) -> dict:
+    """Compile-time options of all portable GEMMs over rows."""
+    return {
+        "A_TMA": source is not rows,
+        "W_TMA": config.tma,
+        "WEIGHT_LAYOUT": weight_layout(w),
+        "PRECISION": dot_precision(rows),
+        # fp32: two blocks of K are summed before they join the accumulator, see triton.tile.
+        "UNROLL": 2 if rows.dtype == torch.float32 else 1,
+        **_tile_options(config),
+    }
 
 
-def _options(config: RowConfig | WeightConfig) -> dict:
-    return dict(
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+def _tile_options(config: RowConfig | WeightConfig) -> dict:
+    blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    return {**blocks, "num_warps": config.warps, "num_stages": config.stages}
 
 
 def _grid(config: RowConfig | WeightConfig, work: int, target) -> tuple[int]:
     return (max(1, min(work, config.programs * target.processors)),)
 
 
-class Adapter(NamedTuple):
-    """LoRA: U (R, r), contiguous, and B (E, N, r); U Bᵀ is added in a GEMM's accumulator."""
+def _row_grid(config: RowConfig, p: Permutation, columns: int, target) -> tuple[int]:
+    return _grid(config, (p.tiles.shape[0] - 1) * ceil_div(columns, config.block_n), target)
+
+
+class Lora(NamedTuple):
+    """U (R, r), contiguous, and B (E, N, r): U Bᵀ is added in a GEMM's accumulator."""
 
     u: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
+    b: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
         return 0 if self.u is None else self.u.shape[1]
 
-    def in_order(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """U and B, both contiguous, as the portable kernels read them."""
-        return self.u, None if self.factor is None else self.factor.contiguous()
+    @property
+    def contiguous(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """U and B as the portable kernels read them."""
+        return self.u, None if self.b is None else self.b.contiguous()
 
     @property
     def options(self) -> dict[str, int]:
@@ -107,262 +111,253 @@ class Adapter(NamedTuple):
         return {"RANK": self.rank, "BLOCK_R": 16 if narrow else 32}
 
 
-NO_ADAPTER = Adapter()
+NO_LORA = Lora()
 
 
 def up(
-    x, w1, b1, row_token, expert_start, tiles, tile_height, activation, concatenated, keep_z,
-    config=None, adapter=NO_ADAPTER,
-):  # fmt: skip
-    """Z (None unless `keep_z`) and A, for Z = X W1ᵀ + b1 plus the adapter's U Bᵀ."""
-    _, n, hidden = w1.shape
-    count = (x if row_token is None else row_token).shape[0]
-    z = memory.empty((count, n), x.dtype, x.device) if keep_z else None
-    a = memory.empty((count, n // 2 if activation.is_gated else n), x.dtype, x.device)
-    if count == 0:
+    x,
+    w1,
+    b1,
+    p: Permutation,
+    activation: ActivationType,
+    gate_up,
+    keep_z,
+    config=None,
+    lora=NO_LORA,
+):
+    rows, (_, n, hidden) = p.rows_of(x), w1.shape
+    z = memory.empty((rows, n), x.dtype, x.device) if keep_z else None
+    a = memory.empty((rows, activation.intermediate_size(n)), x.dtype, x.device)
+    if rows == 0:
         return z, a
+    z_target = a if z is None else z  # if Z is not stored, any valid address will do
+    gate_up = gate_up if activation.is_gated else None
     target = target_of(x)
     config = config or row_config("up", x.element_size(), hidden, n, activation.is_gated, target)
-    two_halves = activation.is_gated and concatenated
-    grid = _grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target)
+    grid = _row_grid(config, p, n, target)
     if config.hopper:
-        _hopper().up(
-            x, w1, b1, row_token, z, a, tiles, activation, concatenated, keep_z, config, *grid,
-            adapter,
-        )  # fmt: skip
+        kernel, args = _hopper().up(
+            x, w1, b1, p, z_target, a, activation, gate_up, keep_z, config, lora
+        )
+        launch(kernel, grid, *args)
         return z, a
-    source, a_tma = _row_source(x, config, row_token)
-    launch(
-        up_kernel, grid,
-        source, row_token, _weight_source(w1, config, two_halves), b1, *adapter.in_order(),
-        z if keep_z else a,  # not stored: any valid address will do
-        a, tiles, *w1.stride(),
-        H=hidden, N=n, **adapter.options, GATE_UP=gate_up_of(activation, concatenated),
-        ACTIVATION=value_of(activation), KEEP_Z=keep_z,
-        A_TMA=a_tma, W_TMA=config.tma, WEIGHT_LAYOUT=_weight_layout(w1),
-        PRECISION=dot_precision(x), UNROLL=_unroll(x), **_options(config),
-    )  # fmt: skip
+    source, weights = _row_source(x, config, p.is_gathered), _weight_source(w1, config, gate_up)
+    args = (source, p.row_token, weights, b1, *lora.contiguous, z_target, a, p.tiles)
+    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation), "KEEP_Z": keep_z}
+    options |= lora.options | _gemm_options(x, source, w1, config)
+    launch(up_kernel, grid, *args, *w1.stride(), H=hidden, N=n, **options)
     return z, a
 
 
-def _product(kernel, a, w, bias, row_scores, tiles, config=None, adapter=NO_ADAPTER):
-    """Y (R, N) = A Wᵀ for (E, N, K) weights, plus the adapter's U Bᵀ."""
+def row_gemm(kernel_name, a, w, bias, row_scores, p: Permutation, config=None, lora=NO_LORA):
+    """Y (R, N) = A Wᵀ for (E, N, K) weights, plus LoRA's U Bᵀ; `kernel_name` is down or dx."""
     _, n, k = w.shape
     y = memory.empty((a.shape[0], n), a.dtype, a.device)
     if a.shape[0] == 0:
         return y
     target = target_of(a)
-    config = config or row_config(kernel, a.element_size(), k, n, True, target)
-    grid = _grid(config, (tiles.shape[0] - 1) * ceil_div(n, config.block_n), target)
+    config = config or row_config(kernel_name, a.element_size(), k, n, True, target)
+    grid = _row_grid(config, p, n, target)
     if config.hopper:
-        _hopper().product(a, w, bias, row_scores, y, tiles, config, *grid, adapter)
+        kernel, args = _hopper().row_gemm(a, w, bias, row_scores, y, p, config, lora)
+        launch(kernel, grid, *args)
         return y
-    source, a_tma = _row_source(a, config, None)
-    launch(
-        gemm_kernel, grid,
-        source, _weight_source(w, config), bias, row_scores, *adapter.in_order(), y, tiles,
-        *w.stride(),
-        K=k, N=n, **adapter.options, A_TMA=a_tma, W_TMA=config.tma,
-        WEIGHT_LAYOUT=_weight_layout(w), PRECISION=dot_precision(a), UNROLL=_unroll(a),
-        **_options(config),
-    )  # fmt: skip
+    source = _row_source(a, config, gathered=False)
+    args = (source, _weight_source(w, config), bias, row_scores, *lora.contiguous, y, p.tiles)
+    options = lora.options | _gemm_options(a, source, w, config)
+    launch(gemm_kernel, grid, *args, *w.stride(), K=k, N=n, **options)
     return y
 
 
-def down(a, w2, b2, row_scores, expert_start, tiles, tile_height, zero_tail, config=None):
-    """Y; its rows past the last expert are zero if `zero_tail`."""
-    y = _product("down", a, w2, b2, row_scores, tiles, config)
-    return _zero_tail(y, expert_start, tiles) if zero_tail else y
+def down(a, w2, b2, row_scores, p: Permutation, config=None):
+    y = row_gemm("down", a, w2, b2, row_scores, p, config)
+    return y if p.is_gathered else _zero_tail(y, p)
+
+
+def _zero_tail(y: torch.Tensor, p: Permutation) -> torch.Tensor:
+    """Zero the rows of no expert in place; they become NaN if the tile table is invalid."""
+    rows, n = y.shape
+    if rows:
+        kernel, experts = combine_kernels.zero_tail_kernel, p.expert_start.shape[0] - 1
+        args = (y, p.expert_start, p.tiles, rows, experts)
+        launch(kernel, (ceil_div(rows, 32),), *args, N=n, BLOCK_M=32, BLOCK_N=128, num_warps=4)
+    return y
 
 
 @cache
-def _bound_aggregate(hidden: int, per_token: int) -> tuple[int, Bound]:
+def _combine_kernel(hidden: int, per_token: int) -> tuple[int, Bound]:
     """Programs per token, and the kernel."""
     block = min(power_of_two(hidden), 1024)
+    unroll = min(power_of_two(max(per_token, 1)), 8)
+    kernel = combine_kernels.combine_kernel
     return ceil_div(hidden, block), Bound(
-        combine.combine_kernel,
-        H=hidden, UNROLL=min(power_of_two(max(per_token, 1)), 8), BLOCK_H=block, num_warps=4,
-    )  # fmt: skip
+        kernel, H=hidden, UNROLL=unroll, BLOCK_H=block, num_warps=4
+    )
 
 
-def aggregate(y, scores, slot_row, token_start, tokens):
+def combine(y, scores, slot_row, token_start, tokens):
     hidden = y.shape[1]
     out = memory.empty((tokens, hidden), y.dtype, y.device)
     slots = slot_row.shape[0]
     if tokens == 0:
         return out
     per_token = slots // tokens if token_start is None else 0
-    programs, kernel = _bound_aggregate(hidden, per_token)
+    programs, kernel = _combine_kernel(hidden, per_token)
     launch(kernel, (tokens, programs), y, scores, slot_row, token_start, out, per_token, slots)
     return out
 
 
-def down_backward(
-    dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
-    activation, concatenated, need_dz, need_dw2, need_db2, need_dscores, config=None, weights=None,
-    main_grad=None, wide=False,
-):  # fmt: skip
-    """dZ, dW2, db2, dscores; dW2 in fp32 if `wide`, or added to `main_grad` if there is one."""
-    dz = a = dscores = dw2 = db2 = None
-    if need_dz or need_dw2 or need_dscores:
-        dz, a, dscores = _score_gradient(
-            dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles,
-            tile_height, activation, concatenated, need_dz, need_dw2, need_dscores, config,
-        )  # fmt: skip
-    if need_dw2:
-        dw2 = _weight_gradient(
-            dout, row_token, a, None, w2, expert_start, tiles, weights, main_grad, wide
-        )
-    if need_db2:
-        db2 = _bias_gradient(dout, row_token, scores, row_slot, b2, expert_start)
+def down_backward(dout, z, w2, b2, scores, p: Permutation, activation, gate_up, needs, fp32_dw):
+    dz, a, dscores = dz_gemm(dout, z, w2, b2, scores, p, activation, gate_up, needs)
+    dw2 = db2 = None
+    if needs.dw2:
+        dw2 = memory.empty_like(w2, torch.float32 if fp32_dw else w2.dtype)
+        weight_gradient(dout, a, dw2, p, gathered="left")
+    if needs.db2:
+        db2 = _bias_gradient(dout, b2, p, scores, gathered=True)
     return dz, dw2, db2, dscores
 
 
+def down_backward_into(
+    main_grad, dout, z, w2, b2, scores, p: Permutation, activation, gate_up, needs
+):
+    needs = needs._replace(dw2=True)
+    dz, a, dscores = dz_gemm(dout, z, w2, b2, scores, p, activation, gate_up, needs)
+    weight_gradient(dout, a, main_grad, p, gathered="left", add=True)
+    db2 = _bias_gradient(dout, b2, p, scores, gathered=True) if needs.db2 else None
+    return dz, db2, dscores
+
+
 @cache
-def _bound_sum_partials(planes: int) -> Bound:
-    return Bound(combine.sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
+def _sum_partials_kernel(planes: int) -> Bound:
+    return Bound(combine_kernels.sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
 
 
-def _score_gradient(
-    dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start, tiles, tile_height,
-    activation, concatenated, need_dz, need_a, need_dscores, config,
-    adapter=NO_ADAPTER,
-):  # fmt: skip
-    """dZ, A' and dscores, None where not needed."""
-    count, device = z.shape[0], z.device
+def dz_gemm(
+    dout, z, w2, b2, scores, p: Permutation, activation, gate_up, needs, config=None, lora=NO_LORA
+):
+    """dZ, A' = score · A and dscores; None where not needed: A' is, where dW2 is."""
+    if not (needs.dz or needs.dw2 or needs.dscores):
+        return None, None, None
+    rows, device = z.shape[0], z.device
     experts, hidden, intermediate = w2.shape
     target = target_of(z)
     config = config or row_config(
         "dz", z.element_size(), hidden, intermediate, activation.is_gated, target
     )
     # The Hopper kernel always stores dZ.
-    dz = memory.empty(z.shape, z.dtype, device) if need_dz or config.hopper else None
-    a = memory.empty((count, intermediate), z.dtype, device) if need_a else None
-    dscores = memory.empty(scores.shape, torch.float32, device) if need_dscores else None
-    if count == 0:
-        return (dz if need_dz else None), a, dscores
+    dz = memory.empty(z.shape, z.dtype, device) if needs.dz or config.hopper else None
+    a = memory.empty((rows, intermediate), z.dtype, device) if needs.dw2 else None
+    dscores = memory.empty(scores.shape, torch.float32, device) if needs.dscores else None
+    if rows == 0:
+        return (dz if needs.dz else None), a, dscores
     parts = ceil_div(intermediate, config.block_n)
-    slots = scores.numel() if scores is not None else count
+    slots = scores.numel() if scores is not None else rows
     planes = parts + (b2 is not None)
     plane = 4 * ceil_div(slots, 4)  # every plane is aligned to 16 bytes for every T
-    partial = memory.empty((planes if need_dscores else 0, plane), torch.float32, device)
-    grid = _grid(config, (tiles.shape[0] - 1) * parts, target)
+    partial = memory.empty((planes if needs.dscores else 0, plane), torch.float32, device)
+    grid = _row_grid(config, p, intermediate, target)
+    gate_up = gate_up if activation.is_gated else None
+    outputs = (dz, a, partial)
     if config.hopper:
-        _hopper().score_gradient(
-            dout, row_token, w2, scores, row_slot, z, dz, a, partial, plane, tiles,
-            activation, concatenated, need_a, need_dscores, config, *grid, adapter,
-        )  # fmt: skip
-    else:
-        source, a_tma = _row_source(dout, config, row_token)
-        w2t = w2.mT  # the GEMM sums over H: (E, I, H) weights
-        launch(
-            dz_kernel, grid,
-            source, row_token, _weight_source(w2t, config), *adapter.in_order(),
-            scores, row_slot, z, dz, a, partial, tiles, plane, *w2t.stride(),
-            H=hidden, I=intermediate, **adapter.options,
-            GATE_UP=gate_up_of(activation, concatenated), BACKWARD=derivative_of(activation),
-            STORE_DZ=need_dz, STORE_A=need_a, STORE_PARTIAL=need_dscores, SLICES=config.slices,
-            A_TMA=a_tma, W_TMA=config.tma, WEIGHT_LAYOUT=_weight_layout(w2t),
-            PRECISION=dot_precision(z), UNROLL=_unroll(z), **_options(config),
-        )  # fmt: skip
-    if need_dscores:
-        if b2 is not None:
-            launch(
-                combine.bias_score_kernel, (tiles.shape[0] - 1,),
-                dout, row_token, row_slot, b2, partial[parts], tiles,
-                H=hidden, BLOCK_M=tile_height, BLOCK_H=64, num_warps=8,
-            )  # fmt: skip
-        launch(
-            _bound_sum_partials(planes), (ceil_div(slots, _SLOTS),),
-            partial, slot_row, expert_start, dscores, slots, plane, experts,
-        )  # fmt: skip
-    return (dz if need_dz else None), a, dscores
-
-
-def up_backward(
-    dz, x, w1, row_token, slot_row, token_start, expert_start, tiles, tile_height,
-    need_dx, need_dw1, need_db1, config=None, weights=None, main_grad=None, wide=False,
-):  # fmt: skip
-    """dX, dW1, db1; dW1 in fp32 if `wide`, or added to `main_grad` if there is one."""
-    dx = dw1 = db1 = None
-    if need_dx:
-        dx = _product("dx", dz, w1.mT, None, None, tiles, config)
-        if row_token is not None:
-            dx = aggregate(dx, None, slot_row, token_start, x.shape[0])
-        else:
-            dx = _zero_tail(dx, expert_start, tiles)
-    if need_dw1:
-        dw1 = _weight_gradient(
-            dz, None, x, row_token, w1, expert_start, tiles, weights, main_grad, wide
+        kernel, args = _hopper().dz_gemm(
+            dout, z, w2, scores, p, outputs, activation, gate_up, needs.dscores, config, lora
         )
-    if need_db1:
-        like = memory.empty(w1.shape[:2], w1.dtype, w1.device)
-        db1 = _bias_gradient(dz, None, None, None, like, expert_start)
-    return dx, dw1, db1
+        launch(kernel, grid, *args)
+    else:
+        w2t = w2.mT  # the GEMM sums over H: (E, I, H) weights
+        source, weights = _row_source(dout, config, p.is_gathered), _weight_source(w2t, config)
+        args = (source, p.row_token, weights, *lora.contiguous, scores, p.row_slot, z, *outputs)
+        stored = {"STORE_DZ": needs.dz, "STORE_A": needs.dw2, "STORE_PARTIAL": needs.dscores}
+        options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), **stored}
+        options |= {"SLICES": config.slices, **lora.options}
+        options |= _gemm_options(dout, source, w2t, config)
+        sizes = {"H": hidden, "I": intermediate}
+        launch(dz_kernel, grid, *args, p.tiles, plane, *w2t.stride(), **sizes, **options)
+    if dscores is not None:
+        if b2 is not None:
+            _bias_scores(dout, b2, p, partial[parts])
+        kernel, programs = _sum_partials_kernel(planes), ceil_div(slots, _SLOTS)
+        args = (partial, p.slot_row, p.expert_start, dscores, slots, plane, experts)
+        launch(kernel, (programs,), *args)
+    return (dz if needs.dz else None), a, dscores
 
 
-def _zero_tail(y, expert_start, tiles) -> torch.Tensor:
-    """Zero the rows of no expert in place; they become NaN if the tile table is invalid."""
-    count, n = y.shape
-    if count:
-        launch(
-            combine.zero_tail_kernel, (ceil_div(count, 32),),
-            y, expert_start, tiles, count, expert_start.shape[0] - 1,
-            N=n, BLOCK_M=32, BLOCK_N=128, num_warps=4,
-        )  # fmt: skip
-    return y
+def _bias_scores(dout, b2, p: Permutation, out) -> None:
+    """The bias's part of the score gradient, ⟨dO, b2⟩ of each slot."""
+    kernel = combine_kernels.bias_score_kernel
+    args = (dout, p.row_token, p.row_slot, b2, out, p.tiles)
+    sizes = {"H": b2.shape[1], "BLOCK_M": p.tile_m, "BLOCK_H": 64}
+    launch(kernel, (p.tiles.shape[0] - 1,), *args, **sizes, num_warps=8)
 
 
-def _weight_gradient(
-    left, left_token, right, right_token, w, expert_start, tiles, config=None, main_grad=None,
-    wide=False,
-):  # fmt: skip
-    """(E, M, N) = Σ over an expert's rows of leftᵀ right, with the strides of `w`.
+def up_backward(dz, x, w1, p: Permutation, needs, fp32_dw, config=None):
+    dx = _dx(dz, x, w1, p, config) if needs.dx else None
+    dw1 = None
+    if needs.dw1:
+        dw1 = memory.empty_like(w1, torch.float32 if fp32_dw else w1.dtype)
+        weight_gradient(dz, x, dw1, p, gathered="right")
+    return dx, dw1, _bias_gradient(dz, w1[:, :, 0], p) if needs.db1 else None
 
-    In fp32 if `wide`; added to `main_grad`, fp32 with the same strides, if there is one.
+
+def up_backward_into(main_grad, dz, x, w1, p: Permutation, needs):
+    dx = _dx(dz, x, w1, p) if needs.dx else None
+    weight_gradient(dz, x, main_grad, p, gathered="right", add=True)
+    return dx, _bias_gradient(dz, w1[:, :, 0], p) if needs.db1 else None
+
+
+def _dx(dz, x, w1, p: Permutation, config=None):
+    dx = row_gemm("dx", dz, w1.mT, None, None, p, config)
+    if not p.is_gathered:
+        return _zero_tail(dx, p)
+    return combine(dx, None, p.slot_row, p.token_start, x.shape[0])
+
+
+def weight_gradient(left, right, dw, p: Permutation, gathered: str, add=False, config=None) -> None:
+    """dw (E, M, N) = Σ over an expert's rows of leftᵀ right; added to what is there if `add`.
+
+    `gathered` names the operand whose rows are tokens, unless rows arrive sorted.
     """
-    dw = main_grad
-    if dw is None:
-        dw = memory.empty_like(w, torch.float32 if wide else w.dtype)
-    out = dw
-    if _stored_transposed(dw):
+    if weight_layout(dw) == "kn":
         # Compute the transpose, so that rows of the store are contiguous.
-        left, left_token, right, right_token, out = right, right_token, left, left_token, dw.mT
-    experts, m, n = out.shape
+        left, right, dw = right, left, dw.mT
+        gathered = "right" if gathered == "left" else "left"
+    left_token = p.row_token if gathered == "left" else None
+    right_token = p.row_token if gathered == "right" else None
+    experts, m, n = dw.shape
     target = target_of(left)
     config = config or weight_config(
         left.element_size(), m, n, left_token is not None, right_token is not None, target
     )
     per_expert = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
     rows = (left if left_token is None else left_token).shape[0]
-    spans = _spans(rows, out.shape, per_expert, config.programs * target.processors, left.device)
+    spans = _spans(rows, dw.shape, per_expert, config.programs * target.processors, left.device)
     grid = _grid(config, (experts + spans.places) * per_expert, target)
     if config.hopper and left.shape[0] and right.shape[0]:
-        _hopper().weight_gradient(
-            left, left_token, right, right_token, out, main_grad is not None,
-            expert_start, tiles, *spans, config, *grid,
-        )  # fmt: skip
+        kernel, args = _hopper().weight_gradient(
+            left, left_token, right, right_token, dw, add, p, spans, config
+        )
+        launch(kernel, grid, *args)
     else:
         l_tma = config.tma and left_token is None and left.shape[0] > 0
         r_tma = config.tma and right_token is None and right.shape[0] > 0
-        launch(
-            wgrad_kernel, grid,
-            descriptor(left, [config.block_k, config.block_m]) if l_tma else left, left_token,
-            descriptor(right, [config.block_k, config.block_n]) if r_tma else right, right_token,
-            out, spans.partial, expert_start, tiles, experts, spans.rows, spans.places,
-            M=m, N=n, L_TMA=l_tma, R_TMA=r_tma, PRECISION=dot_precision(left),
-            ADD=main_grad is not None, **_options(config),
-        )  # fmt: skip
+        operands = (
+            descriptor(left, [config.block_k, config.block_m]) if l_tma else left,
+            left_token,
+            descriptor(right, [config.block_k, config.block_n]) if r_tma else right,
+            right_token,
+        )
+        args = (dw, spans.partial, p.expert_start, p.tiles, experts, spans.rows, spans.places)
+        options = {"L_TMA": l_tma, "R_TMA": r_tma, "PRECISION": dot_precision(left), "ADD": add}
+        options |= _tile_options(config)
+        launch(wgrad_kernel, grid, *operands, *args, M=m, N=n, **options)
     if spans.places:
-        launch(
-            _bound_sum_spans(m * n, main_grad is not None), (target.processors,),
-            spans.partial, out, expert_start, tiles, experts, spans.rows, spans.places,
-        )  # fmt: skip
-    return dw
+        args = (spans.partial, dw, p.expert_start, p.tiles, experts, spans.rows, spans.places)
+        launch(_sum_spans_kernel(m * n, add), (target.processors,), *args)
 
 
 @cache
-def _bound_sum_spans(size: int, add: bool) -> Bound:
+def _sum_spans_kernel(size: int, add: bool) -> Bound:
     return Bound(sum_spans_kernel, SIZE=size, BLOCK=2048, ADD=add, num_warps=4)
 
 
@@ -390,12 +385,12 @@ def _spans(rows: int, shape, tiles: int, programs: int, device) -> Spans:
     return Spans(memory.empty((max(places, 1), m * n), torch.float32, device), span, places)
 
 
-def _bias_gradient(source, row_token, scores, row_slot, bias, expert_start):
+def _bias_gradient(source, bias, p: Permutation, scores=None, gathered=False) -> torch.Tensor:
+    """(E, N), of the shape and dtype of `bias`: the sum over an expert's rows, times scores."""
     experts, n = bias.shape
     out = memory.empty(bias.shape, bias.dtype, bias.device)
-    launch(
-        bias_gradient_kernel, (experts, ceil_div(n, 64)),
-        source, row_token, scores, row_slot, out, expert_start,
-        N=n, BLOCK_M=64, BLOCK_N=64, num_warps=4,
-    )  # fmt: skip
+    row_token = p.row_token if gathered else None
+    args = (source, row_token, scores, p.row_slot if gathered else None, out, p.expert_start)
+    grid = (experts, ceil_div(n, 64))
+    launch(bias_gradient_kernel, grid, *args, N=n, BLOCK_M=64, BLOCK_N=64, num_warps=4)
     return out

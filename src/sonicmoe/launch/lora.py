@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
-from ..enums import ActivationType
+from ..gradients import DownGradients
 from ..kernels.transpose import transpose_kernel
 from ..shapes import ceil_div
 from ..tuning import RowConfig, Target, row_config
 from ..tuning.select import default_row_config
-from . import grouped_gemm as products
-from . import memory
-from .grouped_gemm import Adapter
+from . import grouped_gemm, memory
+from .grouped_gemm import Lora
 from .launcher import launch
 
 
@@ -23,46 +22,35 @@ def _config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target: Tar
     return replace(config, slices=4 if gated else 2) if kernel == "dz" else config
 
 
-def up(x, w1, b1, u, factor, row_token, tiles, activation, concatenated):
-    """Z and A."""
+def lora_up(x, w1, b1, u, factor, p, activation, gate_up):
     n, hidden = w1.shape[1:]
-    gated = activation.is_gated
-    config = _config("up", x.element_size(), hidden, n, gated, products.target_of(x))
-    return products.up(
-        x, w1, b1, row_token, None, tiles, None, activation, concatenated, True, config,
-        Adapter(u, factor),
-    )  # fmt: skip
-
-
-def product(kernel, a, w, bias, u, factor, tiles):
-    target = products.target_of(a)
-    n, k = w.shape[1:]
-    config = _config(kernel, a.element_size(), k, n, True, target)
-    return products._product(kernel, a, w, bias, None, tiles, config, Adapter(u, factor))
-
-
-def down_backward(
-    dout, z, w2, b2, u, factor, scores, row_token, row_slot, slot_row, expert_start, tiles,
-    tile_height, activation: ActivationType, concatenated,
-):  # fmt: skip
-    """dZ, A' and dscores."""
-    hidden, intermediate = w2.shape[1:]
     config = _config(
-        "dz", z.element_size(), hidden, intermediate, activation.is_gated,
-        products.target_of(z),
-    )  # fmt: skip
-    return products._score_gradient(
-        dout, z, w2, b2, scores, row_token, row_slot, slot_row, expert_start,
-        tiles, tile_height, activation, concatenated, True, True, True, config, Adapter(u, factor),
-    )  # fmt: skip
+        "up", x.element_size(), hidden, n, activation.is_gated, grouped_gemm.target_of(x)
+    )
+    lora = Lora(u, factor)
+    return grouped_gemm.up(x, w1, b1, p, activation, gate_up, True, config, lora)
 
 
-def transposed(t, scale, dtype):
+def lora_gemm(a, w, bias, u, factor, p, kernel):
+    n, k = w.shape[1:]
+    config = _config(kernel, a.element_size(), k, n, True, grouped_gemm.target_of(a))
+    return grouped_gemm.row_gemm(kernel, a, w, bias, None, p, config, Lora(u, factor))
+
+
+def lora_down_backward(dout, z, w2, b2, u, factor, scores, p, activation, gate_up):
+    hidden, intermediate = w2.shape[1:]
+    gated, target = activation.is_gated, grouped_gemm.target_of(z)
+    config = _config("dz", z.element_size(), hidden, intermediate, gated, target)
+    needs = DownGradients(dz=True, dw2=True, db2=False, dscores=True)
+    return grouped_gemm.dz_gemm(
+        dout, z, w2, b2, scores, p, activation, gate_up, needs, config, Lora(u, factor)
+    )
+
+
+def scaled_transpose(t, scale, dtype):
     rows, columns = t.shape
     out = memory.empty((columns, rows), dtype, t.device)
     if t.numel():
-        launch(
-            transpose_kernel, (ceil_div(rows, 64), ceil_div(columns, 64)),
-            t, out, scale, rows, columns, BLOCK_P=64, BLOCK_Q=64, num_warps=4,
-        )  # fmt: skip
+        grid, sizes = (ceil_div(rows, 64), ceil_div(columns, 64)), {"BLOCK_P": 64, "BLOCK_Q": 64}
+        launch(transpose_kernel, grid, t, out, scale, rows, columns, **sizes, num_warps=4)
     return out

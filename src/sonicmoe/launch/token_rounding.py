@@ -9,6 +9,7 @@ from ..reference.token_rounding import most_rows
 from ..shapes import ceil_div
 from . import memory
 from .launcher import Bound, launch, power_of_two
+from .routing import with_dense_rows
 
 _BLOCK = 32  # tokens per word of bits
 _VALUES = 8192  # values of whole rows that a program holds; half of it in the backward pass
@@ -26,7 +27,7 @@ def round_logits(logits, ids, normalize, tile, subroutine, uniform):
 
 
 @cache
-def _bound_rounding(
+def _rounding_kernels(
     experts: int, k: int, subroutine: str, softmax: bool, normalize: bool
 ) -> tuple[int, Bound, Bound, Bound]:
     """Tokens per program of `keys_kernel`, and the kernels."""
@@ -38,16 +39,14 @@ def _bound_rounding(
         if subroutine == "nr-s"
         else {"PARTS": 16, "STEP": _PART, "num_warps": 8, "maxnreg": 128}
     )
+    keys = {"BLOCK_T": block, "BLOCK_E": all_experts, "BLOCK_K": power_of_two(k)}
+    keys |= {"SOFTMAX": softmax, "NORMALIZE": normalize}
     return (
         block,
-        Bound(
-            kernels.keys_kernel,
-            SOFTMAX=softmax, NORMALIZE=normalize,
-            BLOCK_T=block, BLOCK_E=all_experts, BLOCK_K=power_of_two(k), num_warps=8,
-        ),
+        Bound(kernels.keys_kernel, **keys, num_warps=8),
         Bound(kernels.select_kernel, SUBROUTINE=subroutine, BLOCK_E=all_experts, **columns),
         Bound(kernels.emit_kernel, BLOCK_E=_EXPERTS, BLOCK_P=_PAIRS, num_warps=4),
-    )  # fmt: skip
+    )
 
 
 def _rounded(values, ids, tile, subroutine, uniform, softmax, normalize):
@@ -73,27 +72,19 @@ def _rounded(values, ids, tile, subroutine, uniform, softmax, normalize):
     keys, kept, block_pairs = new(experts, length), new(blocks, experts), new(blocks)
     # Only balance-f needs the counts of all experts before `select_kernel`.
     counts = new(experts).zero_() if subroutine == "balance-f" else None
-    values = _rows_of(values)
-    block, make_keys, select, emit = _bound_rounding(experts, k, subroutine, softmax, normalize)
-    launch(
-        make_keys, (length // block,),
-        values, ids, keys, counts, block_pairs,
-        tokens, length, experts, k, values.stride(0),
-    )  # fmt: skip
-    launch(
-        select, (experts,),
-        keys, counts, uniform, rows, chosen, kept, block_pairs, tokens, length, experts, tile,
-    )  # fmt: skip
-    launch(
-        emit, (blocks,),
-        keys, kept, block_pairs, pair_expert, pair_token, pair_score, token_start,
-        tokens, length, experts, slots,
-    )  # fmt: skip
+    values = with_dense_rows(values)
+    block, make_keys, select, emit = _rounding_kernels(experts, k, subroutine, softmax, normalize)
+    args = (values, ids, keys, counts, block_pairs, tokens, length, experts, k, values.stride(0))
+    launch(make_keys, (length // block,), *args)
+    args = (keys, counts, uniform, rows, chosen, kept, block_pairs, tokens, length, experts, tile)
+    launch(select, (experts,), *args)
+    pairs = (pair_expert, pair_token, pair_score, token_start)
+    launch(emit, (blocks,), keys, kept, block_pairs, *pairs, tokens, length, experts, slots)
     return outputs
 
 
 @cache
-def _bound_gradient(experts: int) -> tuple[int, Bound]:
+def _gradient_kernel(experts: int) -> tuple[int, Bound]:
     """Tokens per program, and the kernel."""
     block = _tokens_at_once(experts, _VALUES // 2)
     kernel = kernels.logits_gradient_kernel
@@ -104,19 +95,13 @@ def round_logits_backward(dscore, logits, ids, pair_expert, token_start):
     tokens, experts = logits.shape
     dlogits = memory.empty((tokens, experts), logits.dtype, logits.device)
     if tokens:
-        logits = _rows_of(logits)
-        block, kernel = _bound_gradient(experts)
-        launch(
-            kernel, (ceil_div(tokens, block),),
-            dscore, logits, ids, pair_expert, token_start, dlogits,
-            tokens, experts, 0 if ids is None else ids.shape[1], logits.stride(0),
-        )  # fmt: skip
+        logits = with_dense_rows(logits)
+        block, kernel = _gradient_kernel(experts)
+        args = (dscore, logits, ids, pair_expert, token_start, dlogits, tokens, experts)
+        k = 0 if ids is None else ids.shape[1]
+        launch(kernel, (ceil_div(tokens, block),), *args, k, logits.stride(0))
     return dlogits
 
 
 def _tokens_at_once(experts: int, values: int) -> int:
     return min(max(values // power_of_two(experts), 1), _BLOCK)
-
-
-def _rows_of(t: torch.Tensor) -> torch.Tensor:
-    return t if t.stride(1) == 1 else t.contiguous()

@@ -3,53 +3,27 @@
 All functional but those that end in `_into`, which add a gradient to their first argument.
 """
 
-from .grouped_gemm import (
-    aggregate,
-    down,
-    down_backward,
-    down_backward_into,
-    up,
-    up_backward,
-    up_backward_into,
-)
-from .lora import adapted_down_backward, adapted_product, adapted_up, transposed
-from .routing import (
-    balance,
-    balance_backward,
-    count,
-    permute,
-    router_gradient_into,
-    sigmoid_topk,
-    sigmoid_topk_backward,
-    tiles,
-    topk,
-    topk_backward,
-)
-from .token_rounding import round_logits, round_logits_backward, round_tokens
-
-__all__ = [
-    "adapted_down_backward",
-    "adapted_product",
-    "adapted_up",
-    "aggregate",
-    "balance",
-    "balance_backward",
-    "count",
-    "down",
-    "down_backward",
-    "down_backward_into",
-    "permute",
-    "round_logits",
-    "round_logits_backward",
-    "round_tokens",
-    "router_gradient_into",
-    "sigmoid_topk",
-    "sigmoid_topk_backward",
-    "tiles",
-    "topk",
-    "topk_backward",
-    "transposed",
-    "up",
-    "up_backward",
-    "up_backward_into",
-]
+from .grouped_gemm import combine as combine
+from .grouped_gemm import down as down
+from .grouped_gemm import down_backward as down_backward
+from .grouped_gemm import down_backward_into as down_backward_into
+from .grouped_gemm import up as up
+from .grouped_gemm import up_backward as up_backward
+from .grouped_gemm import up_backward_into as up_backward_into
+from .lora import lora_down_backward as lora_down_backward
+from .lora import lora_gemm as lora_gemm
+from .lora import lora_up as lora_up
+from .lora import scaled_transpose as scaled_transpose
+from .routing import balance as balance
+from .routing import balance_backward as balance_backward
+from .routing import count as count
+from .routing import permute as permute
+from .routing import router_gradient_into as router_gradient_into
+from .routing import sigmoid_topk as sigmoid_topk
+from .routing import sigmoid_topk_backward as sigmoid_topk_backward
+from .routing import tiles as tiles
+from .routing import topk as topk
+from .routing import topk_backward as topk_backward
+from .token_rounding import round_logits as round_logits
+from .token_rounding import round_logits_backward as round_logits_backward
+from .token_rounding import round_tokens as round_tokens

@@ -5,8 +5,7 @@ of their last two dimensions, and the rows of logits. Every other tensor argumen
 made contiguous here. What TMA reads must also start on 16 bytes.
 """
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Sequence
 
 import torch
 
@@ -14,59 +13,38 @@ from ..errors import bad_argument
 from ..notices import say_once
 
 _WEIGHTS = frozenset(("w", "w1", "w2", "factor"))
-_TMA = _WEIGHTS | {"x", "a", "z", "dz", "dout", "u"}
+_ROWS = frozenset(("x", "a", "z", "dz", "dout", "u"))  # read by TMA, as weights are
 _BY_STRIDES = frozenset(("logits",))  # launchers copy them where columns are not adjacent
 
 
-def dense_arguments(schema: torch.FunctionSchema) -> tuple[Callable, Callable]:
-    """Two decorators, for an operator and for its fake version: tensor arguments become dense."""
-    tensors = [
-        (i, argument.name)
-        for i, argument in enumerate(schema.arguments)
-        if "Tensor" in str(argument.type) and argument.name not in _BY_STRIDES | {"main_grad"}
-    ]
-    adds = schema.arguments[0].name == "main_grad"
-    weights = [i for i, name in tensors if name in _WEIGHTS]
-    plain = [i for i, name in tensors if name not in _TMA]
-    rows = [i for i, name in tensors if name in _TMA - _WEIGHTS]
+class Layout:
+    """Makes the tensor arguments of one operator dense, each by the name of its parameter."""
 
-    def for_kernels(function: Callable) -> Callable:
-        @wraps(function)
-        def call(*given):
-            args = list(given)
-            if adds:
-                _check_main_grad(args[0])
-            for i in plain:
-                t = args[i]
-                if t is not None and not t.is_contiguous():
-                    args[i] = t.contiguous()
-            for i in rows:
-                args[i] = args[i].contiguous()
-            for i in weights:
-                args[i] = dense_weight(args[i])
-            if args[-1] == "triton":
-                for i in rows:
-                    args[i] = _for_tma(args[i])
-                for i in weights:
-                    w = args[i]
-                    args[i] = _for_tma(w) if w.stride(2) == 1 else _for_tma(w.mT).mT
-            return function(*args)
+    def __init__(self, tensors: dict[int, str]) -> None:
+        """`tensors` are the places and names of the tensor parameters."""
+        self.adds_to_main_grad = tensors.get(0) == "main_grad"
+        self.weights = [i for i, name in tensors.items() if name in _WEIGHTS]
+        self.rows = [i for i, name in tensors.items() if name in _ROWS]
+        special = _WEIGHTS | _ROWS | _BY_STRIDES | {"main_grad"}
+        self.others = [i for i, name in tensors.items() if name not in special]
 
-        return call
-
-    def for_fakes(fake: Callable) -> Callable:
-        @wraps(fake)
-        def call(*given):
-            args = list(given)
-            for i in plain + rows:
-                args[i] = None if args[i] is None else args[i].contiguous()
-            for i in weights:
-                args[i] = dense_weight(args[i])
-            return fake(*args)
-
-        return call
-
-    return for_kernels, for_fakes
+    def dense(self, given: Sequence, for_kernels: bool) -> list:
+        args = list(given)
+        if self.adds_to_main_grad:
+            _check_main_grad(args[0])
+        for i in self.others:
+            t = args[i]
+            if t is not None and not t.is_contiguous():
+                args[i] = t.contiguous()
+        for i in self.rows:
+            t = args[i].contiguous()
+            args[i] = _for_tma(t) if for_kernels else t
+        for i in self.weights:
+            w = dense_weight(args[i])
+            if for_kernels:
+                w = _for_tma(w) if w.stride(2) == 1 else _for_tma(w.mT).mT
+            args[i] = w
+        return args
 
 
 def dense_weight(w: torch.Tensor) -> torch.Tensor:
@@ -84,9 +62,11 @@ def _check_main_grad(main_grad: torch.Tensor) -> None:
     """It is added to where it lies, so it cannot be copied."""
     if not (main_grad.is_contiguous() or main_grad.mT.is_contiguous()):
         raise bad_argument(
-            "main_grad", "the strides of a dense weight", main_grad.stride(),
+            "main_grad",
+            "the strides of a dense weight",
+            main_grad.stride(),
             "Make it with torch.zeros_like(weight, dtype=torch.float32).",
-        )  # fmt: skip
+        )
 
 
 def _for_tma(t: torch.Tensor) -> torch.Tensor:

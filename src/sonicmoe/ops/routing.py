@@ -1,170 +1,118 @@
-"""Operators of the routing: top-K, the auxiliary loss, their backward; the permutation."""
-
-from collections.abc import Callable
-from functools import cache
+"""Operators of routing: top-K, the auxiliary loss, their backward passes, and the permutation."""
 
 import torch
+from torch import Tensor
 
 from ..reference import routing as reference
 from ..shapes import max_tiles
-from .register import operator
+from .registry import Mutated, operator
 
 
-@cache
-def _triton():
-    from ..launch import routing
-
-    return routing
+def _gradient_of(logits: Tensor) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _like_argument(place: int) -> Callable[..., torch.Tensor]:
-    """A gradient of the argument at `place`."""
-    return lambda *args: torch.empty_like(args[place], memory_format=torch.contiguous_format)
+def _fp32(t: Tensor) -> torch.dtype:
+    """float64 only where the data is."""
+    return torch.promote_types(t.dtype, torch.float32)
 
 
-@operator(
-    "router_gradient_into(Tensor(a!) dx, Tensor dlogits, Tensor weight) -> ()",
-    fake=lambda dx, dlogits, weight: None,
-    flops=lambda dx, dlogits, weight, out_shape=None: 2 * dlogits[0] * weight[0] * weight[1],
-)
-def router_gradient_into(dx, dlogits, weight):
+def _int32(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int32)
+
+
+@operator(reference, launch=None, flops=lambda s: 2 * s.dlogits[0] * s.weight[0] * s.weight[1])
+def router_gradient_into(dx: Mutated, dlogits: Tensor, weight: Tensor) -> None:
     """dX += dlogits Wr. A compiled `addmm_` would copy dX first, 64 µs at
     32768,2048,512,512,10."""
-    dx.addmm_(dlogits, weight)
 
 
-def _topk_fake(logits, k, softmax_over_topk, backend):
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    shape = (logits.shape[0], k)
-    return logits.new_empty(shape, dtype=wide), logits.new_empty(shape, dtype=torch.int32)
-
-
-@operator(
-    "topk(Tensor logits, int k, bool softmax_over_topk, str backend) -> (Tensor, Tensor)",
-    fake=_topk_fake,
-)
-def topk(logits, k, softmax_over_topk, backend):
+@operator(reference, "routing")
+def topk(logits: Tensor, k: int, softmax_over_topk: bool, backend: str) -> tuple[Tensor, Tensor]:
     """scores (T, K) fp32 and ids (T, K) int32 of the K largest logits; ties go to the lower id."""
-    if backend == "torch":
-        return reference.topk(logits, k, softmax_over_topk)
-    return _triton().topk(logits, k, softmax_over_topk)
+    shape = (logits.shape[0], k)
+    return logits.new_empty(shape, dtype=_fp32(logits)), _int32(logits, *shape)
 
 
-@operator(
-    "topk_backward(Tensor dscores, Tensor scores, Tensor ids, Tensor logits, "
-    "bool softmax_over_topk, str backend) -> Tensor",
-    fake=_like_argument(3),
-)
-def topk_backward(dscores, scores, ids, logits, softmax_over_topk, backend):
+@operator(reference, "routing")
+def topk_backward(
+    dscores: Tensor,
+    scores: Tensor,
+    ids: Tensor,
+    logits: Tensor,
+    softmax_over_topk: bool,
+    backend: str,
+) -> Tensor:
     """dlogits (T, E). With the softmax over the choice, only the shape of `logits` is used."""
-    if backend == "torch":
-        return reference.topk_backward(dscores, scores, ids, logits, softmax_over_topk)
-    return _triton().topk_backward(dscores, scores, ids, logits, softmax_over_topk)
+    return _gradient_of(logits)
 
 
-def _sigmoid_topk_fake(logits, bias, k, groups, kept, normalize, scale, backend):
-    scores, ids = _topk_fake(logits, k, False, backend)
-    return scores, torch.empty_like(scores), ids
-
-
-@operator(
-    "sigmoid_topk(Tensor logits, Tensor bias, int k, int groups, int kept, bool normalize,"
-    " float scale, str backend) -> (Tensor, Tensor, Tensor)",
-    fake=_sigmoid_topk_fake,
-)
-def sigmoid_topk(logits, bias, k, groups, kept, normalize, scale, backend):
+@operator(reference, "routing")
+def sigmoid_topk(
+    logits: Tensor,
+    bias: Tensor,
+    k: int,
+    groups: int,
+    kept: int,
+    normalize: bool,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """scores (T, K) fp32, sigmoids (T, K) fp32 and ids (T, K) int32: see `routing.Sigmoid`."""
-    if backend == "torch":
-        return reference.sigmoid_topk(logits, bias, k, groups, kept, normalize, scale)
-    return _triton().sigmoid_topk(logits, bias, k, groups, kept, normalize, scale)
+    scores = logits.new_empty((logits.shape[0], k), dtype=_fp32(logits))
+    return scores, torch.empty_like(scores), _int32(logits, *scores.shape)
 
 
-@operator(
-    "sigmoid_topk_backward(Tensor dscores, Tensor affinity, Tensor ids, Tensor logits,"
-    " bool normalize, float scale, str backend) -> Tensor",
-    fake=_like_argument(3),
-)
-def sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale, backend):
+@operator(reference, "routing")
+def sigmoid_topk_backward(
+    dscores: Tensor,
+    affinity: Tensor,
+    ids: Tensor,
+    logits: Tensor,
+    normalize: bool,
+    scale: float,
+    backend: str,
+) -> Tensor:
     """dlogits (T, E). Only the shape of `logits` is used."""
-    if backend == "torch":
-        return reference.sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale)
-    return _triton().sigmoid_topk_backward(dscores, affinity, ids, logits, normalize, scale)
+    return _gradient_of(logits)
 
 
-def _balance_fake(logits, counts, balance, z, backend):
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.new_empty((), dtype=wide), logits.new_empty(logits.shape[1], dtype=wide)
-
-
-@operator(
-    "balance(Tensor logits, Tensor? counts, float balance, float z, str backend)"
-    " -> (Tensor, Tensor)",
-    fake=_balance_fake,
-)
-def balance(logits, counts, balance, z, backend):
+@operator(reference, "routing")
+def balance(
+    logits: Tensor, counts: Tensor | None, balance: float, z: float, backend: str
+) -> tuple[Tensor, Tensor]:
     """The auxiliary loss of `routing.losses`, and its slope (E,) in the sums of the softmax."""
-    if backend == "torch":
-        return reference.balance(logits, counts, balance, z)
-    return _triton().balance(logits, counts, balance, z)
+    fp32 = _fp32(logits)
+    return logits.new_empty((), dtype=fp32), logits.new_empty(logits.shape[1], dtype=fp32)
 
 
-@operator(
-    "balance_backward(Tensor dloss, Tensor slope, Tensor logits, float z, str backend) -> Tensor",
-    fake=_like_argument(2),
-)
-def balance_backward(dloss, slope, logits, z, backend):
+@operator(reference, "routing")
+def balance_backward(
+    dloss: Tensor, slope: Tensor, logits: Tensor, z: float, backend: str
+) -> Tensor:
     """dlogits (T, E)."""
-    if backend == "torch":
-        return reference.balance_backward(dloss, slope, logits, z)
-    return _triton().balance_backward(dloss, slope, logits, z)
+    return _gradient_of(logits)
 
 
-@operator(
-    "count(Tensor ids, int num_experts, str backend) -> Tensor",
-    fake=lambda ids, num_experts, backend: ids.new_empty(num_experts, dtype=torch.int32),
-)
-def count(ids, num_experts, backend):
+@operator(reference, "routing")
+def count(ids: Tensor, num_experts: int, backend: str) -> Tensor:
     """(E,) int32: how many of `ids` name each expert; ids outside [0, E) count nowhere."""
-    if backend == "torch":
-        return reference.count(ids, num_experts)
-    return _triton().count(ids, num_experts)
+    return _int32(ids, num_experts)
 
 
-def _permute_fake(ids, num_experts, slot_token, tile_height, backend):
-    def new(*shape):
-        return ids.new_empty(shape, dtype=torch.int32)
-
+@operator(reference, "routing")
+def permute(
+    ids: Tensor, num_experts: int, slot_token: Tensor | None, tile_m: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """row_token, row_slot, slot_row, counts, expert_start and tiles of `Permutation`."""
     rows = ids.numel()
-    tiles = new(1 + max_tiles(rows, num_experts, tile_height), 4)
-    return new(rows), new(rows), new(rows), new(num_experts + 1), tiles, new(num_experts)
+    maps = [_int32(ids, rows) for _ in range(3)]
+    tiles = _int32(ids, 1 + max_tiles(rows, num_experts, tile_m), 4)
+    return *maps, _int32(ids, num_experts), _int32(ids, num_experts + 1), tiles  # type: ignore
 
 
-@operator(
-    "permute(Tensor ids, int num_experts, Tensor? slot_token, int tile_height, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_permute_fake,
-)
-def permute(ids, num_experts, slot_token, tile_height, backend):
-    """row_token, row_slot, slot_row, expert_start, tiles and counts of `Permutation`."""
-    if backend == "torch":
-        return reference.permute(ids, num_experts, slot_token, tile_height)
-    return _triton().permute(ids, num_experts, slot_token, tile_height)
-
-
-def _tiles_fake(offsets, rows, tile_height, backend):
-    def new(*shape):
-        return offsets.new_empty(shape, dtype=torch.int32)
-
-    num_experts = offsets.shape[0] - 1
-    return new(num_experts + 1), new(1 + max_tiles(rows, num_experts, tile_height), 4)
-
-
-@operator(
-    "tiles(Tensor offsets, SymInt rows, int tile_height, str backend) -> (Tensor, Tensor)",
-    fake=_tiles_fake,
-)
-def tiles(offsets, rows, tile_height, backend):
+@operator(reference, "routing")
+def tiles(offsets: Tensor, rows: int, tile_m: int, backend: str) -> tuple[Tensor, Tensor]:
     """expert_start and tiles of `Permutation`, from offsets (E+1,) of rows sorted by expert."""
-    if backend == "torch":
-        return reference.grouped_tiles(offsets, rows, tile_height)
-    return _triton().tiles(offsets, rows, tile_height)
+    experts = offsets.shape[0] - 1
+    return _int32(offsets, experts + 1), _int32(offsets, 1 + max_tiles(rows, experts, tile_m), 4)

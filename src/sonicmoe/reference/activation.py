@@ -45,17 +45,17 @@ _GATE = {
 }
 
 
-def split_gate_up(z: torch.Tensor, concatenated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gate and the up half of Z (…, 2I): all gates first, or g0,u0,g1,u1,…"""
-    if concatenated:
+def split_gate_up(z: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gate and the up columns of Z (…, 2I), which are "interleaved" or "concatenated"."""
+    if gate_up == "concatenated":
         gate, up = z.chunk(2, dim=-1)
         return gate, up
     return z[..., ::2], z[..., 1::2]
 
 
-def join_gate_up(gate: torch.Tensor, up: torch.Tensor, concatenated: bool) -> torch.Tensor:
+def join_gate_up(gate: torch.Tensor, up: torch.Tensor, gate_up: str) -> torch.Tensor:
     """The inverse of `split_gate_up`."""
-    if concatenated:
+    if gate_up == "concatenated":
         return torch.cat([gate, up], dim=-1)
     return torch.stack([gate, up], dim=-1).flatten(-2)
 
@@ -67,11 +67,11 @@ def _clamped(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.
     return gate, torch.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up)
 
 
-def activate(z: torch.Tensor, activation: ActivationType, concatenated: bool) -> torch.Tensor:
+def activate(z: torch.Tensor, activation: ActivationType, gate_up: str) -> torch.Tensor:
     """A = act(Z)."""
     if not activation.is_gated:
         return _UNARY[activation.value][0](z)
-    gate, up = split_gate_up(z, concatenated)
+    gate, up = split_gate_up(z, gate_up)
     if activation is ActivationType.SWIGLU_CLAMPED:
         gate, up = _clamped(gate, up)
         return (up + 1) * gate * torch.sigmoid(CLAMP_ALPHA * gate)
@@ -79,12 +79,12 @@ def activate(z: torch.Tensor, activation: ActivationType, concatenated: bool) ->
 
 
 def activate_backward(
-    z: torch.Tensor, da: torch.Tensor, activation: ActivationType, concatenated: bool
+    z: torch.Tensor, da: torch.Tensor, activation: ActivationType, gate_up: str
 ) -> torch.Tensor:
     """dZ = act'(Z)·dA."""
     if not activation.is_gated:
         return _UNARY[activation.value][1](z) * da
-    gate, up = split_gate_up(z, concatenated)
+    gate, up = split_gate_up(z, gate_up)
     if activation is ActivationType.SWIGLU_CLAMPED:
         g, u = _clamped(gate, up)
         s = torch.sigmoid(CLAMP_ALPHA * g)
@@ -93,4 +93,4 @@ def activate_backward(
     else:
         value, slope = _UNARY[_GATE[activation]]
         d_gate, d_up = slope(gate) * up, value(gate)
-    return join_gate_up(d_gate * da, d_up * da, concatenated)
+    return join_gate_up(d_gate * da, d_up * da, gate_up)

@@ -16,14 +16,14 @@ def experts(
     b2: torch.Tensor | None = None,
     *,
     activation: ActivationType = ActivationType.SWIGLU,
-    concatenated: bool = False,
+    gate_up: str = "interleaved",
 ) -> torch.Tensor:
     """O_t = Σ_k s_tk · (W2 act(W1 x_t + b1) + b2) of expert ids_tk; ids outside [0, E): nothing."""
     out = torch.zeros_like(x)
     for e in range(w1.shape[0]):
         token, k = (ids == e).nonzero(as_tuple=True)
         z = torch.nn.functional.linear(x[token], w1[e], None if b1 is None else b1[e])
-        a = activate(z, activation, concatenated)
+        a = activate(z, activation, gate_up)
         y = torch.nn.functional.linear(a, w2[e], None if b2 is None else b2[e])
         out = out.index_add(0, token, (scores[token, k].unsqueeze(-1) * y).to(out.dtype))
     return out

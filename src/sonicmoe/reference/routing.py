@@ -8,6 +8,10 @@ from ..errors import bad_argument
 from ..shapes import ceil_div, max_tiles
 
 
+def router_gradient_into(dx: torch.Tensor, dlogits: torch.Tensor, weight: torch.Tensor) -> None:
+    dx.addmm_(dlogits, weight)
+
+
 def topk(
     logits: torch.Tensor, k: int, softmax_over_topk: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +124,7 @@ def balance_backward(
 
 
 def permute(
-    ids: torch.Tensor, num_experts: int, slot_token: torch.Tensor | None, tile_height: int
+    ids: torch.Tensor, num_experts: int, slot_token: torch.Tensor | None, tile_m: int
 ) -> tuple[torch.Tensor, ...]:
     """ids (T, K), or (S,) with `slot_token`, the token of each slot → the maps of `Permutation`."""
     flat = ids.flatten().long()
@@ -134,13 +138,12 @@ def permute(
     slot_row = torch.empty_like(order)
     slot_row[order] = torch.where(used, torch.arange(flat.numel(), device=flat.device), -1)
 
-    maps = (token, order, slot_row, start, tiles(start, flat.numel(), tile_height), counts)
+    table = tile_table(start, flat.numel(), tile_m)
+    maps = (token, order, slot_row, counts, start, table)
     return tuple(m.to(torch.int32) for m in maps)
 
 
-def grouped_tiles(
-    offsets: torch.Tensor, rows: int, tile_height: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tiles(offsets: torch.Tensor, rows: int, tile_m: int) -> tuple[torch.Tensor, torch.Tensor]:
     """expert_start and the tile table; a ValueError where offsets are out of bounds."""
     bounds = [0, *offsets.tolist(), rows]
     if any(start > end for start, end in itertools.pairwise(bounds)):
@@ -148,21 +151,21 @@ def grouped_tiles(
             "counts or offsets", f"rows of each expert, {rows} in all at most",
             f"offsets {bounds[1:-1]}", "Count the rows that are passed.",
         )  # fmt: skip
-    table = tiles(offsets, rows, tile_height)
+    table = tile_table(offsets, rows, tile_m)
     return offsets.to(torch.int32, copy=True), table.to(torch.int32)
 
 
-def tiles(expert_start: torch.Tensor, rows: int, tile_height: int) -> torch.Tensor:
+def tile_table(expert_start: torch.Tensor, rows: int, tile_m: int) -> torch.Tensor:
     """(1+n, 4): the number of tiles and the rows of the longest expert, then of each tile its
     expert, the expert's first and end row, and its number among the expert's tiles."""
     start = expert_start.tolist()
     table = [
         (e, start[e], start[e + 1], number)
         for e in range(len(start) - 1)
-        for number in range(ceil_div(start[e + 1] - start[e], tile_height))
+        for number in range(ceil_div(start[e + 1] - start[e], tile_m))
     ]
-    bound = max_tiles(rows, len(start) - 1, tile_height)
-    assert len(table) <= bound, f"{ceil_div(rows, tile_height)=} {len(table)=}"
+    bound = max_tiles(rows, len(start) - 1, tile_m)
+    assert len(table) <= bound, f"{ceil_div(rows, tile_m)=} {len(table)=}"
     out = torch.full((1 + bound, 4), -1, device=expert_start.device)
     longest = max(end - begin for begin, end in itertools.pairwise(start))
     out[0] = torch.tensor([len(table), longest, 0, 0])

@@ -51,6 +51,11 @@ def round_tokens(
     return *pairs, rows.to(torch.int32), count.to(torch.int32)
 
 
+def round_logits(logits, ids, normalize, tile, subroutine, uniform) -> tuple[torch.Tensor, ...]:
+    scores = softmax_scores(logits, ids if normalize else None)
+    return round_tokens(scores, ids, tile, subroutine, uniform)
+
+
 def round_logits_backward(
     dscore: torch.Tensor,
     logits: torch.Tensor,

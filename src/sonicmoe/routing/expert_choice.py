@@ -2,7 +2,7 @@
 
 import torch
 
-from ..functional import topk_scores
+from ..layer import topk_scores
 from ..shapes import ceil_div
 from .base import Router, Routing, widened
 

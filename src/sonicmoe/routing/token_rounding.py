@@ -3,9 +3,9 @@
 import torch
 
 from .. import ops
-from ..autograd import once_differentiable
+from ..autograd import refuse_second_derivatives
 from ..errors import bad_argument
-from ..functional import topk_scores
+from ..layer import topk_scores
 from ..notices import say_once
 from ..reference.token_rounding import STOCHASTIC, SUBROUTINES, spread_pairs
 from ..shapes import check_size
@@ -166,8 +166,8 @@ class _RoundTokens(torch.autograd.Function):
         return score, expert, token, token_start, rows, chosen
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dscore, *_):
+        refuse_second_derivatives()
         if dscore is None:
             return (None,) * 6
         expert, token = ctx.saved_tensors
@@ -191,8 +191,8 @@ class _RoundLogits(torch.autograd.Function):
         return score, expert, token, token_start, rows, chosen
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dscore, *_):
+        refuse_second_derivatives()
         if dscore is None:
             return (None,) * 7
         dlogits = ops.round_logits_backward(dscore, *ctx.saved_tensors, ctx.backend)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..functional import topk_scores
+from ..layer import topk_scores
 from .base import Router, Routing
 
 

@@ -1,7 +1,7 @@
 """Which kernel configuration runs: a pure function of shape class and device."""
 
-from .config import RowConfig, Target, WeightConfig, is_valid
-from .select import row_config, tile_height, weight_config
+from .config import RowConfig, Target, WeightConfig, is_valid, tile_m
+from .select import row_config, weight_config
 
 __all__ = [
     "RowConfig",
@@ -9,6 +9,6 @@ __all__ = [
     "WeightConfig",
     "is_valid",
     "row_config",
-    "tile_height",
+    "tile_m",
     "weight_config",
 ]

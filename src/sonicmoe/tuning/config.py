@@ -51,7 +51,7 @@ class WeightConfig:
     hopper: bool = False
 
 
-def tile_rows(itemsize: int) -> int:
+def tile_m(itemsize: int) -> int:
     """Rows of a tile, the same for all row GEMMs of a layer, so that they share one tile table."""
     return 32 if itemsize > 2 else 128
 
@@ -81,7 +81,7 @@ def is_valid(
         return False
     if isinstance(config, WeightConfig):
         return True
-    if config.block_m != tile_rows(itemsize):
+    if config.block_m != tile_m(itemsize):
         return False
     return config.slices in (1, 2, 4) and config.block_n // config.slices >= 16
 

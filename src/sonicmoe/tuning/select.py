@@ -4,19 +4,12 @@ The table of `sonicmoe tune` comes first, see `table`; the built-in choices come
 in docs/log/. Nothing depends on the number of tokens, so a new T compiles nothing.
 """
 
-import torch
-
 from ..shapes import ceil_div
-from .config import RowConfig, Target, WeightConfig, tile_rows
-from .table import RowKey, WeightKey, remembered, tuned
+from .config import RowConfig, Target, WeightConfig
+from .table import RowKey, WeightKey, cached_until_tuned, tuned
 
 
-def tile_height(dtype: torch.dtype, backend: str) -> int:
-    """Rows of a tile, see `tile_rows`."""
-    return tile_rows(dtype.itemsize)
-
-
-@remembered
+@cached_until_tuned
 def row_config(
     kernel: str, itemsize: int, K: int, N: int, gated: bool, target: Target
 ) -> RowConfig:
@@ -26,7 +19,7 @@ def row_config(
     return tuned(target).rows.get(key, default)
 
 
-@remembered
+@cached_until_tuned
 def weight_config(
     itemsize: int, M: int, N: int, gather_left: bool, gather_right: bool, target: Target
 ) -> WeightConfig:

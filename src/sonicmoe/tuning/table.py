@@ -88,24 +88,19 @@ def allowed(key: Key, config: Config, target: Target) -> bool:
 P = ParamSpec("P")
 T = TypeVar("T")
 _override: Table | None = None
-_forget: list[Callable[[], None]] = []
+_caches: list[Callable[[], None]] = []
 
 
-def remembered(function: Callable[P, T]) -> Callable[P, T]:
+def cached_until_tuned(function: Callable[P, T]) -> Callable[P, T]:
     """`functools.cache` until the table changes. A launch has 0.5 µs to choose a configuration."""
     cached = cache(function)
-    when_forgotten(cached.cache_clear)
+    _caches.append(cached.cache_clear)
     return cast(Callable[P, T], cached)
 
 
-def when_forgotten(clear: Callable[[], None]) -> None:
-    """Call `clear` when the table changes."""
-    _forget.append(clear)
-
-
-def forget() -> None:
+def invalidate() -> None:
     """Clear all caches: the next selection reads the file again."""
-    for clear in _forget:
+    for clear in _caches:
         clear()
 
 
@@ -119,15 +114,15 @@ def using(table: Table) -> Iterator[None]:
     """Select from `table` instead of the file in this scope, in every thread."""
     global _override
     before, _override = _override, table
-    forget()
+    invalidate()
     try:
         yield
     finally:
         _override = before
-        forget()
+        invalidate()
 
 
-@remembered
+@cached_until_tuned
 def _on_disk(target: Target) -> Table:
     device = _name_of(target)
     path = device and path_of(device)
@@ -243,5 +238,5 @@ def write(
         f'{{"format": {FORMAT}, "device": {json.dumps(device)}, "entries": [\n{lines}\n]}}\n'
     )
     draft.replace(path)  # atomic: a concurrent reader sees the old or the new table
-    forget()
+    invalidate()
     return kept

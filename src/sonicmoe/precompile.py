@@ -1,7 +1,8 @@
-"""Compile what a layer runs, all kernels side by side, before the first of them is needed.
+"""Precompile the kernels of a layer side by side, before the first of them is needed.
 
-The layer itself runs, on tensors of the meta device, where a launch compiles and starts nothing.
-One after the other the kernels of a training step take 18 s, side by side 5 (H200, 16 cores).
+The layer itself runs, on tensors of the meta device, where a launch compiles a kernel and starts
+nothing. One after the other the kernels of a training step take 18 s, side by side 5 s (H200, 16
+cores).
 """
 
 import os
@@ -11,27 +12,32 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from . import ops
+from .autograd import Down, Up
 from .enums import ActivationType
+from .main_grad import with_main_grad
 from .notices import say_once
+from .weights import ExpertWeights
 
 # Tokens of a short and of a long batch: some kernels run in one of them alone. Nothing else that is
 # compiled depends on their number.
 BATCHES = (8, 2048)
-Report = Callable[[int, int, float], None]  # kernels that are compiled, all of them, seconds
+Experts = Callable[..., torch.Tensor]  # `layer.experts`
+Report = Callable[[int, int, float], None]  # compiled kernels, all of them, seconds
 
 
 class Layer(NamedTuple):
-    """All that the kernels of the experts are compiled for."""
+    """What the kernels of the experts are compiled for."""
 
     hidden: int
     intermediate: int
     experts: int
-    k: int  # of each token; 0 where tokens differ
+    k: int  # experts per token; 0 where tokens differ
     dtype: torch.dtype = torch.bfloat16
     activation: ActivationType = ActivationType.SWIGLU
     gate_up: str = "interleaved"
@@ -43,14 +49,49 @@ class Layer(NamedTuple):
     weights: torch.dtype | None = None  # where it is not that of the data
 
 
-@cache
-def compile_ahead(index: int, layer: Layer) -> None:
-    """Once for a kind of layer, when its first training step begins on GPU `index`.
+def precompile_step(
+    experts: Experts,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: ExpertWeights,
+    backend: str,
+    logits: torch.dtype | None = None,
+) -> None:
+    """Precompile a training step of `experts` with these arguments, once per kind of layer.
 
-    What fails here is no error yet: the step itself compiles what it lacks, and knows where it is.
+    `logits` is the dtype of the router's logits where the auxiliary loss follows.
     """
+    w1, w2, b1, b2, activation, gate_up = weights
+    training = torch.is_grad_enabled() and w1.requires_grad
+    if not training or not x.is_cuda or backend != "triton":
+        return
+    # A fake tensor is on a GPU that need not exist, and its kernels never run.
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
+        return
+    number, hidden, intermediate = w2.shape
+    layer = Layer(
+        hidden,
+        intermediate,
+        number,
+        ids.shape[1] if ids.dim() == 2 else 0,
+        x.dtype,
+        activation,
+        gate_up,
+        bias=(b1 is not None, b2 is not None),
+        transposed=(w1.stride(2) != 1, w2.stride(2) != 1),
+        main_grad=(with_main_grad(w1) is not None, with_main_grad(w2) is not None),
+        ids=ids.dtype,
+        logits=logits,
+        weights=None if w1.dtype == x.dtype else w1.dtype,
+    )
+    _precompile_once(x.get_device(), layer, experts)
+
+
+@cache
+def _precompile_once(index: int, layer: Layer, experts: Experts) -> None:
+    """What fails here is no error yet: the step compiles what it lacks, and raises with context."""
     try:
-        compile_together(partial(run_step, layer), index)
+        compile_together(lambda: run_step(layer, experts), index)
     except Exception as error:
         say_once(
             "kernels are compiled one by one, since compiling them side by side failed: "
@@ -90,8 +131,8 @@ _compiling = threading.Lock()
 
 @contextmanager
 def _few_switches() -> Iterator[None]:
-    """Python's lock changes hands twenty times less often, so that the first kernels have left
-    Triton's front end, which is Python, long before the last: 6.2 → 5.4 s for all."""
+    """Switch threads twenty times less often, so that the first kernels leave Triton's front end,
+    which is Python, long before the last: 6.2 → 5.4 s for all."""
     with _compiling:  # by one thread at a time: the interval is the process's
         before = sys.getswitchinterval()
         sys.setswitchinterval(0.1)
@@ -119,7 +160,7 @@ def logits_of(layer: Layer, tokens: int) -> torch.Tensor:
 
 
 class Slots(NamedTuple):
-    """Who goes where, as `functional.experts` takes it."""
+    """The routing, as `layer.experts` takes it."""
 
     ids: torch.Tensor
     scores: torch.Tensor
@@ -127,10 +168,10 @@ class Slots(NamedTuple):
     token_start: torch.Tensor | None = None
 
 
-def run_experts(layer: Layer, tokens: int, slots: Slots | None = None) -> torch.Tensor:
+def run_experts(
+    layer: Layer, experts: Experts, tokens: int, slots: Slots | None = None
+) -> torch.Tensor:
     """The forward pass."""
-    from .functional import experts  # which asks for its kernels here
-
     ids, scores, slot_token, token_start = slots or _slots(layer, tokens)
     hidden, intermediate, number = layer[:3]
     columns = 2 * intermediate if layer.activation.is_gated else intermediate
@@ -143,24 +184,20 @@ def run_experts(layer: Layer, tokens: int, slots: Slots | None = None) -> torch.
         _new(*size[:2], dtype=layer.dtype) if bias else None
         for size, bias in zip(sizes, layer.bias, strict=True)
     )
-    return experts(
-        _new(tokens, hidden, dtype=layer.dtype), ids, scores, w1, w2, b1, b2,
-        slot_token=slot_token, token_start=token_start, activation=layer.activation,
-        gate_up=layer.gate_up, backend="triton",
-    )  # fmt: skip
+    x = _new(tokens, hidden, dtype=layer.dtype)
+    options = {"activation": layer.activation, "gate_up": layer.gate_up, "backend": "triton"}
+    where = {"slot_token": slot_token, "token_start": token_start}
+    return experts(x, ids, scores, w1, w2, b1, b2, **where, **options)
 
 
-def run_step(layer: Layer) -> None:
+def run_step(layer: Layer, experts: Experts) -> None:
     """Training steps of the experts, and of the auxiliary loss where it follows.
 
-    The nodes are called one by one. `backward()` would import sympy first, which took 2.9 s beside
-    six kernels that were compiled, and nothing of the backward pass was until then.
+    The nodes are called one by one: `backward()` imports sympy first, which takes 2.9 s, and no
+    kernel of the backward pass is compiled until then.
     """
-    from . import ops
-    from .autograd import Down, Up
-
     for tokens in BATCHES:
-        out = run_experts(layer, tokens)
+        out = run_experts(layer, experts, tokens)
         down = out.grad_fn
         assert down is not None
         up = down.next_functions[0][0]

@@ -1,0 +1,275 @@
+"""The steps of the layer as functions: experts, the router's logits, top-K, the permutation.
+
+A token's way reads from top to bottom in `experts_and_counts`; `MoE.forward` has the same
+statements.
+"""
+
+import torch
+
+from . import autograd, ops
+from .autograd import Down, Up
+from .checkpoint import deferred_output, finish
+from .enums import ActivationType
+from .errors import bad_argument
+from .ops.layout import dense_weight
+from .permutation import Permutation
+from .precompile import precompile_step
+from .tuning import tile_m
+from .validation import (
+    check_device,
+    check_floating,
+    check_integer,
+    check_k,
+    check_num_experts,
+    check_rank,
+    check_shape,
+    check_slots,
+    check_weights,
+    is_autocast,
+    nan_unless,
+    resolve_backend,
+)
+from .weights import ExpertWeights
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    slot_token: torch.Tensor | None = None,
+    token_start: torch.Tensor | None = None,
+    activation: ActivationType = ActivationType.SWIGLU,
+    gate_up: str = "interleaved",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Run every token through its experts and return their outputs summed with the scores.
+
+    x (T, H); ids (T, K) in any order, where an id outside [0, E) is dropped: no compute, no
+    output, no gradient; scores (T, K). W1 (E, 2I, H) — (E, I, H) for plain activations — and
+    W2 (E, H, I) may be transposed views: no copy is made, gradients come in the same layout.
+    Tokens with different numbers of experts: ids and scores (S,) and `slot_token` (S,), ascending,
+    the token of each, dropped outside [0, T); `token_start` (T+1,), where it is known, saves
+    finding each token's first slot. Values that break these rules raise a ValueError on a CPU; on a
+    GPU, where reading them would wait for the device, they put NaN into the output.
+    Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
+    """
+    weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
+    where = {"slot_token": slot_token, "token_start": token_start}
+    return experts_and_counts(x, ids, scores, weights, **where, backend=backend)[0]
+
+
+def experts_and_counts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    weights: ExpertWeights,
+    *,
+    slot_token: torch.Tensor | None = None,
+    token_start: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`experts`, and the rows of each expert (E,)."""
+    ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
+    x, weights, backend = prepare(x, weights, backend)
+    scores = score_dtype(scores, x)
+    precompile_step(experts, x, ids, weights, backend)
+    p = permute(
+        ids,
+        weights.num_experts,
+        slot_token=slot_token,
+        tokens=x.shape[0],
+        token_start=token_start,
+        dtype=x.dtype,
+        backend=backend,
+    )
+    w1, w2, b1, b2, activation, gate_up = weights
+    keep_z = needs_backward(x, scores, weights)
+    z, a = Up.apply(x, w1, b1, p, activation, gate_up, keep_z, backend)
+    deferred = deferred_output()
+    out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], activation, gate_up, backend, deferred)
+    assert p.counts is not None  # only rows that arrive sorted have none
+    return finish(out, deferred), p.counts
+
+
+def prepare(
+    x: torch.Tensor, weights: ExpertWeights, backend: str | None
+) -> tuple[torch.Tensor, ExpertWeights, str]:
+    """Before the permutation: autocast, validate, make x and weights dense, pick the backend."""
+    w1, w2, b1, b2, activation, gate_up = weights
+    x, b1, b2 = autocast(x, b1, b2)
+    check_weights(x, w1, w2, b1, b2, activation, gate_up)
+    backend = resolve_backend(backend, x)
+    dense = ExpertWeights(dense_weight(w1), dense_weight(w2), b1, b2, activation, gate_up)
+    return x.contiguous(), dense, backend
+
+
+def needs_backward(x: torch.Tensor, scores: torch.Tensor | None, weights: ExpertWeights) -> bool:
+    """Whether a backward pass can follow, which needs Z."""
+    if not torch.is_grad_enabled():
+        return False
+    of_scores = scores is not None and scores.requires_grad
+    return x.requires_grad or of_scores or weights.need_gradient()
+
+
+def grouped_experts(
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    *,
+    offsets: torch.Tensor | None = None,
+    activation: ActivationType = ActivationType.SWIGLU,
+    gate_up: str = "interleaved",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Run the experts on rows that are already sorted by expert, such as an all-to-all's output.
+
+    rows (R, H); counts (E,) rows of each expert, or None with `offsets` (E+1,) where expert e has
+    rows [offsets[e], offsets[e+1]). Both, offsets (E,) then, leave gaps between the experts: expert
+    e has rows [offsets[e], offsets[e] + counts[e]). Rows of no expert are neither read nor trusted;
+    their output and gradient are zero. scores (R,), optional, multiply the rows of the result.
+    Counts or offsets that do not fit R rows raise a ValueError on a CPU; on a GPU, where reading
+    them would wait for the device, output and dX are NaN.
+    """
+    weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
+    rows, weights, backend = prepare(rows, weights, backend)
+    w1, w2, b1, b2 = weights[:4]
+    num_experts = weights.num_experts
+    if counts is None and offsets is None:
+        raise bad_argument("counts", "counts, offsets or both", "neither", "Pass counts (E,).")
+    with_gaps = counts is not None and offsets is not None
+    sizes = {"counts": num_experts, "offsets": num_experts + (not with_gaps)}
+    for (name, size), t in zip(sizes.items(), (counts, offsets), strict=True):
+        if t is not None:
+            check_shape(name, t, (size,), "(E,)" if size == num_experts else "(E+1,)")
+            check_integer(name, t)
+            check_device(name, t, rows)
+    if scores is not None:
+        check_shape("scores", scores, (rows.shape[0],), "(R,)")
+        check_floating("scores", scores)
+        check_device("scores", scores, rows)
+        scores = score_dtype(scores, rows)
+    if with_gaps:
+        ids, scores = _expert_of_row(rows, counts, offsets, scores)
+        return experts_and_counts(rows, ids, scores, weights, backend=backend)[0]
+    start = torch.nn.functional.pad(counts.cumsum(0), (1, 0)) if offsets is None else offsets
+    m = tile_m(rows.dtype.itemsize)
+    start, tiles = ops.tiles(start, rows.shape[0], m, backend)
+    p = Permutation.of_sorted_rows(start, tiles, m)
+    keep_z = needs_backward(rows, scores, weights)
+    z, a = Up.apply(rows, w1, b1, p, activation, gate_up, keep_z, backend)
+    deferred = deferred_output()
+    out = Down.apply(z, a, scores, w2, b2, p, len(rows), activation, gate_up, backend, deferred)
+    return finish(out, deferred)
+
+
+def _expert_of_row(rows, counts, offsets, scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (R, 1), −1 in gaps, and scores (R, 1), NaN where the ranges of experts do not fit."""
+    end = offsets + counts
+    row = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
+    expert = torch.searchsorted(offsets.contiguous(), row, right=True) - 1
+    inside = (expert >= 0) & (row < end[expert])
+    fits = (counts >= 0).all() & (offsets >= 0).all() & (end <= rows.shape[0]).all()
+    fits = fits & (end[:-1] <= offsets[1:]).all()
+    if scores is None:
+        scores = torch.ones_like(row, dtype=torch.promote_types(rows.dtype, torch.float32))
+    expected = f"ranges [offsets[e], offsets[e] + counts[e]) in order within {len(row)} rows"
+    scores = nan_unless(fits, scores, "offsets", expected, "others", "Sort the rows by expert.")
+    ids = torch.where(fits, torch.where(inside, expert, -1), 0)  # each row meets its NaN
+    return ids[:, None], scores[:, None]
+
+
+def router_logits(
+    x: torch.Tensor, weight: torch.Tensor, *, fp32_logits: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """X Wrᵀ, in fp32 if `fp32_logits`, and an alias of x for the experts.
+
+    Both terms of dX are then accumulated by one GEMM.
+
+    The alias must not be used outside of the layer.
+    """
+    plain = (
+        torch.is_autocast_enabled(x.device.type)  # two dtypes for dX
+        or x.dtype != weight.dtype
+        or not torch.is_grad_enabled()
+        or not (x.requires_grad or (fp32_logits and weight.requires_grad))  # else X is kept in fp32
+    )
+    if plain:
+        return autograd.router_gemm(x, weight, fp32_logits), x
+    logits, same = autograd.RouterLogits.apply(x, weight, fp32_logits)
+    return logits, same if x.requires_grad else x
+
+
+def topk_scores(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    softmax_over_topk: bool = True,
+    renormalize: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fp32 scores (T, K), differentiable, and int32 ids (T, K) of the K largest logits.
+
+    The softmax runs over a token's K choices, or over all experts before they are chosen; then
+    `renormalize` makes a token's scores sum to one. Renormalised scores equal the softmax over the
+    choices and are computed as such. Ties go to the lower id.
+    """
+    check_rank("logits", logits, "(T, E)")
+    check_floating("logits", logits)
+    check_k(k, logits.shape[1])
+    backend = resolve_backend(backend, logits)
+    softmax_over_topk = softmax_over_topk or renormalize
+    return autograd.TopK.apply(logits, k, softmax_over_topk, backend)
+
+
+def permute(
+    ids: torch.Tensor,
+    num_experts: int,
+    *,
+    slot_token: torch.Tensor | None = None,
+    tokens: int | None = None,
+    token_start: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Permutation:
+    """Sort the (token, expert) pairs by expert, on the device.
+
+    ids (T, K), or (S,) with `slot_token` (S,) ascending, the number of `tokens` and, where it is
+    known, `token_start` (T+1,).
+    """
+    backend = resolve_backend(backend, ids)
+    check_num_experts(num_experts)
+    m = tile_m(dtype.itemsize)
+    row_token, row_slot, slot_row, counts, expert_start, tiles = ops.permute(
+        ids, num_experts, slot_token, m, backend
+    )
+    if slot_token is not None and token_start is None:
+        if tokens is None:
+            raise bad_argument("tokens", "the number of tokens", tokens, "slot_token needs it.")
+        every = torch.arange(tokens + 1, device=ids.device, dtype=slot_token.dtype)
+        token_start = torch.searchsorted(slot_token, every, out_int32=True)
+    if token_start is not None:
+        token_start = token_start.contiguous()
+    return Permutation(row_token, row_slot, slot_row, token_start, counts, expert_start, tiles, m)
+
+
+def score_dtype(scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Scores in fp32, or in float64 where the data is."""
+    return scores.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple:
+    """In the dtype of autocast where it is enabled; like PyTorch's, it leaves float64 alone."""
+    device = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(device):
+        return x, *others
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t is not None and is_autocast(t) else t for t in (x, *others))

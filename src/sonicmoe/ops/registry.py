@@ -1,0 +1,185 @@
+"""Registration of operators as `torch.ops.sonicmoe.<name>`, each from one typed declaration.
+
+The signature of a declaration is the operator's schema. Its body returns empty tensors with the
+shapes and dtypes of the results: PyTorch's fake implementation. The implementations have the same
+name and parameters, without `backend`: in `reference/` for "torch", in `launch/` for "triton".
+
+Operators have no autograd of their own: `autograd.py` calls them.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Annotated, Any, get_type_hints
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from .layout import Layout
+
+Mutated = Annotated[torch.Tensor, "the operator adds to it"]
+
+_library = torch.library.Library("sonicmoe", "DEF")
+_SCHEMA_TYPES = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    Mutated: "Tensor(a!)",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+# Arguments of these types need no dispatcher; enums and tuples of tensors join them.
+_plain = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)}
+
+
+class Signature:
+    """The parameters of a declaration, and how they become the flat arguments of a schema.
+
+    A NamedTuple becomes its fields, an enum its value.
+    """
+
+    def __init__(self, declaration: Callable) -> None:
+        hints = get_type_hints(declaration, include_extras=True)
+        self.results = hints.pop("return")
+        # Strings, which Dynamo can compare.
+        self.types = [(kind, _form(kind)) for kind in hints.values()]
+        self.tensors = {
+            place: name
+            for place, (name, kind) in enumerate(hints.items())
+            if kind in (torch.Tensor, torch.Tensor | None, Mutated)
+        }
+        self.flat: list[tuple[str, str]] = []  # name and type in the schema
+        for name, kind in hints.items():
+            if _form(kind) == "tuple":
+                fields = get_type_hints(kind)
+                self.flat += [(field, _SCHEMA_TYPES[t]) for field, t in fields.items()]
+            else:
+                self.flat.append((name, "str" if _form(kind) == "enum" else _SCHEMA_TYPES[kind]))
+            if _form(kind) != "plain":
+                _plain.add(kind)
+        assert len(dict(self.flat)) == len(self.flat), f"a name occurs twice: {self.flat}"
+        if self.results is type(None):
+            self.returns = "()"
+        else:
+            count = len(getattr(self.results, "__args__", ())) or 1
+            self.returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+
+    def schema(self, name: str) -> str:
+        arguments = ", ".join(f"{kind} {argument}" for argument, kind in self.flat)
+        return f"{name}({arguments}) -> {self.returns}"
+
+    def flatten(self, args: Sequence) -> list:
+        flat: list = []
+        for (_, form), a in zip(self.types, args, strict=True):
+            if form == "tuple":
+                flat += a
+            else:
+                flat.append(a.value if form == "enum" else a)
+        return flat
+
+    def unflatten(self, flat: Sequence) -> list:
+        """The arguments of the declaration; tensors in tuples become contiguous."""
+        values = iter(flat)
+        args: list = []
+        for kind, form in self.types:
+            if form == "tuple":
+                fields = [next(values) for _ in kind._fields]
+                args.append(kind(*[_contiguous(v) for v in fields]))
+            else:
+                args.append(kind(next(values)) if form == "enum" else next(values))
+        return args
+
+
+def _form(kind: Any) -> str:
+    if isinstance(kind, enum.EnumMeta):
+        return "enum"
+    return "tuple" if hasattr(kind, "_fields") else "plain"
+
+
+def _contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+
+def operator(
+    reference: ModuleType, launch: str | None, flops: Callable[[SimpleNamespace], int] | None = None
+) -> Callable[[Callable], Callable]:
+    """Register the decorated declaration; returns the function that calls the operator.
+
+    `launch` names the module in `launch/`, imported when it is needed; None: the reference serves
+    both backends. `flops` gets the flat arguments by name, shapes in the place of tensors.
+    """
+
+    def register(declaration: Callable) -> Callable:
+        name = declaration.__name__
+        signature = Signature(declaration)
+        _library.define(signature.schema(name), tags=(torch.Tag.needs_exact_strides,))
+        packet = getattr(torch.ops.sonicmoe, name)
+        overload = packet.default
+        on_torch = getattr(reference, name)
+        layout = Layout(signature.tensors) if launch else None
+
+        @cache
+        def launch_module() -> ModuleType:
+            return import_module(f"..launch.{launch}", __package__)
+
+        def chosen(args: Sequence) -> tuple[Callable, Sequence]:
+            """The implementation for these arguments, and the arguments as it takes them."""
+            if layout is None:
+                return on_torch, args
+            *args, backend = layout.dense(args, for_kernels=args[-1] == "triton")
+            return (on_torch if backend == "torch" else getattr(launch_module(), name)), args
+
+        def dispatched(*flat: Any) -> Any:
+            function, args = chosen(signature.unflatten(flat))
+            return _every_result(function(*args), flat)
+
+        def fake(*flat: Any) -> Any:
+            args = signature.unflatten(flat)
+            if layout is not None:
+                args = layout.dense(args, for_kernels=False)
+            return _every_result(declaration(*args), flat)
+
+        def flop_formula(*flat: Any, out_shape: Any = None, **_: Any) -> int:
+            assert flops is not None
+            names = [argument for argument, _ in signature.flat]
+            return flops(SimpleNamespace(**dict(zip(names, flat, strict=True))))
+
+        @wraps(declaration)
+        def call(*args: Any) -> Any:
+            if _needs_dispatcher(args):
+                return overload(*signature.flatten(args))
+            function, prepared = chosen(args)
+            return function(*prepared)
+
+        _library.impl(name, dispatched, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"sonicmoe::{name}", fake, lib=_library)
+        if flops is not None:
+            register_flop_formula(packet)(flop_formula)
+        return call
+
+    return register
+
+
+def _needs_dispatcher(args: Sequence) -> bool:
+    """Whether a mode, a transform, a profiler or a tensor subclass must see the operator.
+
+    Else `call` skips PyTorch's dispatcher, which takes 11 µs an operator.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0  # FLOPs, checkpoint policies, fake tensors
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+        or not _plain.issuperset(map(type, args))
+    )
+
+
+def _every_result(found: Any, flat: Sequence) -> Any:
+    """Replace None, a result that was not requested, by the empty tensor the dispatcher needs."""
+    if type(found) is not tuple:
+        return found
+    return tuple([flat[0].new_empty(0) if t is None else t for t in found])
