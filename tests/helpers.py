@@ -304,12 +304,21 @@ def compare(got: dict, rough: dict, exact: dict, dtype: torch.dtype) -> None:
 
 def check_experts(case: Case, device: str = "cpu", backend: str | None = None) -> None:
     """`experts` and all of its gradients within the budget, in memory full of NaN."""
-    inputs = make_inputs(case, device)
-    got = run_poisoned(partial(run, ours(case, backend), inputs), device)
-    compare(got, run(plain(case), inputs), run(plain(case), inputs.double()), case.dtype)
-    for name in ("w1", "w2"):
-        assert got[f"d{name}"].stride() == getattr(inputs, name).stride(), f"layout of d{name}"
-    check_zeros(got, inputs)
+    found: list[tuple[dict, dict, dict]] = []
+    # The error of a single score gradient, a sum that may cancel, scatters by a factor of 100.
+    seeds = 8 if case.dtype == torch.float32 and case.problem.T == 1 else 1
+    for seed in range(case.seed, case.seed + seeds):
+        inputs = make_inputs(replace(case, seed=seed), device)
+        got = run_poisoned(partial(run, ours(case, backend), inputs), device)
+        found.append((got, run(plain(case), inputs), run(plain(case), inputs.double())))
+        for name in ("w1", "w2"):
+            assert got[f"d{name}"].stride() == getattr(inputs, name).stride(), f"layout of d{name}"
+        check_zeros(got, inputs)
+    got, rough, exact = (
+        {name: torch.cat([results[name] for results in each]) for name in each[0]}
+        for each in zip(*found, strict=True)
+    )
+    compare(got, rough, exact, case.dtype)
 
 
 def check_main_grad(case: Case, device: str = "cpu", backend: str | None = None) -> None:
