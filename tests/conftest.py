@@ -47,12 +47,12 @@ def _seeded():
 @pytest.fixture
 def runs(monkeypatch):
     """How often each operator was really computed."""
-    from sonicmoe.reference import products, routing
+    from sonicmoe.reference import grouped_gemm, routing
 
     counted: Counter = Counter()
     for module, names in (
         (routing, ("topk", "balance", "permute")),
-        (products, ("up", "down", "aggregate")),
+        (grouped_gemm, ("up", "down", "combine")),
     ):
         for name in names:
             original = getattr(module, name)

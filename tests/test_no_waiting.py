@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonicmoe import MoE, functional, routing
-from sonicmoe.launch import grouped_gemm, grouped_gemm_hopper, memory
+from sonicmoe.launch import grouped_gemm, memory
 from sonicmoe.launch import routing as launch_routing
 from sonicmoe.launch import token_rounding as launch_token_rounding
 from sonicmoe.routing import losses, sigmoid, token_rounding
@@ -44,7 +44,7 @@ def host_alone(monkeypatch):
 
         return read
 
-    for module in (grouped_gemm, launch_routing, grouped_gemm_hopper, launch_token_rounding):
+    for module in (grouped_gemm, launch_routing, launch_token_rounding):
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
     for module in (functional, losses, sigmoid, token_rounding):
         monkeypatch.setattr(module, "resolve_backend", lambda backend, x: "triton")

@@ -76,7 +76,7 @@ class Signature:
         flat: list = []
         for (_, form), a in zip(self.types, args, strict=True):
             if form == "tuple":
-                flat += a
+                flat.extend(a)  # Dynamo of PyTorch 2.11 knows no list += NamedTuple
             else:
                 flat.append(a.value if form == "enum" else a)
         return flat
