@@ -38,7 +38,7 @@ def document(
     records: Sequence[Record], evidence: Sequence[Evidence] = (), pictures: Mapping | None = None
 ) -> str:
     """The whole of docs/benchmarks.md. `pictures`: links to charts by (device, dtype)."""
-    parts, rows = [HEAD], []
+    parts, runs = [HEAD], []
     for (device, dtype), found in kept.by_device(records).items():
         sections = _sections(device, dtype, records, found, evidence)
         if not sections:
@@ -47,31 +47,33 @@ def document(
         if picture := (pictures or {}).get((device, dtype)):
             parts.append(f"![Speed and memory of one layer on {device}]({picture})")
         parts += map(str, sections)
-        rows += _provenance(sections)
-    if not rows:
+        runs += _runs(sections)
+    if not runs:
         return f"{HEAD}\n\n{NOTHING}\n"
-    head = ("table", "date", "commit", "command", "versions")
-    parts += [
-        _METHOD.read_text().strip(),
-        f"## Provenance\n\nWhere every table comes from.\n\n{table(head, rows)}",
-    ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, _METHOD.read_text().strip(), _provenance(runs)]) + "\n"
 
 
-def _provenance(sections: Sequence[Section]) -> list[list[str]]:
-    """Date, commit, command and versions of every run, and the tables that show it."""
-    runs: dict[tuple[str, ...], list[str]] = {}
+def _runs(sections: Sequence[Section]) -> list[tuple[str, kept.Source]]:
+    """Every run, and the tables that show it."""
+    titles: dict[kept.Source, list[str]] = {}
     for section in sections:
         for source in kept.sources(section.records):
-            runs.setdefault(source, []).append(section.title)
-    return [[", ".join(titles), *source] for source, titles in runs.items()]
+            titles.setdefault(source, []).append(section.title)
+    return [(", ".join(shown), source) for source, shown in titles.items()]
+
+
+def _provenance(runs: Sequence[tuple[str, kept.Source]]) -> str:
+    versions = sorted({source.versions for _, source in runs})
+    caption = f"All with {versions[0]}." if len(versions) == 1 else "Where every table comes from."
+    head = ["table", "layers", "date", "commit", "command"] + ["versions"] * (len(versions) > 1)
+    rows = [[title, *source][: len(head)] for title, source in runs]
+    return f"## Provenance\n\n{caption}\n\n{table(head, rows)}"
 
 
 HEAD = """# Benchmarks
 
-How fast is one MoE layer, how much memory does it keep, and compared with what? Written by
-`python benchmarks/report.py` from the results in `benchmarks/results/`; do not edit it by hand.
-Shapes are T,H,I,E,K: tokens, hidden size, intermediate size, experts, experts per token."""
+How fast is one MoE layer, how much memory does it keep, and compared with what? Letters are in the
+[glossary](glossary.md). `python benchmarks/report.py` writes this from `benchmarks/results/`."""
 
 
 def _sections(
@@ -112,7 +114,7 @@ def _times(layers: kept.Runs, gpu: str | None) -> Section | None:
     bold = "; the fastest layer is bold" if peers else ""
     mine = [found[OURS] for found in layers.values()]
     tuned = "; with a table of `sonicmoe tune`" if any(r.get("tuned") for r in mine) else ""
-    caption = f"The whole layer with its router, ms: forward / forward and backward{bold}{tuned}."
+    caption = f"ms forward / forward and backward, with the router{bold}{tuned}."
     return Section("Time of one layer", caption, table(head, rows), mine)
 
 
@@ -121,18 +123,11 @@ def _memory(layers: kept.Runs) -> Section | None:
     if not layers:
         return None
     names = {OURS: "this package"} | {p: kept.PEERS[p] for p in _peers(layers)}
-    head = ["layer", "T,H,I,E,K"]
-    head += [f"{what}: {name}" for what in ("kept", "peak") for name in names.values()]
     rows = [
-        [layer.name, layer.shape]
-        + [
-            _form(found.get(name, {}).get(field), "{:.0f}")
-            for field in ("kept_mib", "peak_mib")
-            for name in names
-        ]
-        for layer, found in layers.items()
+        [layer.label, *(_mib(found.get(name)) for name in names)] for layer, found in layers.items()
     ]
-    caption = "MiB kept from forward to backward, and at the peak, beside inputs and weights."
+    caption = "MiB kept from forward to backward / at the peak, beside inputs and weights."
+    head = ("layer", *names.values())
     return Section("Memory", caption, table(head, rows), [f[OURS] for f in layers.values()])
 
 
@@ -169,6 +164,12 @@ def _ms(record: Record | None, best: float) -> str:
     return f"{record['fwd_ms']:.2f} / {f'**{both}**' if won else both}"
 
 
+def _mib(record: Record | None) -> str:
+    if record is None or "kept_mib" not in record:
+        return "–"
+    return f"{record['kept_mib']:.0f} / {_form(record.get('peak_mib'), '{:.0f}')}"
+
+
 # --- skewed routing, modes, host time, cold start -------------------------------------------------
 def _skew(records: Sequence[Record]) -> Section | None:
     given = [
@@ -187,11 +188,11 @@ def _skew(records: Sequence[Record]) -> Section | None:
     if not found:
         return None
     rows = [
-        [layer.name, layer.shape, *(_form(found[layer].get(r), "{:.2f}×") for r in ("zipf", "hot"))]
+        [layer.label, *(_form(found[layer].get(r), "{:.2f}×") for r in ("zipf", "hot"))]
         for layer in kept.ordered(found)
     ]
-    caption = "Time relative to uniform routing. Hot: one expert gets a quarter of all rows."
-    head = ("layer", "T,H,I,E,K", "Zipf", "hot")
+    caption = "Time relative to uniform routing."
+    head = ("layer", "Zipf: expert e gets a share ∝ 1/(e+1)", "hot: one expert gets a quarter")
     return Section("Skewed routing", caption, table(head, rows), sources)
 
 
@@ -200,11 +201,11 @@ def _modes(records: Sequence[Record]) -> Section | None:
     if not runs:
         return None
     rows = [
-        [layer.name, layer.shape, *(_form(run[-1].get(f), "{:.2f}") for f in MODES.values())]
+        [layer.label, *(_form(run[-1].get(f), "{:.2f}") for f in MODES.values())]
         for layer, run in runs.items()
     ]
-    caption = "`MoE` with its auxiliary loss, ms forward and backward, in every mode."
-    head = ("layer", "T,H,I,E,K", *MODES)
+    caption = "`MoE` with its auxiliary loss, ms forward and backward."
+    head = ("layer", *MODES)
     return Section("Modes", caption, table(head, rows), [run[-1] for run in runs.values()])
 
 
@@ -217,7 +218,7 @@ def _host(records: Sequence[Record]) -> Section | None:
         for prefix, name in HOST_ROWS.items()
         if (both := f"{prefix}host_fwd_bwd_ms") in host
     ]
-    caption = f"ms until the call returns, at {HOST.problem}, where the GPU does not matter."
+    caption = f"ms until the call returns, at {HOST.problem}."
     head = ("host time of", "forward", "forward and backward")
     return Section("Host time", caption, table(head, rows), [host])
 
@@ -228,12 +229,12 @@ def _cold(records: Sequence[Record]) -> Section | None:
         return None
     fields = ("new_tokens_first_ms", "new_tokens_steady_ms")
     rows = [
-        [layer.name, layer.shape, f"{run[-1]['cold_first_call_s']:.1f}"]
+        [layer.label, f"{run[-1]['cold_first_call_s']:.1f}"]
         + [f"{run[-1][field]:.2f}" for field in fields]
         for layer, run in runs.items()
     ]
-    caption = "First call of a new process with empty caches; first call with another T."
-    head = ("layer", "T,H,I,E,K", "cold start, s", "new T: first call, ms", "later calls, ms")
+    caption = "First call of a new process with empty caches; then calls with another T."
+    head = ("layer", "cold start, s", "new T: first call, ms", "later calls, ms")
     return Section("Cold start", caption, table(head, rows), [run[-1] for run in runs.values()])
 
 
@@ -243,7 +244,7 @@ def _rounding(records: Sequence[Record]) -> Section | None:
     if not sweep:
         return None
     newest = [r for r in sweep if r["date"] == sweep[-1]["date"]]
-    caption = "Token rounding to tiles of 128 and 64 rows against top-K: ms forward and backward."
+    caption = "Speedup of NR-f with tiles of 128 and 64 rows over top-K, forward and backward."
     return Section("Token rounding", caption, sweep_table(newest), newest[:1])
 
 
@@ -251,7 +252,7 @@ def _training(evidence: Evidence) -> Section | None:
     runs = [r for r in evidence["records"] if r["experiment"] == "throughput"]
     if not runs:
         return None
-    caption = "Training step of the 1.4B model of `sonicmoe train --preset 1.4B` on one GPU."
+    caption = "The 1.4B model of `sonicmoe train`, autocast, not compiled, on one GPU."
     return Section("Whole training step", caption, throughput_table(runs), [evidence])
 
 
