@@ -6,6 +6,7 @@ that a name or a default makes obvious are left out.
 """
 
 import ast
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,26 +18,22 @@ PACKAGE = TESTS.parent / "src" / "sonicmoe"
 USAGE: dict[str, Any] = tomllib.loads((TESTS / "api_usage.toml").read_text())
 MODULES = ["sonicmoe", "enums", "routing", "distributed"]
 MODULES += [f"integrations.{m}" for m in ("transformers", "lora", "checkpointing", "torchtitan")]
+INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}
 OBVIOUS |= {"ActivationType", "dist.ProcessGroup", "torch.Generator", "None"}
 BEGINNING = """\
 # API reference
 
 How do I call it? Letters are in the [glossary](glossary.md); `help(name)` prints all types and
-details; `make api` writes this file. The usage lines are one program, which begins with
+details; `make api` writes this file. The usage lines are one program. It begins with the lines
+below, and each section with `from … import *`.
 
 """
 SHARED = """
-Arguments that many functions share:
-
-| argument | meaning |
-|---|---|
-| `b1`, `b2` | biases (E, N) and (E, H) |
-| `gate_up` | order of gate and up rows in `w1`: "interleaved" or "concatenated" |
-| `backend` | "sonicmoe" (kernels) or "torch"; None: kernels if the tensors are on a GPU |
-| `slot_token` | token of each entry, if ids and scores are lists (S,) in token order, not (T, K) |
-| `token_start` | first entry of each token in these lists, (T+1,) |
-| `all_reduce` | function from the counts (E,) of a rank to those of all ranks |
+- `backend`: "sonicmoe" (kernels) or "torch"; None: kernels if the tensors are on a GPU.
+- `slot_token` (S,), `token_start` (T+1,): if ids and scores are lists (S,) in token order, not (T, K),
+  the token of each entry and the first entry of each token.
+- `all_reduce`: function from the counts (E,) of a rank to those of all ranks.
 """
 
 
@@ -65,29 +62,36 @@ def usages(module: str) -> dict[str, dict[str, str]]:
     return entries
 
 
+def dotted(module: str) -> str:
+    return module if module == "sonicmoe" else f"sonicmoe.{module}"
+
+
 def text() -> str:
     """The document."""
     definitions = names()
     parts = [BEGINNING + _block("python", USAGE["setup"]) + SHARED]
     for module in MODULES:
-        dotted = module if module == "sonicmoe" else f"sonicmoe.{module}"
-        parts.append(f"\n## {dotted}\n")
-        for name, usage in usages(module).items():
-            parts.append(_entry(name, definitions[module][name], usage))
+        entries = [_entry(n, definitions[module][n], u) for n, u in usages(module).items()]
+        parts.append(f"\n## {dotted(module)}\n\n" + _block("text", "\n\n".join(entries)))
     return "".join(parts)
 
 
 def _entry(name: str, node: ast.stmt, usage: dict[str, str]) -> str:
-    shapes = usage.get("shapes", "")
-    told = "→" in shapes  # what is returned
-    signatures, says = [_signature(name, node, told)], [_paragraph(node)]
+    """As `help` prints it: the signature; indented, what it does, usage and methods."""
+    use, shapes = usage.get("use", "").strip(), usage.get("shapes", "")
+    told = bool(use) and "→" in shapes  # what is returned
+    lines = [_signature(name, node, told), _indented(_paragraph(node))]
+    if use:
+        lines.append(textwrap.indent(_with_shapes(use, shapes.removeprefix("→ ")), 2 * INDENT))
     for method in _methods(node):
-        signatures.append(_call(f".{method.name}", method.args, method.returns, skip_self=True))
-        says.append(f"`{method.name}`: {_paragraph(method)}")
-    lines = "\n".join(signatures)
-    if "use" in usage:
-        lines += f"\n\n{_with_shapes(usage['use'].strip(), shapes.removeprefix('→ '))}"
-    return "\n".join([f"\n### {name}\n", "\n\n".join(says) + "\n", _block("py", lines)])
+        call = _call(f".{method.name}", method.args, method.returns, skip_self=True)
+        lines += [textwrap.indent(call, INDENT), _indented(_paragraph(method), 2)]
+    return "\n".join(lines)
+
+
+def _indented(words: str, times: int = 1) -> str:
+    indent = times * INDENT
+    return textwrap.fill(words, 100, initial_indent=indent, subsequent_indent=indent)
 
 
 def _with_shapes(use: str, shapes: str) -> str:
@@ -95,7 +99,7 @@ def _with_shapes(use: str, shapes: str) -> str:
     if not shapes:
         return use
     last = f"{use.splitlines()[-1]}  # {shapes}"
-    return f"{use}  # {shapes}" if len(last) <= 100 else f"{use}\n# {shapes}"
+    return f"{use}  # {shapes}" if len(last) <= 92 else f"{use}\n# {shapes}"
 
 
 def _block(language: str, lines: str) -> str:
@@ -161,7 +165,7 @@ def _methods(node: ast.stmt) -> Iterator[ast.FunctionDef]:
 def _signature(name: str, node: ast.stmt, told: bool) -> str:
     """As the source has it; without the type of the result if the shapes tell it."""
     if isinstance(node, ast.FunctionDef):
-        return _call(f"def {name}", node.args, None if told else node.returns)
+        return _call(name, node.args, None if told else node.returns)
     if not isinstance(node, ast.ClassDef):
         assert isinstance(node, ast.AnnAssign)
         return f"{name}: {ast.unparse(node.annotation)}"

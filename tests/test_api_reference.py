@@ -18,7 +18,7 @@ def test_every_public_name_has_an_entry():
     for module, defined in api_reference.names().items():
         entries = api_reference.usages(module)
         assert set(entries) == set(defined), module
-        received |= {f"{module}.{name}" for name, entry in entries.items() if "use" not in entry}
+        received |= {f"{module}.{n}" for n, e in entries.items() if not {"use", "run"} & set(e)}
     assert received == {
         "routing.RouterStatistics",
         "distributed.ExpertParallelMoE",
@@ -33,8 +33,9 @@ def test_usage_lines_run_and_shapes_are_right():
     exec(USAGE["setup"], names)
     try:
         for module in MODULES:
+            exec(f"from {api_reference.dotted(module)} import *", names)
             for name, usage in api_reference.usages(module).items():
-                exec(usage.get("use", ""), names)
+                exec(usage.get("use") or usage.get("run", ""), names)
                 checked = check_shapes(usage.get("shapes", ""), names)
                 assert checked == len(re.findall(r"\(", usage.get("shapes", ""))), (module, name)
     finally:
