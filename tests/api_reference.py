@@ -31,8 +31,8 @@ below, and each section with `from … import *`.
 """
 SHARED = """
 - `backend`: "sonicmoe" (kernels) or "torch"; None: kernels if the tensors are on a GPU.
-- `slot_token` (S,), `token_start` (T+1,): if ids and scores are lists (S,) in token order, not (T, K),
-  the token of each entry and the first entry of each token.
+- `slot_token` (S,), `token_start` (T+1,): if ids and scores are lists (S,) in token order, not
+  (T, K), the token of each entry and the first entry of each token.
 - `all_reduce`: function from the counts (E,) of a rank to those of all ranks.
 """
 

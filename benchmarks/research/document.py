@@ -64,9 +64,14 @@ def _runs(sections: Sequence[Section]) -> list[tuple[str, kept.Source]]:
 
 def _provenance(runs: Sequence[tuple[str, kept.Source]]) -> str:
     versions = sorted({source.versions for _, source in runs})
-    caption = f"All with {versions[0]}." if len(versions) == 1 else "Where every table comes from."
+    caption = "Commands are those of the commit that was measured"
+    caption += f", with {versions[0]}." if len(versions) == 1 else "."
     head = ["table", "layers", "date", "commit", "command"] + ["versions"] * (len(versions) > 1)
-    rows = [[title, *source][: len(head)] for title, source in runs]
+    titles = [title for title, _ in runs]
+    rows = [
+        ["″" if titles[i - 1 : i] == [title] else title, *source][: len(head)]
+        for i, (title, source) in enumerate(runs)
+    ]
     return f"## Provenance\n\n{caption}\n\n{table(head, rows)}"
 
 
@@ -114,7 +119,7 @@ def _times(layers: kept.Runs, gpu: str | None) -> Section | None:
     bold = "; the fastest layer is bold" if peers else ""
     mine = [found[OURS] for found in layers.values()]
     tuned = "; with a table of `sonicmoe tune`" if any(r.get("tuned") for r in mine) else ""
-    caption = f"ms forward / forward and backward, with the router{bold}{tuned}."
+    caption = f"ms forward / forward and backward{bold}{tuned}."
     return Section("Time of one layer", caption, table(head, rows), mine)
 
 
@@ -158,7 +163,7 @@ def _peers(layers: kept.Runs) -> list[str]:
 
 def _ms(record: Record | None, best: float) -> str:
     if record is None:
-        return "–"
+        return ""
     both = f"{record['fwd_bwd_ms']:.2f}"
     won = record["candidate"] != DENSE and record["fwd_bwd_ms"] <= best
     return f"{record['fwd_ms']:.2f} / {f'**{both}**' if won else both}"
@@ -166,7 +171,7 @@ def _ms(record: Record | None, best: float) -> str:
 
 def _mib(record: Record | None) -> str:
     if record is None or "kept_mib" not in record:
-        return "–"
+        return ""
     return f"{record['kept_mib']:.0f} / {_form(record.get('peak_mib'), '{:.0f}')}"
 
 
@@ -257,4 +262,4 @@ def _training(evidence: Evidence) -> Section | None:
 
 
 def _form(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+    return "" if value is None else form.format(value)
