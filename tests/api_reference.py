@@ -20,7 +20,7 @@ MODULES = ["sonicmoe", "enums", "routing", "distributed"]
 MODULES += [f"integrations.{m}" for m in ("transformers", "lora", "checkpointing", "torchtitan")]
 INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}
-OBVIOUS |= {"ActivationType", "dist.ProcessGroup", "torch.Generator", "None"}
+OBVIOUS |= {"ActivationType", "KernelBackendMoE", "dist.ProcessGroup", "torch.Generator", "None"}
 BEGINNING = """\
 # API reference
 
@@ -30,6 +30,7 @@ below, and each section with `from … import *`.
 
 """
 SHARED = """
+- `router`: a name in `sonicmoe.routing.ROUTERS`, or a `Router`.
 - `backend`: "sonicmoe" (kernels) or "torch"; None: kernels if the tensors are on a GPU.
 - `slot_token` (S,), `token_start` (T+1,): if ids and scores are lists (S,) in token order, not
   (T, K), the token of each entry and the first entry of each token.
@@ -84,7 +85,8 @@ def _entry(name: str, node: ast.stmt, usage: dict[str, str]) -> str:
     if use:
         lines.append(textwrap.indent(_with_shapes(use, shapes.removeprefix("→ ")), 2 * INDENT))
     for method in _methods(node):
-        call = _call(f".{method.name}", method.args, method.returns, skip_self=True)
+        returns = None if told else method.returns
+        call = _call(f".{method.name}", method.args, returns, skip_self=True)
         lines += [textwrap.indent(call, INDENT), _indented(_paragraph(method), 2)]
     return "\n".join(lines)
 
@@ -208,7 +210,7 @@ def _call(
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:
     """The name, its type unless that is obvious, and its default."""
     kind = ast.unparse(argument.annotation or ast.Constant(None)).replace("torch.Tensor", "Tensor")
-    told = default is not None and ast.unparse(default) != "None" and "Router" not in kind
+    told = default is not None and ast.unparse(default) != "None"
     shown = argument.arg
     if not told and not set(kind.split(" | ")) <= OBVIOUS:
         shown += f": {kind}"

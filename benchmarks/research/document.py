@@ -112,14 +112,14 @@ def _times(layers: kept.Runs, gpu: str | None) -> Section | None:
         times = [found[OURS], *kept.peers_of(found).values()]
         best = min(r["fwd_bwd_ms"] for r in times) if len(times) > 1 else 0.0
         row = [layer.name, layer.shape, *(_ms(found.get(p), best) for p in (OURS, *peers))]
-        row.append(_ms(found.get(DENSE), 0.0))
+        row.append(_form(found.get(DENSE, {}).get("fwd_bwd_ms"), "{:.2f}"))
         if gpu:
-            row.append("{:.2f} / {:.2f}".format(*kept.roofline(layer, gpu)))
+            row.append(f"{kept.roofline(layer, gpu):.2f}")
         rows.append([*row, _form(kept.speedup(found, DENSE), "{:.2f}")])
     bold = "; the fastest layer is bold" if peers else ""
     mine = [found[OURS] for found in layers.values()]
     tuned = "; with a table of `sonicmoe tune`" if any(r.get("tuned") for r in mine) else ""
-    caption = f"ms forward / forward and backward{bold}{tuned}."
+    caption = f"ms forward / both passes; dense cuBLAS and roofline: both passes{bold}{tuned}."
     return Section("Time of one layer", caption, table(head, rows), mine)
 
 
@@ -165,14 +165,14 @@ def _ms(record: Record | None, best: float) -> str:
     if record is None:
         return ""
     both = f"{record['fwd_bwd_ms']:.2f}"
-    won = record["candidate"] != DENSE and record["fwd_bwd_ms"] <= best
-    return f"{record['fwd_ms']:.2f} / {f'**{both}**' if won else both}"
+    return f"{record['fwd_ms']:.2f} / {f'**{both}**' if record['fwd_bwd_ms'] <= best else both}"
 
 
 def _mib(record: Record | None) -> str:
     if record is None or "kept_mib" not in record:
         return ""
-    return f"{record['kept_mib']:.0f} / {_form(record.get('peak_mib'), '{:.0f}')}"
+    both = (record["kept_mib"], record.get("peak_mib"))
+    return " / ".join(f"{mib:.0f}" for mib in both if mib is not None)
 
 
 # --- skewed routing, modes, host time, cold start -------------------------------------------------

@@ -119,12 +119,10 @@ def measured_gpu(device: str, dtype: str) -> str | None:
     return known[0] if known and dtype == "bfloat16" else None
 
 
-def roofline(layer: Layer, gpu: str) -> tuple[float, float]:
-    """Roofline time in ms: forward, forward and backward."""
+def roofline(layer: Layer, gpu: str) -> float:
+    """Roofline time in ms, forward and backward."""
     p = Problem.parse(layer.shape, ActivationType(layer.activation).is_gated)
-    forward = 1e3 * sum(GPUS[gpu].seconds(stage) for stage in forward_stages(p))
-    backward = 1e3 * sum(GPUS[gpu].seconds(stage) for stage in backward_stages(p))
-    return forward, forward + backward
+    return 1e3 * sum(map(GPUS[gpu].seconds, [*forward_stages(p), *backward_stages(p)]))
 
 
 _CASE = re.compile(r" --case[ =]\S+")

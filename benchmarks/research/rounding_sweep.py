@@ -76,7 +76,5 @@ def sweep_table(records: list[Record]) -> str:
         of = {(r["routing"], r["tile"]): r for r in records if r["shape"] == shape}
         plain, *rounded = (of[key] for key in CONTENDERS)
         gains = [f"{plain['fwd_bwd_ms'] / r['fwd_bwd_ms']:.2f}×" for r in rounded]
-        extra = of["nr", 128]["routing_busy_ms"] - plain["routing_busy_ms"]
-        rows.append([shape, f"{plain['fwd_bwd_ms']:.2f}", *gains, f"{1e3 * extra:.0f}"])
-    head = ["T,H,I,E,K", "top-K, ms", *(f"NR-f {tile}" for _, tile in CONTENDERS[1:])]
-    return table([*head, "routing, µs more"], rows)
+        rows.append([shape, f"{plain['fwd_bwd_ms']:.2f}", *gains])
+    return table(["T,H,I,E,K", "top-K, ms", *(f"NR-f {tile}" for _, tile in CONTENDERS[1:])], rows)
