@@ -1,10 +1,12 @@
 """Writes docs/api.md: `make api`.
 
 Signatures and the first paragraph of each docstring come from the source, which is parsed and not
-imported, so no framework need be installed. Usage lines and shapes come from api_usage.toml.
+imported, so no framework need be installed. Usage lines and shapes come from api_usage.toml. Types
+that a name or a default makes obvious are left out.
 """
 
 import ast
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +16,25 @@ TESTS = Path(__file__).parent
 DOCUMENT = TESTS.parent / "docs" / "api.md"
 PACKAGE = TESTS.parent / "src" / "sonicmoe"
 USAGE: dict[str, Any] = tomllib.loads((TESTS / "api_usage.toml").read_text())
-MODULES = (
-    "sonicmoe", "enums", "routing", "distributed", "integrations.transformers",
-    "integrations.lora", "integrations.checkpointing", "integrations.torchtitan",
-)  # fmt: skip
+MODULES = ["sonicmoe", "enums", "routing", "distributed"]
+MODULES += [f"integrations.{m}" for m in ("transformers", "lora", "checkpointing", "torchtitan")]
+INDENT = "    "
+OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}
+OBVIOUS |= {"ActivationType", "KernelBackendMoE", "dist.ProcessGroup", "torch.Generator", "None"}
 BEGINNING = """\
 # API reference
 
-How do I call it? Every public name with its signature, what it does, and usage with shapes. Letters
-are in the [glossary](glossary.md); `help(name)` prints details; `make api` writes this file.
+How do I call it? Letters are in the [glossary](glossary.md); `help(name)` prints all types and
+details; `make api` writes this file. The usage lines are one program. It begins with the lines
+below, and each section with `from … import *`.
 
-The usage lines are one program, which begins with
-
+"""
+SHARED = """
+- `router`: a name in `sonicmoe.routing.ROUTERS`, or a `Router`.
+- `backend`: "sonicmoe" (kernels) or "torch"; None: kernels if the tensors are on a GPU.
+- `slot_token` (S,), `token_start` (T+1,): if ids and scores are lists (S,) in token order, not
+  (T, K), the token of each entry and the first entry of each token.
+- `all_reduce`: function from the counts (E,) of a rank to those of all ranks.
 """
 
 
@@ -54,27 +63,45 @@ def usages(module: str) -> dict[str, dict[str, str]]:
     return entries
 
 
+def dotted(module: str) -> str:
+    return module if module == "sonicmoe" else f"sonicmoe.{module}"
+
+
 def text() -> str:
     """The document."""
     definitions = names()
-    parts = [BEGINNING + _block("python", USAGE["setup"])]
+    parts = [BEGINNING + _block("python", USAGE["setup"]) + SHARED]
     for module in MODULES:
-        dotted = module if module == "sonicmoe" else f"sonicmoe.{module}"
-        parts.append(f"\n## {dotted}\n")
-        for name, usage in usages(module).items():
-            parts.append(f"\n### {dotted}.{name}\n\n")
-            parts.append(_entry(name, definitions[module][name], usage))
+        entries = [_entry(n, definitions[module][n], u) for n, u in usages(module).items()]
+        parts.append(f"\n## {dotted(module)}\n\n" + _block("text", "\n\n".join(entries)))
     return "".join(parts)
 
 
 def _entry(name: str, node: ast.stmt, usage: dict[str, str]) -> str:
-    signatures, says = [_signature(name, node)], [_paragraph(node)]
+    """As `help` prints it: the signature; indented, what it does, usage and methods."""
+    use, shapes = usage.get("use", "").strip(), usage.get("shapes", "")
+    told = bool(use) and "→" in shapes  # what is returned
+    lines = [_signature(name, node, told), _indented(_paragraph(node))]
+    if use:
+        lines.append(textwrap.indent(_with_shapes(use, shapes.removeprefix("→ ")), 2 * INDENT))
     for method in _methods(node):
-        signatures.append(_call(f".{method.name}", method.args, method.returns, skip_self=True))
-        says.append(f"`{method.name}`: {_paragraph(method)}")
-    out = _block("py", "\n".join(signatures)) + "\n" + "\n\n".join(says) + "\n"
-    shapes = f"\n# {usage['shapes']}" if "shapes" in usage else ""
-    return out + "\n" + _block("python", usage["use"].rstrip() + shapes)
+        returns = None if told else method.returns
+        call = _call(f".{method.name}", method.args, returns, skip_self=True)
+        lines += [textwrap.indent(call, INDENT), _indented(_paragraph(method), 2)]
+    return "\n".join(lines)
+
+
+def _indented(words: str, times: int = 1) -> str:
+    indent = times * INDENT
+    return textwrap.fill(words, 100, initial_indent=indent, subsequent_indent=indent)
+
+
+def _with_shapes(use: str, shapes: str) -> str:
+    """Shapes as a comment at the end of the last line, or below it."""
+    if not shapes:
+        return use
+    last = f"{use.splitlines()[-1]}  # {shapes}"
+    return f"{use}  # {shapes}" if len(last) <= 92 else f"{use}\n# {shapes}"
 
 
 def _block(language: str, lines: str) -> str:
@@ -137,9 +164,10 @@ def _methods(node: ast.stmt) -> Iterator[ast.FunctionDef]:
             yield item
 
 
-def _signature(name: str, node: ast.stmt) -> str:
+def _signature(name: str, node: ast.stmt, told: bool) -> str:
+    """As the source has it; without the type of the result if the shapes tell it."""
     if isinstance(node, ast.FunctionDef):
-        return _call(name, node.args, node.returns)
+        return _call(name, node.args, None if told else node.returns)
     if not isinstance(node, ast.ClassDef):
         assert isinstance(node, ast.AnnAssign)
         return f"{name}: {ast.unparse(node.annotation)}"
@@ -149,20 +177,24 @@ def _signature(name: str, node: ast.stmt) -> str:
         return f"class {name}(Enum):\n    {', '.join(members)}"
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            return _call(name, item.args, None, skip_self=True)
+            return _call(f"class {name}", item.args, None, skip_self=True)
     if bases in ([], ["NamedTuple"]):
-        return _wrap(f"{name}(", map(ast.unparse, _fields(node)), ")")
-    return f"class {name}({', '.join(bases)})"
+        return _wrap(f"class {name}(", map(_field, _fields(node)), ")")
+    return f"class {name}: a {bases[0]}"
 
 
 def _fields(node: ast.ClassDef) -> Iterator[ast.AnnAssign]:
     return (item for item in node.body if isinstance(item, ast.AnnAssign))
 
 
+def _field(field: ast.AnnAssign) -> str:
+    return _argument(ast.arg(ast.unparse(field.target), field.annotation), field.value)
+
+
 def _call(
     name: str, args: ast.arguments, returns: ast.expr | None, *, skip_self: bool = False
 ) -> str:
-    """`name(arguments) -> result`, as the source has it."""
+    """`name(arguments) -> result`, without obvious types."""
     positional = [*args.posonlyargs, *args.args]
     no_default = [None] * (len(positional) - len(args.defaults))
     shown = list(map(_argument, positional, [*no_default, *args.defaults]))[skip_self:]
@@ -171,19 +203,25 @@ def _call(
     elif args.kwonlyargs:
         shown.append("*")
     shown += map(_argument, args.kwonlyargs, args.kw_defaults)
-    return _wrap(f"{name}(", shown, f") -> {ast.unparse(returns)}" if returns else ")")
+    result = ast.unparse(returns) if returns else "None"
+    return _wrap(f"{name}(", shown, ")" if result == "None" else f") -> {result}")
 
 
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:
-    shown = ast.unparse(argument)
+    """The name, its type unless that is obvious, and its default."""
+    kind = ast.unparse(argument.annotation or ast.Constant(None)).replace("torch.Tensor", "Tensor")
+    told = default is not None and ast.unparse(default) != "None"
+    shown = argument.arg
+    if not told and not set(kind.split(" | ")) <= OBVIOUS:
+        shown += f": {kind}"
     if default is None:
         return shown
-    return f"{shown}{' = ' if argument.annotation else '='}{ast.unparse(default)}"
+    return f"{shown}{' = ' if ':' in shown else '='}{ast.unparse(default)}"
 
 
 def _wrap(beginning: str, items: Any, end: str, width: int = 96) -> str:
     """One line, or the items on lines of their own, as many on each as fit."""
-    items = [item.replace("torch.Tensor", "Tensor") for item in items]
+    items = list(items)
     end = end.replace("torch.Tensor", "Tensor")
     line = beginning + ", ".join(items) + end
     if len(line) <= width:

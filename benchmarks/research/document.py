@@ -38,7 +38,7 @@ def document(
     records: Sequence[Record], evidence: Sequence[Evidence] = (), pictures: Mapping | None = None
 ) -> str:
     """The whole of docs/benchmarks.md. `pictures`: links to charts by (device, dtype)."""
-    parts, rows = [HEAD], []
+    parts, runs = [HEAD], []
     for (device, dtype), found in kept.by_device(records).items():
         sections = _sections(device, dtype, records, found, evidence)
         if not sections:
@@ -47,31 +47,38 @@ def document(
         if picture := (pictures or {}).get((device, dtype)):
             parts.append(f"![Speed and memory of one layer on {device}]({picture})")
         parts += map(str, sections)
-        rows += _provenance(sections)
-    if not rows:
+        runs += _runs(sections)
+    if not runs:
         return f"{HEAD}\n\n{NOTHING}\n"
-    head = ("table", "date", "commit", "command", "versions")
-    parts += [
-        _METHOD.read_text().strip(),
-        f"## Provenance\n\nWhere every table comes from.\n\n{table(head, rows)}",
-    ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, _METHOD.read_text().strip(), _provenance(runs)]) + "\n"
 
 
-def _provenance(sections: Sequence[Section]) -> list[list[str]]:
-    """Date, commit, command and versions of every run, and the tables that show it."""
-    runs: dict[tuple[str, ...], list[str]] = {}
+def _runs(sections: Sequence[Section]) -> list[tuple[str, kept.Source]]:
+    """Every run, and the tables that show it."""
+    titles: dict[kept.Source, list[str]] = {}
     for section in sections:
         for source in kept.sources(section.records):
-            runs.setdefault(source, []).append(section.title)
-    return [[", ".join(titles), *source] for source, titles in runs.items()]
+            titles.setdefault(source, []).append(section.title)
+    return [(", ".join(shown), source) for source, shown in titles.items()]
+
+
+def _provenance(runs: Sequence[tuple[str, kept.Source]]) -> str:
+    versions = sorted({source.versions for _, source in runs})
+    caption = "Commands are those of the commit that was measured"
+    caption += f", with {versions[0]}." if len(versions) == 1 else "."
+    head = ["table", "layers", "date", "commit", "command"] + ["versions"] * (len(versions) > 1)
+    titles = [title for title, _ in runs]
+    rows = [
+        ["″" if titles[i - 1 : i] == [title] else title, *source][: len(head)]
+        for i, (title, source) in enumerate(runs)
+    ]
+    return f"## Provenance\n\n{caption}\n\n{table(head, rows)}"
 
 
 HEAD = """# Benchmarks
 
-How fast is one MoE layer, how much memory does it keep, and compared with what? Written by
-`python benchmarks/report.py` from the results in `benchmarks/results/`; do not edit it by hand.
-Shapes are T,H,I,E,K: tokens, hidden size, intermediate size, experts, experts per token."""
+How fast is one MoE layer, how much memory does it keep, and compared with what? Letters are in the
+[glossary](glossary.md). `python benchmarks/report.py` writes this from `benchmarks/results/`."""
 
 
 def _sections(
@@ -105,14 +112,14 @@ def _times(layers: kept.Runs, gpu: str | None) -> Section | None:
         times = [found[OURS], *kept.peers_of(found).values()]
         best = min(r["fwd_bwd_ms"] for r in times) if len(times) > 1 else 0.0
         row = [layer.name, layer.shape, *(_ms(found.get(p), best) for p in (OURS, *peers))]
-        row.append(_ms(found.get(DENSE), 0.0))
+        row.append(_form(found.get(DENSE, {}).get("fwd_bwd_ms"), "{:.2f}"))
         if gpu:
-            row.append("{:.2f} / {:.2f}".format(*kept.roofline(layer, gpu)))
+            row.append(f"{kept.roofline(layer, gpu):.2f}")
         rows.append([*row, _form(kept.speedup(found, DENSE), "{:.2f}")])
     bold = "; the fastest layer is bold" if peers else ""
     mine = [found[OURS] for found in layers.values()]
     tuned = "; with a table of `sonicmoe tune`" if any(r.get("tuned") for r in mine) else ""
-    caption = f"The whole layer with its router, ms: forward / forward and backward{bold}{tuned}."
+    caption = f"ms forward / both passes; dense cuBLAS and roofline: both passes{bold}{tuned}."
     return Section("Time of one layer", caption, table(head, rows), mine)
 
 
@@ -121,18 +128,11 @@ def _memory(layers: kept.Runs) -> Section | None:
     if not layers:
         return None
     names = {OURS: "this package"} | {p: kept.PEERS[p] for p in _peers(layers)}
-    head = ["layer", "T,H,I,E,K"]
-    head += [f"{what}: {name}" for what in ("kept", "peak") for name in names.values()]
     rows = [
-        [layer.name, layer.shape]
-        + [
-            _form(found.get(name, {}).get(field), "{:.0f}")
-            for field in ("kept_mib", "peak_mib")
-            for name in names
-        ]
-        for layer, found in layers.items()
+        [layer.label, *(_mib(found.get(name)) for name in names)] for layer, found in layers.items()
     ]
-    caption = "MiB kept from forward to backward, and at the peak, beside inputs and weights."
+    caption = "MiB kept from forward to backward / at the peak, beside inputs and weights."
+    head = ("layer", *names.values())
     return Section("Memory", caption, table(head, rows), [f[OURS] for f in layers.values()])
 
 
@@ -163,10 +163,16 @@ def _peers(layers: kept.Runs) -> list[str]:
 
 def _ms(record: Record | None, best: float) -> str:
     if record is None:
-        return "–"
+        return ""
     both = f"{record['fwd_bwd_ms']:.2f}"
-    won = record["candidate"] != DENSE and record["fwd_bwd_ms"] <= best
-    return f"{record['fwd_ms']:.2f} / {f'**{both}**' if won else both}"
+    return f"{record['fwd_ms']:.2f} / {f'**{both}**' if record['fwd_bwd_ms'] <= best else both}"
+
+
+def _mib(record: Record | None) -> str:
+    if record is None or "kept_mib" not in record:
+        return ""
+    both = (record["kept_mib"], record.get("peak_mib"))
+    return " / ".join(f"{mib:.0f}" for mib in both if mib is not None)
 
 
 # --- skewed routing, modes, host time, cold start -------------------------------------------------
@@ -187,11 +193,11 @@ def _skew(records: Sequence[Record]) -> Section | None:
     if not found:
         return None
     rows = [
-        [layer.name, layer.shape, *(_form(found[layer].get(r), "{:.2f}×") for r in ("zipf", "hot"))]
+        [layer.label, *(_form(found[layer].get(r), "{:.2f}×") for r in ("zipf", "hot"))]
         for layer in kept.ordered(found)
     ]
-    caption = "Time relative to uniform routing. Hot: one expert gets a quarter of all rows."
-    head = ("layer", "T,H,I,E,K", "Zipf", "hot")
+    caption = "Time relative to uniform routing."
+    head = ("layer", "Zipf: expert e gets a share ∝ 1/(e+1)", "hot: one expert gets a quarter")
     return Section("Skewed routing", caption, table(head, rows), sources)
 
 
@@ -200,11 +206,11 @@ def _modes(records: Sequence[Record]) -> Section | None:
     if not runs:
         return None
     rows = [
-        [layer.name, layer.shape, *(_form(run[-1].get(f), "{:.2f}") for f in MODES.values())]
+        [layer.label, *(_form(run[-1].get(f), "{:.2f}") for f in MODES.values())]
         for layer, run in runs.items()
     ]
-    caption = "`MoE` with its auxiliary loss, ms forward and backward, in every mode."
-    head = ("layer", "T,H,I,E,K", *MODES)
+    caption = "`MoE` with its auxiliary loss, ms forward and backward."
+    head = ("layer", *MODES)
     return Section("Modes", caption, table(head, rows), [run[-1] for run in runs.values()])
 
 
@@ -217,7 +223,7 @@ def _host(records: Sequence[Record]) -> Section | None:
         for prefix, name in HOST_ROWS.items()
         if (both := f"{prefix}host_fwd_bwd_ms") in host
     ]
-    caption = f"ms until the call returns, at {HOST.problem}, where the GPU does not matter."
+    caption = f"ms until the call returns, at {HOST.problem}."
     head = ("host time of", "forward", "forward and backward")
     return Section("Host time", caption, table(head, rows), [host])
 
@@ -228,12 +234,12 @@ def _cold(records: Sequence[Record]) -> Section | None:
         return None
     fields = ("new_tokens_first_ms", "new_tokens_steady_ms")
     rows = [
-        [layer.name, layer.shape, f"{run[-1]['cold_first_call_s']:.1f}"]
+        [layer.label, f"{run[-1]['cold_first_call_s']:.1f}"]
         + [f"{run[-1][field]:.2f}" for field in fields]
         for layer, run in runs.items()
     ]
-    caption = "First call of a new process with empty caches; first call with another T."
-    head = ("layer", "T,H,I,E,K", "cold start, s", "new T: first call, ms", "later calls, ms")
+    caption = "First call of a new process with empty caches; then calls with another T."
+    head = ("layer", "cold start, s", "new T: first call, ms", "later calls, ms")
     return Section("Cold start", caption, table(head, rows), [run[-1] for run in runs.values()])
 
 
@@ -243,7 +249,7 @@ def _rounding(records: Sequence[Record]) -> Section | None:
     if not sweep:
         return None
     newest = [r for r in sweep if r["date"] == sweep[-1]["date"]]
-    caption = "Token rounding to tiles of 128 and 64 rows against top-K: ms forward and backward."
+    caption = "Speedup of NR-f with tiles of 128 and 64 rows over top-K, forward and backward."
     return Section("Token rounding", caption, sweep_table(newest), newest[:1])
 
 
@@ -251,9 +257,9 @@ def _training(evidence: Evidence) -> Section | None:
     runs = [r for r in evidence["records"] if r["experiment"] == "throughput"]
     if not runs:
         return None
-    caption = "Training step of the 1.4B model of `sonicmoe train --preset 1.4B` on one GPU."
+    caption = "The 1.4B model of `sonicmoe train`, autocast, not compiled, on one GPU."
     return Section("Whole training step", caption, throughput_table(runs), [evidence])
 
 
 def _form(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+    return "" if value is None else form.format(value)

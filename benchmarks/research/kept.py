@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sonicmoe.bench.candidates import OURS
-from sonicmoe.bench.cases import CASES
+from sonicmoe.bench.cases import CASES, HOST
 from sonicmoe.bench.results import Record
 from sonicmoe.cost import GPUS, backward_stages, forward_stages
 from sonicmoe.enums import ActivationType
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
     gate_up: str = "interleaved"
 
     @classmethod
-    def of(cls, record: Record) -> "Layer":
+    def of(cls, record: Mapping[str, Any]) -> "Layer":
         known = {name: record[name] for name in cls._fields if name in record}
         if record["case"] != record["shape"]:  # the router of a named case may have been corrected
             known.pop("router_kind", None)
@@ -48,6 +48,13 @@ class Layer(NamedTuple):
         else:
             words = [self.activation, "bias" if self.bias else "", self.router_kind, self.gate_up]
         return ", ".join(word for word in words if word and word not in _USUAL) or "–"
+
+    @property
+    def label(self) -> str:
+        """The name; for a plain shape the shape and its special features."""
+        if self.case != self.shape:
+            return self.name
+        return self.shape if self.name == "–" else f"{self.shape}, {self.name}"
 
 
 _USUAL = Layer._field_defaults.values()
@@ -112,28 +119,33 @@ def measured_gpu(device: str, dtype: str) -> str | None:
     return known[0] if known and dtype == "bfloat16" else None
 
 
-def roofline(layer: Layer, gpu: str) -> tuple[float, float]:
-    """Roofline time in ms: forward, forward and backward."""
+def roofline(layer: Layer, gpu: str) -> float:
+    """Roofline time in ms, forward and backward."""
     p = Problem.parse(layer.shape, ActivationType(layer.activation).is_gated)
-    forward = 1e3 * sum(GPUS[gpu].seconds(stage) for stage in forward_stages(p))
-    backward = 1e3 * sum(GPUS[gpu].seconds(stage) for stage in backward_stages(p))
-    return forward, forward + backward
+    return 1e3 * sum(map(GPUS[gpu].seconds, [*forward_stages(p), *backward_stages(p)]))
 
 
 _CASE = re.compile(r" --case[ =]\S+")
 
 
-def sources(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Date, commit, command and versions of every run, newest first.
+class Source(NamedTuple):
+    """A run that a table shows: which layers of it, and how to repeat it."""
 
-    Runs that differ only in their cases are one source.
-    """
-    runs: dict[tuple[str, str, str, str], list[str]] = {}
+    layers: str
+    date: str
+    commit: str
+    command: str
+    versions: str
+
+
+def sources(records: Sequence[Mapping[str, Any]]) -> list[Source]:
+    """The runs that `records` come from, newest first; runs that differ only in cases are one."""
+    runs: dict[tuple[str, ...], list[str]] = {}
     for r in sorted(records, key=lambda r: r["date"], reverse=True):
         versions = f"torch {r['torch']}, triton {r['triton']}"
-        key = r["date"][:10], r["commit"] or "unknown", _CASE.sub("", r["command"]), versions
-        runs.setdefault(key, []).extend(_CASE.findall(r["command"]))
-    return [
-        (day, commit, f"`{command}{''.join(dict.fromkeys(cases))}`", versions)
-        for (day, commit, command, versions), cases in runs.items()
-    ]
+        command = f"`{_CASE.sub('', r['command'])}`"
+        key = r["date"][:10], r["commit"] or "unknown", command, versions
+        layers = runs.setdefault(key, [])
+        if r.get("case", HOST.name) != HOST.name and Layer.of(r).label not in layers:
+            layers.append(Layer.of(r).label)
+    return [Source("; ".join(layers), *key) for key, layers in runs.items()]

@@ -17,7 +17,7 @@ from .layer import experts
 
 
 class ExpertParallelMoE(MoE):
-    """A `MoE` whose experts `parallelize` has spread over `mesh`; each rank passes its own tokens.
+    """A `MoE` with its experts spread over `mesh`; each rank passes its own tokens.
 
     Gradients, also the router's, are summed over the ranks of the mesh dimension: they are those
     of one layer on the tokens of all these ranks. The auxiliary loss counts a rank's own tokens.

@@ -33,7 +33,7 @@ class Routing:
     chosen: torch.Tensor | None = None
 
     def counts(self) -> torch.Tensor:
-        """Return the number of rows of each expert, (E,) int32."""
+        """Return the rows of each expert, (E,) int32."""
         backend = resolve_backend(None, self.ids)
         return ops.count(self.ids, self.logits.shape[1], backend)
 

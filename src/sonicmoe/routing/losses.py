@@ -46,5 +46,5 @@ def switch_loss(
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """Return the mean of logsumexp(logits)² in fp32, which keeps logits small; 0 without tokens."""
+    """Return the mean of logsumexp(logits)² in fp32; 0 without tokens."""
     return auxiliary_loss(logits, None, balance=0.0, z=1.0)

@@ -28,7 +28,7 @@ class RouterStatistics:
 
 @torch.no_grad()
 def statistics(routing: Routing, tile: int = 128) -> RouterStatistics:
-    """Return what to log about one router call; `tile` is the tile height that padding fills."""
+    """Return what to log about one router call; padding fills tiles of `tile` rows."""
     rows, choice = routing.counts(), routing.choice_counts()
     log_share = routing.logits.float().log_softmax(-1)
     entropy = -(log_share.exp() * log_share).sum() / max(len(log_share), 1)
