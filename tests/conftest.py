@@ -13,6 +13,10 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 os.environ["SONICMOE_TUNED"] = ""  # the choices that are shipped, not those of this machine
 # PyTorch reads this once, at the first product of a process: with it cuBLAS can repeat itself.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+if not torch.cuda.is_available():
+    # On problems this small, threads only compete with other workers and with other processes.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 collect_ignore = [] if INTERPRETING else ["interpreted"]
 
 settings.register_profile("sonicmoe", deadline=None, derandomize=True, print_blob=True)
