@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import compatibility
 import pytest
@@ -13,7 +14,28 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 os.environ["SONICMOE_TUNED"] = ""  # the choices that are shipped, not those of this machine
 # PyTorch reads this once, at the first product of a process: with it cuBLAS can repeat itself.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+if not torch.cuda.is_available():
+    # On problems this small, threads only compete with other workers and with other processes.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 collect_ignore = [] if INTERPRETING else ["interpreted"]
+
+TESTS = Path(__file__).parent
+# Folders and files that `make test-fast` leaves out: compilers, frameworks, other processes.
+SLOW = {
+    "bench",
+    "distributed",
+    "integrations",
+    "train",
+    "test_candidates_compile.py",
+    "test_compatibility.py",
+    "test_driver.py",
+    "test_machine_code.py",
+    "test_package.py",
+    "test_rounding_machine_code.py",
+    "test_rounding_script.py",
+    "test_warmup.py",
+}
 
 settings.register_profile("sonicmoe", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("sonicmoe")
@@ -29,7 +51,11 @@ def pytest_configure(config):
         config.pluginmanager.register(compatibility.Recorder())
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if not SLOW.isdisjoint(item.path.relative_to(TESTS).parts):
+            item.add_marker(pytest.mark.slow)
     # The longest tests first: at the end one worker would run them while the others are idle.
     items.sort(key=lambda item: item.path.name != "test_interpreter_kernels.py")
     if torch.cuda.is_available():

@@ -7,6 +7,7 @@ and yields the list of compiled kernels: the launch code runs as it is, on CPU t
 import contextlib
 import os
 import re
+import struct
 import subprocess
 import tempfile
 
@@ -20,7 +21,12 @@ from sonicmoe.launch import grouped_gemm
 from sonicmoe.tuning import Target
 
 PROCESSORS = 132
-_INSTRUCTIONS = ("HGMMA", "UTCHMMA", "HMMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDL", "STL")
+_INSTRUCTIONS = {
+    "mma": r"\bmma\.sync\.",
+    "wgmma": r"\bwgmma\.mma_async\.",
+    "tcgen05": r"\btcgen05\.mma\.",
+    "TMA loads": r"\bcp\.async\.bulk\.tensor\.[\w.:]*shared::\w+\.global",
+}
 
 
 class _AbsentDevice:
@@ -61,22 +67,43 @@ def compiling(arch: int):
 
 
 def report(compiled) -> dict[str, int]:
-    """Counts of telling instructions, registers, stack and shared memory of one kernel."""
+    """Counts of telling instructions, bytes of code, registers and memory of one kernel.
+
+    Instructions are counted in PTX, where tensor cores and TMA have the ones they have in machine
+    code: a disassembler takes longer than the compiler. `test_machine_code` compares it with one.
+    """
+    ptx = compiled.asm["ptx"]
+    counts = {name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()}
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", cuobjdump(compiled, "-res-usage")))
+    return counts | {
+        "bytes": _code_size(compiled.asm["cubin"]),
+        "registers": int(usage["REG"]),
+        "spills": int(usage["STACK"]) + int(usage["LOCAL"]),
+        "shared": compiled.metadata.shared,
+    }
+
+
+def cuobjdump(compiled, flag: str) -> str:
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
+        return subprocess.run(
+            [tool, flag, cubin.name], capture_output=True, text=True, check=True
+        ).stdout
 
-        def read(flag):
-            return subprocess.run(
-                [tool, flag, cubin.name], capture_output=True, text=True, check=True
-            ).stdout
 
-        code, usage = read("-sass"), read("-res-usage")
-    counts = {name: len(re.findall(rf"\b{name}", code)) for name in _INSTRUCTIONS}
-    counts["bytes"] = 16 * len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
-    counts |= {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
-    return counts | {"shared": compiled.metadata.shared}
+def _code_size(cubin: bytes) -> int:
+    """Bytes in the sections .text.* of an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry) for i in range(count)]
+    name_table = sections[names][4]
+    return sum(
+        size
+        for name, _, _, _, _, size in sections
+        if cubin.startswith(b".text.", name_table + name)
+    )
 
 
 def bounds_from_outside(compiled) -> list[str]:

@@ -13,22 +13,15 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
 FOLDER = Path(__file__).parent / "interpreted"
+PARTS = ["fast", *(pytest.param(f"{i}/4", marks=pytest.mark.slow) for i in range(4))]
 
 
-SHARDS = {"test_interpreted_layer.py": 3}  # parts of about a minute, which run side by side
-PARTS = [
-    (path.name, f"{i}/{SHARDS.get(path.name, 1)}")
-    for path in sorted(FOLDER.glob("test_*.py"))
-    for i in range(SHARDS.get(path.name, 1))
-]
-
-
-@pytest.mark.timeout(1800)  # a part takes minutes on a busy machine
-@pytest.mark.parametrize(("name", "shard"), PARTS)
-def test_kernels_under_the_interpreter(name, shard):
+@pytest.mark.timeout(0)  # each interpreted test has its own limit
+@pytest.mark.parametrize("part", PARTS)
+def test_kernels_under_the_interpreter(part):
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [*command, str(FOLDER / name), "--shard", shard],
+        [*command, str(FOLDER), "--part", part],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

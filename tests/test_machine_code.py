@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 import torch
 import triton
-from machine_code import bounds_from_outside, compiling, report
+import triton.language as tl
+from machine_code import bounds_from_outside, compiling, cuobjdump, report
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.gradients import DownGradients, UpGradients
@@ -17,7 +18,7 @@ from sonicmoe.tuning import Target, is_valid, row_config, tile_m, weight_config
 from sonicmoe.validation import LAYOUTS
 
 GEMMS = ("up_kernel", "gemm_kernel", "dz_kernel", "wgrad_kernel")
-TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 WIDE, NARROW = (2048, 1024), (264, 72)  # H, I: every branch of the selection, and odd sizes
 LARGE = (4096, 14336)  # tiles in bands
 CACHE = 128 * 1024  # of instructions, by guess: dZ with 172 KB spent half its time waiting for them
@@ -59,17 +60,40 @@ def check(compiled, arch, tensor_cores):
     products = copied = 0
     for kernel in compiled:
         found, name = report(kernel), kernel.metadata.name
-        assert found["LDL"] == found["STL"] == 0, f"{name} spills: {found}"
+        assert found["spills"] == 0, f"{name} spills: {found}"
         assert found["bytes"] < CACHE, f"{name} waits for its instructions: {found}"
         if name.endswith(GEMMS):
             products += 1
-            copied += found["UTMALDG"] > 0
+            copied += found["TMA loads"] > 0
             assert not tensor_cores or found[TENSOR_CORES[arch]], (
                 f"{name} misses tensor cores: {found}"
             )
             assert not bounds_from_outside(kernel), name
     assert products == 6
     return copied
+
+
+@triton.jit
+def _crowded_kernel(x, SIZE: tl.constexpr):
+    values = tl.load(x + tl.arange(0, SIZE))
+    tl.store(x + tl.arange(0, SIZE), values / tl.sum(values))
+
+
+@pytest.mark.parametrize("arch", TENSOR_CORES)
+def test_report_agrees_with_a_disassembler(arch):
+    instructions = {"mma": "HMMA", "wgmma": "HGMMA", "tcgen05": "UTCHMMA", "TMA loads": "UTMALDG"}
+    hidden, intermediate = WIDE
+    a, w2 = torch.zeros(64, intermediate), torch.zeros(2, hidden, intermediate)
+    start, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
+    with compiling(arch) as compiled:
+        grouped_gemm.down(a.bfloat16(), w2.bfloat16(), None, None, start, tiles, 128, False)
+        _crowded_kernel[(1,)](torch.zeros(1 << 13), 1 << 13, num_warps=1, maxnreg=64)
+    for kernel, spills in zip(compiled, (False, True), strict=True):
+        found, code = report(kernel), cuobjdump(kernel, "-sass")
+        assert found["bytes"] == 16 * len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
+        assert (found["spills"] > 0) == bool(re.search(r"\b(LDL|STL)\b", code)) == spills
+        for name, instruction in instructions.items():
+            assert (found[name] > 0) == bool(re.search(rf"\b{instruction}\b", code)), name
 
 
 @pytest.mark.parametrize(
@@ -160,7 +184,7 @@ def test_routing(arch, experts):
         launch_routing.balance_backward(loss, slope, logits, 0.1)
     for kernel in compiled:
         found = report(kernel)
-        assert found["LDL"] == found["STL"] == 0, f"{kernel.metadata.name} spills: {found}"
+        assert found["spills"] == 0, f"{kernel.metadata.name} spills: {found}"
     assert len(compiled) == 13
 
 
@@ -207,7 +231,7 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
             swiglu = ActivationType.SWIGLU
             z, a = grouped_gemm.up(x, w1, b1, row_token, start, tiles, 128, swiglu, False, True)
             y = grouped_gemm.down(a, w2, b2, None, start, tiles, 128, True)
-            grouped_gemm.aggregate(y, scores, slot_row, None, tokens)
+            grouped_gemm.combine(y, scores, slot_row, None, tokens)
             grouped_gemm.down_backward(
                 x, z, w2, b2, scores, row_token, row_slot, slot_row, start, tiles, 128,
                 swiglu, False, True, True, bias, True,
@@ -236,5 +260,5 @@ def test_multiplying_and_adding_is_one_step_whatever_the_default():
     with triton.knobs.language.scope(), compiling(90) as compiled:
         triton.knobs.language.default_fp_fusion = False
         y, slot_row = torch.zeros(64, 72, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32)
-        grouped_gemm.aggregate(y, torch.zeros(32, 2), slot_row, None, 32)
+        grouped_gemm.combine(y, torch.zeros(32, 2), slot_row, None, 32)
     assert [k.metadata.enable_fp_fusion for k in compiled] == [True]

@@ -41,7 +41,7 @@ def test_the_whole_script(tmp_path):
     folders = [x for k in ("output", "runs", "cache") for x in (f"--{k}", str(tmp_path / k))]
     subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "training_evidence.py", *arguments, *settings,
-         *folders], check=True, timeout=120, cwd=tmp_path,
+         *folders], check=True, cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
 

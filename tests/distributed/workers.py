@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-SECONDS = 60  # a hang is an error, and soon
+SECONDS = 240  # a hang is an error, and said before the limit of a test
 
 
 class Workers:

@@ -20,7 +20,7 @@ def step(moe, x, **options):
 
 
 MOE = MoE(4, 2, 16, 8, add_bias=True)
-OUTPUT = ("down", "aggregate")  # the backward pass needs nothing that they return
+OUTPUT = ("down", "combine")  # the backward pass needs nothing that they return
 
 
 @pytest.mark.tries("activation checkpointing", "plain")
@@ -46,7 +46,7 @@ def test_what_follows_needs_the_output(runs):
         out = run(lambda x: MOE(x)[0].square())
         grads.append(torch.autograd.grad(out.sum(), (x, *MOE.parameters())))
     same_bits(dict(enumerate(grads[0])), dict(enumerate(grads[1])))
-    assert (runs["down"], runs["aggregate"]) == (2, 3)  # rows of dX are summed by the same operator
+    assert (runs["down"], runs["combine"]) == (2, 3)  # rows of dX are summed by the same operator
 
 
 def test_a_residual_block(runs):
@@ -99,7 +99,7 @@ def test_no_gradient_in_a_checkpoint():
 
 
 @pytest.mark.tries("activation checkpointing", "selective; how often each operator runs")
-@pytest.mark.parametrize("names", [(), ("up",), ("topk", "permute"), ("up", "down", "aggregate")])
+@pytest.mark.parametrize("names", [(), ("up",), ("topk", "permute"), ("up", "down", "combine")])
 def test_saved_operators_run_once(runs, names):
     x = torch.randn(12, 16)
     want = step(MOE, x)

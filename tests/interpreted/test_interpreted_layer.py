@@ -28,21 +28,28 @@ from sonicmoe.kernels import spans
 from sonicmoe.launch import grouped_gemm
 from sonicmoe.tuning import Target
 
-TINY = "64,24,8,3,2"  # below every tile, multiples of 8 alone
+# Below every tile, H and I multiples of 8 alone, T odd. With a third fewer tokens the error of dW2
+# scatters beyond its budget now and then, in plain PyTorch by the same amount.
+TINY = "33,24,8,3,2"
 
-# The corners of dtype × bias × gate/up layout × storage: each pair of values meets in one of them.
+# dtype, bias, gate/up layout, storage. Activations are computed in fp32 whatever the rest, so pairs
+# are enough: each activation meets every value of the four, and each pair of the four meets.
 CORNERS = [
-    (torch.bfloat16, True, "interleaved", False),
-    (torch.bfloat16, False, "concatenated", True),
-    (torch.float16, False, "interleaved", True),
-    (torch.float16, True, "concatenated", False),
-    (torch.float32, True, "interleaved", True),
-    (torch.float32, False, "concatenated", False),
+    (
+        (torch.bfloat16, True, "interleaved", False),
+        (torch.float16, False, "interleaved", True),
+        (torch.float32, False, "concatenated", False),
+    ),
+    (
+        (torch.bfloat16, False, "concatenated", True),
+        (torch.float16, True, "concatenated", False),
+        (torch.float32, True, "interleaved", True),
+    ),
 ]
 CASES = [
     Case(TINY, dtype, activation, bias, gate_up, transposed, "dropped")
-    for activation in ACTIVATIONS
-    for dtype, bias, gate_up, transposed in CORNERS
+    for i, activation in enumerate(ACTIVATIONS)
+    for dtype, bias, gate_up, transposed in CORNERS[i % 2]
 ]
 SHAPES = {
     "0,16,8,3,2": "uniform",  # no token

@@ -8,7 +8,7 @@ from helpers import ACTIVATIONS, Case
 from sonicmoe.launch import grouped_gemm
 from sonicmoe.tuning import Target
 
-TINY = "64,24,8,3,2"
+TINY = "33,24,8,3,2"
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)

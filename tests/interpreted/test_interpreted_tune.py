@@ -19,7 +19,7 @@ from sonicmoe.shapes import Problem
 from sonicmoe.tuning import RowConfig, Target, table
 from sonicmoe.tuning.table import RowKey
 
-TINY = "64,24,8,3,2"
+TINY = "33,24,8,3,2"
 HERE = Target(90, 4, gluon=False)  # what the interpreter is taken for
 OPTIONS = Options(device="cpu", dtype=torch.bfloat16)
 

@@ -203,7 +203,7 @@ def test_two_at_once_without_locks(small, tmp_path, monkeypatch):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(corpora.fcntl, "flock", no_locks)
-    build, both = corpora._build, threading.Barrier(2, timeout=10)
+    build, both = corpora._build, threading.Barrier(2, timeout=100)
 
     def together(config, folder):
         both.wait()

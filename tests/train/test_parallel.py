@@ -29,7 +29,7 @@ def _train(ranks, config, folder, cache, resume=""):
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
          str(ranks), str(script), json.dumps(config.to_dict()), str(folder), str(cache), resume],
-        check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
 

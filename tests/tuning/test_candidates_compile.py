@@ -43,4 +43,4 @@ def test_candidates_compile(first, activation, other):
         assert len(products) == 6
         for kernel in products:
             assert kernel.metadata.shared <= HOPPER.shared_memory, kernel.metadata.name
-            assert report(kernel)["HGMMA"], f"{kernel.metadata.name} misses tensor cores"
+            assert report(kernel)["wgmma"], f"{kernel.metadata.name} misses tensor cores"

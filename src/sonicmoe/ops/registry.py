@@ -119,7 +119,6 @@ def operator(
         _library.define(signature.schema(name), tags=(torch.Tag.needs_exact_strides,))
         packet = getattr(torch.ops.sonicmoe, name)
         overload = packet.default
-        on_torch = getattr(reference, name)
         layout = Layout(signature.tensors) if launch else None
 
         @cache
@@ -129,9 +128,9 @@ def operator(
         def chosen(args: Sequence) -> tuple[Callable, Sequence]:
             """The implementation for these arguments, and the arguments as it takes them."""
             if layout is None:
-                return on_torch, args
+                return getattr(reference, name), args
             *args, backend = layout.dense(args, for_kernels=args[-1] == "triton")
-            return (on_torch if backend == "torch" else getattr(launch_module(), name)), args
+            return getattr(reference if backend == "torch" else launch_module(), name), args
 
         def dispatched(*flat: Any) -> Any:
             function, args = chosen(signature.unflatten(flat))
