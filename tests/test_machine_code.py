@@ -226,19 +226,17 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
         b1, b2 = (new(experts, 64), new(experts, hidden)) if bias else (None, None)
         with compiling(90) as compiled:
             scores, ids = launch_routing.topk(new(tokens, experts), k, True)
-            maps = launch_routing.permute(ids, experts, None, 128)
-            row_token, row_slot, slot_row, start, tiles, _counts = maps
-            swiglu = ActivationType.SWIGLU
-            z, a = grouped_gemm.up(x, w1, b1, row_token, start, tiles, 128, swiglu, False, True)
-            y = grouped_gemm.down(a, w2, b2, None, start, tiles, 128, True)
-            grouped_gemm.combine(y, scores, slot_row, None, tokens)
-            grouped_gemm.down_backward(
-                x, z, w2, b2, scores, row_token, row_slot, slot_row, start, tiles, 128,
-                swiglu, False, True, True, bias, True,
-            )  # fmt: skip
-            grouped_gemm.up_backward(
-                z, x, w1, row_token, slot_row, None, start, tiles, 128, True, True, bias
+            row_token, row_slot, slot_row, counts, *rest = launch_routing.permute(
+                ids, experts, None, 128
             )
+            p = Permutation(row_token, row_slot, slot_row, None, counts, *rest, 128)
+            swiglu, needs = ActivationType.SWIGLU, DownGradients(True, True, bias, True)
+            z, a = grouped_gemm.up(x, w1, b1, p, swiglu, LAYOUTS[0], True)
+            y = grouped_gemm.down(a, w2, b2, None, p)
+            grouped_gemm.combine(y, scores, slot_row, None, tokens)
+            args = (x, z, w2, b2, scores, p, swiglu, LAYOUTS[0], needs)
+            grouped_gemm.down_backward(*args, False)
+            grouped_gemm.up_backward(z, x, w1, p, UpGradients(True, True, bias), False)
             launch_routing.topk_backward(scores, scores, ids, new(tokens, experts), True)
         return compiled
 

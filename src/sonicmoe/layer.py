@@ -167,7 +167,7 @@ def grouped_experts(
     keep_z = needs_backward(rows, scores, weights)
     z, a = Up.apply(rows, w1, b1, p, activation, gate_up, keep_z, backend)
     deferred = deferred_output()
-    out = Down.apply(z, a, scores, w2, b2, p, len(rows), activation, gate_up, backend, deferred)
+    out = Down.apply(z, a, scores, w2, b2, p, rows.shape[0], activation, gate_up, backend, deferred)
     return finish(out, deferred)
 
 

@@ -144,7 +144,7 @@ class MoE(nn.Module):
             keep_z = needs_backward(x, scores, weights)
             z, a = Up.apply(x, w1, b1, p, act, gate_up, keep_z, backend)
             deferred = deferred_output()
-            out = Down.apply(z, a, scores, w2, b2, p, len(x), act, gate_up, backend, deferred)
+            out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], act, gate_up, backend, deferred)
             out = finish(out, deferred)
         return out if is_flat else out.view(hidden_states.shape), aux_loss
 
