@@ -27,9 +27,11 @@ class WithMainGrad:
         main_grad = getattr(self.weight, "main_grad", None)
         if main_grad is None:
             raise bad_argument(
-                "main_grad", "the buffer of the forward pass, or another one like it", "none",
+                "main_grad",
+                "the buffer of the forward pass, or another one like it",
+                "none",
                 "Keep it until the backward pass is over.",
-            )  # fmt: skip
+            )
         _check(main_grad, self.weight)
         return main_grad
 

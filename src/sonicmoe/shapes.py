@@ -58,9 +58,11 @@ def check_size(argument: str, value: object, least: int = 1, multiple: int = 1) 
     if type(value) is bool or not isinstance(value, int) or value < least or value % multiple:
         kind = "an integer" if multiple == 1 else f"a multiple of {multiple}"
         raise bad_argument(
-            argument, f"{kind} of at least {max(least, multiple)}", repr(value),
+            argument,
+            f"{kind} of at least {max(least, multiple)}",
+            repr(value),
             f"Pass {argument} as such an int.",
-        )  # fmt: skip
+        )
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -25,14 +25,18 @@ def resolve_backend(backend: str | None, x: torch.Tensor) -> str:
         )
     if backend == "triton" and not (x.is_cuda or x.is_meta or _interpreting()):
         raise bad_argument(
-            "backend", "tensors on a GPU for the Triton kernels", f"x on {x.device}",
+            "backend",
+            "tensors on a GPU for the Triton kernels",
+            f"x on {x.device}",
             "Move the tensors to a GPU, or leave the backend out: plain PyTorch then runs here.",
-        )  # fmt: skip
+        )
     if backend == "triton" and x.dtype == torch.float64:
         raise bad_argument(
-            "x", "bfloat16, float16 or float32 for the Triton kernels", x.dtype,
+            "x",
+            "bfloat16, float16 or float32 for the Triton kernels",
+            x.dtype,
             "Pass backend='torch' for float64.",
-        )  # fmt: skip
+        )
     return backend
 
 
@@ -56,9 +60,11 @@ def check_k(k: int, num_experts: int, name: str = "k") -> None:
     check_size(name, k)
     if not 1 <= k <= num_experts:
         raise bad_argument(
-            name, f"between 1 and the number of experts ({num_experts})", k,
+            name,
+            f"between 1 and the number of experts ({num_experts})",
+            k,
             "Choose fewer experts per token or more experts.",
-        )  # fmt: skip
+        )
 
 
 def check_rank(name: str, t: torch.Tensor, dims: str) -> None:
@@ -75,9 +81,11 @@ def check_rank(name: str, t: torch.Tensor, dims: str) -> None:
 def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], dims: str) -> None:
     if t.shape != shape:
         raise bad_argument(
-            name, f"shape {dims} = {tuple(shape)}", tuple(t.shape),
+            name,
+            f"shape {dims} = {tuple(shape)}",
+            tuple(t.shape),
             "Check it against the shapes of x and the weights.",
-        )  # fmt: skip
+        )
 
 
 def nan_unless(
@@ -103,17 +111,21 @@ def check_activation(activation: ActivationType) -> None:
     if not isinstance(activation, ActivationType):
         names = ", ".join(a.name for a in ActivationType)
         raise bad_argument(
-            "activation", f"an ActivationType ({names})", repr(activation),
+            "activation",
+            f"an ActivationType ({names})",
+            repr(activation),
             "Import it: from sonicmoe.enums import ActivationType.",
-        )  # fmt: skip
+        )
 
 
 def check_gate_up(gate_up: str) -> None:
     if gate_up not in LAYOUTS:
         raise bad_argument(
-            "gate_up", "'interleaved' (g0,u0,g1,u1,…) or 'concatenated' (all gates, then all ups)",
-            repr(gate_up), "Hugging Face checkpoints are mostly 'concatenated'.",
-        )  # fmt: skip
+            "gate_up",
+            "'interleaved' (g0,u0,g1,u1,…) or 'concatenated' (all gates, then all ups)",
+            repr(gate_up),
+            "Hugging Face checkpoints are mostly 'concatenated'.",
+        )
 
 
 def check_weights(
@@ -196,9 +208,11 @@ def check_router_dtype(name: str, weight: torch.Tensor, x: torch.Tensor) -> None
     casts = torch.is_autocast_enabled(x.device.type)
     if weight.dtype != x.dtype and not (casts and is_autocast(x) and is_autocast(weight)):
         raise bad_argument(
-            name, f"the dtype of x ({x.dtype})", weight.dtype,
+            name,
+            f"the dtype of x ({x.dtype})",
+            weight.dtype,
             "Cast one of them, or use torch.autocast.",
-        )  # fmt: skip
+        )
     check_device(name, weight, x)
 
 
@@ -218,9 +232,11 @@ def check_choice(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> No
     check_integer("ids", ids)
     if ids.shape[0] != x.shape[0]:
         raise bad_argument(
-            "ids", f"(T, K) with T = {x.shape[0]}, the rows of x", tuple(ids.shape),
+            "ids",
+            f"(T, K) with T = {x.shape[0]}, the rows of x",
+            tuple(ids.shape),
             "Flatten batch and sequence of both in the same way.",
-        )  # fmt: skip
+        )
     if ids.shape[1] < 1:
         raise bad_argument(
             "ids", "(T, K) with K ≥ 1", tuple(ids.shape), "Choose at least one expert."

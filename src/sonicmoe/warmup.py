@@ -64,9 +64,11 @@ def _gpu_index(device: str | torch.device) -> int:
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= present:
         raise bad_argument(
-            "device", "a GPU of this machine", f"{device} where PyTorch sees {present} GPUs",
+            "device",
+            "a GPU of this machine",
+            f"{device} where PyTorch sees {present} GPUs",
             "Call warmup only where torch.cuda.is_available(); without a GPU nothing is compiled.",
-        )  # fmt: skip
+        )
     return torch.cuda.current_device() if device.index is None else device.index
 
 

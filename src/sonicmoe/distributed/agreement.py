@@ -18,9 +18,17 @@ from ..validation import LAYOUTS
 _COUNTS = 2
 # A setting that is not a number is sent as -1 - (its index in this list).
 _VOCABULARY: list[Any] = [
-    "another value", None, False, True, torch.bfloat16, torch.float16, torch.float32, torch.float64,
-    *ActivationType, *LAYOUTS,
-]  # fmt: skip
+    "another value",
+    None,
+    False,
+    True,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    *ActivationType,
+    *LAYOUTS,
+]
 
 
 class Settings(NamedTuple):
@@ -54,9 +62,11 @@ def exchange_counts(
     failed = [rank for rank, line in enumerate(host) if line[2 * _COUNTS]]
     if failed:
         raise bad_argument(
-            "arguments", "valid ones on every rank", f"an error on {_ranks(failed)}",
+            "arguments",
+            "valid ones on every rank",
+            f"an error on {_ranks(failed)}",
             "See the message of that rank.",
-        )  # fmt: skip
+        )
     for i, name in enumerate(Settings._fields, 2 * _COUNTS + 1):
         by_value: dict[int, list[int]] = {}
         for rank, line in enumerate(host):
@@ -64,9 +74,11 @@ def exchange_counts(
         if len(by_value) > 1:
             found = ", ".join(f"{_decode(v)} on {_ranks(r)}" for v, r in by_value.items())
             raise bad_argument(
-                name, "the same on every rank", found,
+                name,
+                "the same on every rank",
+                found,
                 "Ranks may differ in their tokens, not in the layer.",
-            )  # fmt: skip
+            )
     columns = [list(column) for column in zip(*host, strict=True)]
     return coming[:, :_COUNTS], columns[: 2 * _COUNTS]
 

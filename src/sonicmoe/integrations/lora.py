@@ -77,9 +77,9 @@ def lora_experts(
     factors = *_by_expert(lora1, w1, backend), *_by_expert(lora2, w2, backend)
     x, w1, w2 = x.contiguous(), dense_weight(w1), dense_weight(w2)  # once, not in each operator
     scores = score_dtype(scores, x)
-    deferred, biases = deferred_output(), (b1, b2)
-    options = (activation, gate_up, backend)
-    out = _LowRankLayer.apply(x, scores, *factors, w1, w2, biases, p, options, deferred)
+    deferred = deferred_output()
+    options = (p, activation, gate_up, backend)
+    out = _LowRankLayer.apply(x, scores, *factors, w1, w2, (b1, b2), options, deferred)
     return finish(out, deferred)
 
 
@@ -179,8 +179,8 @@ class _LowRankLayer(torch.autograd.Function):
     """Kept: X, Z 2·R·N, X A1ᵀ and A A2ᵀ 2·R·r each, scores, maps. Not A, not Y, no weight."""
 
     @staticmethod
-    def forward(ctx, x, scores, a1, b1, a2, b2, w1, w2, biases, p, options, deferred):
-        (bias1, bias2), (activation, gate_up, backend) = biases, options
+    def forward(ctx, x, scores, a1, b1, a2, b2, w1, w2, biases, options, deferred):
+        (bias1, bias2), (p, activation, gate_up, backend) = biases, options
         gemm = _Gemms(p, backend)
         u1 = gemm.gathered(x, a1)
         z, a = ops.lora_up(x, w1, bias1, u1, b1, p, activation, gate_up, backend)
@@ -194,7 +194,7 @@ class _LowRankLayer(torch.autograd.Function):
 
         own = (x, scores, a1, b1, a2, b2, w1, w2, bias2, z, u1, u2)
         ctx.save_for_backward(*own, *p._replace(counts=None).tensors)
-        ctx.options = (p.tile_m, *options)
+        ctx.options = (p.tile_m, activation, gate_up, backend)
         if deferred is None:
             return output()
         deferred.append(output)
@@ -223,4 +223,4 @@ class _LowRankLayer(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = gemm.lora("dx", dz, w1.mT, None, v1, a1.mT)
             dx = gemm.combine(dx, None, x.shape[0])
-        return dx, dscores, da1, db1, da2, db2, *([None] * 6)
+        return dx, dscores, da1, db1, da2, db2, *([None] * 5)

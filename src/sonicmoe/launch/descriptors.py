@@ -20,9 +20,13 @@ class Boxes:
     __slots__ = ("block", "kind", "layout", "shape", "strides", "values")
 
     def __init__(
-        self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int],
-        block: Sequence[int], layout: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        block: Sequence[int],
+        layout: Any = None,
+    ) -> None:
         self.shape, self.strides, self.block = list(shape), list(strides), list(block)
         self.layout = layout
         # One object for (dtype, block), which is faster to hash.

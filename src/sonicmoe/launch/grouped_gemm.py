@@ -322,30 +322,27 @@ def weight_gradient(left, right, dw, p: Permutation, gathered: str, add=False, c
         # Compute the transpose, so that rows of the store are contiguous.
         left, right, dw = right, left, dw.mT
         gathered = "right" if gathered == "left" else "left"
-    left_token = p.row_token if gathered == "left" else None
-    right_token = p.row_token if gathered == "right" else None
+    gather = p.is_gathered and gathered == "left", p.is_gathered and gathered == "right"
     experts, m, n = dw.shape
     target = target_of(left)
-    config = config or weight_config(
-        left.element_size(), m, n, left_token is not None, right_token is not None, target
-    )
+    config = config or weight_config(left.element_size(), m, n, *gather, target)
     per_expert = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
-    rows = (left if left_token is None else left_token).shape[0]
+    rows = p.rows_of(left)
     spans = _spans(rows, dw.shape, per_expert, config.programs * target.processors, left.device)
     grid = _grid(config, (experts + spans.places) * per_expert, target)
     if config.hopper and left.shape[0] and right.shape[0]:
-        kernel, args = _hopper().weight_gradient(
-            left, left_token, right, right_token, dw, add, p, spans, config
-        )
+        kernel, args = _hopper().weight_gradient(left, right, dw, add, p, gather, spans, config)
         launch(kernel, grid, *args)
     else:
-        l_tma = config.tma and left_token is None and left.shape[0] > 0
-        r_tma = config.tma and right_token is None and right.shape[0] > 0
+        l_tma, r_tma = (
+            config.tma and not gathers and t.shape[0] > 0
+            for t, gathers in zip((left, right), gather, strict=True)
+        )
         operands = (
             descriptor(left, [config.block_k, config.block_m]) if l_tma else left,
-            left_token,
+            p.row_token if gather[0] else None,
             descriptor(right, [config.block_k, config.block_n]) if r_tma else right,
-            right_token,
+            p.row_token if gather[1] else None,
         )
         args = (dw, spans.partial, p.expert_start, p.tiles, experts, spans.rows, spans.places)
         options = {"L_TMA": l_tma, "R_TMA": r_tma, "PRECISION": dot_precision(left), "ADD": add}

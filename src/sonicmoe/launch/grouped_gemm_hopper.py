@@ -114,13 +114,11 @@ def _row_gemm(dtype, shape, strides, config, rank):
 
 
 @lru_cache(maxsize=1024)
-def _dz_gemm(
-    dtype, shape, strides, config, activation, gate_up, store_a, store_partial, gather, rank
-):
+def _dz_gemm(dtype, shape, strides, config, activation, gate_up, stores, gather, rank):
     """The kernel; boxes of W2 as (E, I, H) weights, of Z and dZ, and of A'."""
     experts, hidden, inner = shape
     options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), "GATHER": gather}
-    options |= {"STORE_A": store_a, "STORE_PARTIAL": store_partial}
+    options |= {"STORE_A": stores[0], "STORE_PARTIAL": stores[1]}
     options |= {"WEIGHT_LAYOUT": "nk" if strides[1] == 1 else "kn", **_ring(config)}
     sizes = {"H": hidden, "I": inner, "RANK": rank}
     kernel = Bound(hopper_dz_kernel, **sizes, **options, num_warps=4)
@@ -179,10 +177,18 @@ def dz_gemm(
 ) -> Launch:
     """`outputs` are dZ, A' or None, and the partial sums of the score gradient."""
     dz, a, partial = outputs
+    stores = (a is not None, store_partial)
     kernel, weights, z_boxes, a_boxes = _dz_gemm(
-        z.dtype, w2.shape, w2.stride(), config, activation, gate_up,
-        a is not None, store_partial, p.is_gathered, lora.rank,
-    )  # fmt: skip
+        z.dtype,
+        w2.shape,
+        w2.stride(),
+        config,
+        activation,
+        gate_up,
+        stores,
+        p.is_gathered,
+        lora.rank,
+    )
     rows = dout if p.is_gathered else row_boxes(dout, _ROWS, config.block_k)
     low_rank = _lora(lora, weight_layout(w2.mT), config)
     stored = ((z, z_boxes), (dz, z_boxes), (dz if a is None else a, a_boxes))
@@ -191,17 +197,21 @@ def dz_gemm(
 
 
 def weight_gradient(
-    left, left_token, right, right_token, dw, add: bool, p: Permutation, spans: Spans,
+    left,
+    right,
+    dw,
+    add,
+    p: Permutation,
+    gather: tuple[bool, bool],
+    spans: Spans,
     config: WeightConfig,
-) -> Launch:  # fmt: skip
-    gather = left_token is not None, right_token is not None
+) -> Launch:
+    """`gather` says which of the operands, left and right, is gathered."""
     kernel, boxes = _weight_gradient(dw.dtype, dw.shape, dw.stride(), config, *gather, add)
     m, n, k = config.block_m, config.block_n, config.block_k
-    operands = (
-        row_boxes(left, k, m // 2) if left_token is None else left,
-        row_boxes(right, k, n) if right_token is None else right,
-        right_token if left_token is None else left_token,
-    )
+    left = left if gather[0] else row_boxes(left, k, m // 2)
+    right = right if gather[1] else row_boxes(right, k, n)
+    operands = (left, right, p.row_token if any(gather) else None)
     outputs = (None, dw) if boxes is None else ((dw, boxes), None)
     split = (p.expert_start, p.tiles, dw.shape[0], spans.rows, spans.places)
     return kernel, (*operands, *outputs, spans.partial, *split)

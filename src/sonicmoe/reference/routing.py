@@ -148,9 +148,11 @@ def tiles(offsets: torch.Tensor, rows: int, tile_m: int) -> tuple[torch.Tensor, 
     bounds = [0, *offsets.tolist(), rows]
     if any(start > end for start, end in itertools.pairwise(bounds)):
         raise bad_argument(
-            "counts or offsets", f"rows of each expert, {rows} in all at most",
-            f"offsets {bounds[1:-1]}", "Count the rows that are passed.",
-        )  # fmt: skip
+            "counts or offsets",
+            f"rows of each expert, {rows} in all at most",
+            f"offsets {bounds[1:-1]}",
+            "Count the rows that are passed.",
+        )
     table = tile_table(offsets, rows, tile_m)
     return offsets.to(torch.int32, copy=True), table.to(torch.int32)
 

@@ -48,15 +48,19 @@ def make_router(router: str | Router, num_experts: int, k: int) -> Router:
     if isinstance(router, Router):
         if (router.num_experts, router.k) != (num_experts, k):
             raise bad_argument(
-                "router", f"a router of {num_experts} experts, {k} a token",
-                f"one of {router.num_experts}, {router.k}", "Build it with the sizes of the layer.",
-            )  # fmt: skip
+                "router",
+                f"a router of {num_experts} experts, {k} a token",
+                f"one of {router.num_experts}, {router.k}",
+                "Build it with the sizes of the layer.",
+            )
         return router
     if router not in ROUTERS:
         raise bad_argument(
-            "router", f"one of {', '.join(ROUTERS)} or a sonicmoe.routing.Router", repr(router),
+            "router",
+            f"one of {', '.join(ROUTERS)} or a sonicmoe.routing.Router",
+            repr(router),
             "Names take every default; an object takes options.",
-        )  # fmt: skip
+        )
     return ROUTERS[router](num_experts, k)
 
 

@@ -57,9 +57,11 @@ class Router(nn.Module):
     def check(self, logits: torch.Tensor) -> None:
         if logits.dim() != 2 or logits.shape[1] != self.num_experts:
             raise bad_argument(
-                "logits", f"(T, E) with E = {self.num_experts}", tuple(logits.shape),
+                "logits",
+                f"(T, E) with E = {self.num_experts}",
+                tuple(logits.shape),
                 "Flatten batch and sequence; build the router for this number of experts.",
-            )  # fmt: skip
+            )
         check_floating("logits", logits)
 
     def extra_repr(self) -> str:

@@ -56,10 +56,8 @@ class Sigmoid(Router):
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
         self.check(logits)
         backend = resolve_backend(backend, logits)
-        scores, ids = autograd.SigmoidTopK.apply(
-            logits, self.selection_bias, self.k, self.groups,
-            self.groups_kept, self.normalize, float(self.scale), backend,
-        )  # fmt: skip
+        options = (self.k, self.groups, self.groups_kept, self.normalize, float(self.scale))
+        scores, ids = autograd.SigmoidTopK.apply(logits, self.selection_bias, *options, backend)
         if self.training:
             with torch.no_grad():
                 self.load += ops.count(ids, self.num_experts, backend)

@@ -105,9 +105,11 @@ def round_tokens(
     check_device("ids", ids, scores)
     if ids.shape[0] != scores.shape[0] or not 1 <= ids.shape[1] <= scores.shape[1]:
         raise bad_argument(
-            "ids", f"(T, K) for scores (T, E) = {tuple(scores.shape)}, K ≤ E", tuple(ids.shape),
+            "ids",
+            f"(T, K) for scores (T, E) = {tuple(scores.shape)}, K ≤ E",
+            tuple(ids.shape),
             "Take the K largest scores of each token.",
-        )  # fmt: skip
+        )
     _check_rounding(tile, subroutine)
     _warn_of_few_tokens(scores.shape[0], tile)
     uniform = _checked_uniform(uniform, subroutine, scores)
@@ -137,9 +139,11 @@ def _checked_uniform(
     if subroutine in STOCHASTIC:
         if uniform is None:
             raise bad_argument(
-                "uniform", f"(E,) random numbers in [0, 1) for {subroutine!r}", None,
+                "uniform",
+                f"(E,) random numbers in [0, 1) for {subroutine!r}",
+                None,
                 "Pass torch.rand(E, device=scores.device).",
-            )  # fmt: skip
+            )
         check_shape("uniform", uniform, (scores.shape[1],), "(E,)")
         check_floating("uniform", uniform)
         check_device("uniform", uniform, scores)

@@ -28,7 +28,10 @@ class TopK(Router):
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
         self.check(logits)
         scores, ids = topk_scores(
-            logits, self.k, softmax_over_topk=self.softmax_over_topk,
-            renormalize=self.renormalize, backend=backend,
-        )  # fmt: skip
+            logits,
+            self.k,
+            softmax_over_topk=self.softmax_over_topk,
+            renormalize=self.renormalize,
+            backend=backend,
+        )
         return Routing(logits, ids, scores)

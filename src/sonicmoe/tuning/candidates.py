@@ -43,9 +43,7 @@ def _row_tiles(key: RowKey, target: Target) -> Iterator[RowConfig]:
             if n == 256 and key.N <= 128:
                 continue
             for k in depths:
-                yield replace(
-                    default, block_n=n, block_k=k, tma=tma, hopper=hopper, slices=slices
-                )  # fmt: skip
+                yield replace(default, block_n=n, block_k=k, tma=tma, hopper=hopper, slices=slices)
 
 
 def _weight_tiles(key: WeightKey, target: Target) -> Iterator[WeightConfig]:
@@ -57,10 +55,15 @@ def _weight_tiles(key: WeightKey, target: Target) -> Iterator[WeightConfig]:
                 continue
             for k in depths:
                 yield replace(
-                    default, block_m=m, block_n=n, block_k=k, tma=tma, hopper=hopper,
+                    default,
+                    block_m=m,
+                    block_n=n,
+                    block_k=k,
+                    tma=tma,
+                    hopper=hopper,
                     warps=8 if hopper or m * n > 64 * 128 else 4,
                     programs=1 if hopper or m * n > 128 * 128 else 2,
-                )  # fmt: skip
+                )
 
 
 def _small(key: Key, target: Target) -> bool:

@@ -74,10 +74,14 @@ def is_valid(
     if accumulators > 128:
         return False
     if config.hopper and (
-        target.arch != 90 or not target.gluon or itemsize != 2 or config.warps != 8
-        or config.block_m not in (128, 256) or config.block_n not in (128, 256)
+        target.arch != 90
+        or not target.gluon
+        or itemsize != 2
+        or config.warps != 8
+        or config.block_m not in (128, 256)
+        or config.block_n not in (128, 256)
         or config.block_k not in (32, 64)
-    ):  # fmt: skip
+    ):
         return False
     if isinstance(config, WeightConfig):
         return True
