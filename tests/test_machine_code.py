@@ -49,7 +49,7 @@ def compile_layer(arch, dtype, activation, gate_up, transposed, bias, sizes, gat
     z = new(rows, columns)
     with compiling(arch) as compiled:
         grouped_gemm.up(x, w1, b1, p, activation, gate_up, True)
-        grouped_gemm.row_gemm("down", new(rows, intermediate), w2, b2, None, p)
+        grouped_gemm.down(new(rows, intermediate), w2, b2, None, p)
         grouped_gemm.down_backward(x, z, w2, b2, scores, p, activation, gate_up, needs, False)
         grouped_gemm.up_backward(z, x, w1, p, UpGradients(True, True, bias), False)
     return compiled

@@ -48,10 +48,10 @@ def products(inputs: Inputs, gate_up: str) -> tuple[list[Product], Target]:
         return launches.dz_gemm(dout, z, w2, b2, scores, p, activation, gate_up, needs, config)
 
     def down(config):
-        return (launches.row_gemm("down", a, w2, b2, None, p, config),)
+        return (launches.down(a, w2, b2, None, p, config),)
 
     def dx(config):
-        return (launches.row_gemm("dx", dz_rows, w1.mT, None, None, p, config),)
+        return (launches.down(dz_rows, w1.mT, None, None, p, config, kernel="dx"),)
 
     def dw1(config):
         dw = memory.empty_like(w1, w1.dtype)

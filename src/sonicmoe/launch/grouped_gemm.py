@@ -149,39 +149,34 @@ def up(
     return z, a
 
 
-def row_gemm(kernel_name, a, w, bias, row_scores, p: Permutation, config=None, lora=NO_LORA):
-    """Y (R, N) = A Wᵀ for (E, N, K) weights, plus LoRA's U Bᵀ; `kernel_name` is down or dx."""
-    _, n, k = w.shape
+def down(a, w2, b2, row_scores, p: Permutation, config=None, lora=NO_LORA, kernel="down"):
+    """Also the GEMM of dX, which is the same on other operands: kernel "dx"."""
+    _, n, k = w2.shape
     y = memory.empty((a.shape[0], n), a.dtype, a.device)
     if a.shape[0] == 0:
         return y
     target = target_of(a)
-    config = config or row_config(kernel_name, a.element_size(), k, n, True, target)
+    config = config or row_config(kernel, a.element_size(), k, n, True, target)
     grid = _row_grid(config, p, n, target)
     if config.hopper:
-        kernel, args = _hopper().row_gemm(a, w, bias, row_scores, y, p, config, lora)
-        launch(kernel, grid, *args)
-        return y
-    source = _row_source(a, config, gathered=False)
-    args = (source, _weight_source(w, config), bias, row_scores, *lora.contiguous, y, p.tiles)
-    options = lora.options | _gemm_options(a, source, w, config)
-    launch(gemm_kernel, grid, *args, *w.stride(), K=k, N=n, **options)
+        hopper_kernel, args = _hopper().down(a, w2, b2, row_scores, y, p, config, lora)
+        launch(hopper_kernel, grid, *args)
+    else:
+        source = _row_source(a, config, gathered=False)
+        args = (source, _weight_source(w2, config), b2, row_scores, *lora.contiguous, y, p.tiles)
+        options = lora.options | _gemm_options(a, source, w2, config)
+        launch(gemm_kernel, grid, *args, *w2.stride(), K=k, N=n, **options)
+    if not p.is_gathered:
+        _zero_tail(y, p)
     return y
 
 
-def down(a, w2, b2, row_scores, p: Permutation, config=None):
-    y = row_gemm("down", a, w2, b2, row_scores, p, config)
-    return y if p.is_gathered else _zero_tail(y, p)
-
-
-def _zero_tail(y: torch.Tensor, p: Permutation) -> torch.Tensor:
-    """Zero the rows of no expert in place; they become NaN if the tile table is invalid."""
+def _zero_tail(y: torch.Tensor, p: Permutation) -> None:
+    """Zero the rows of no expert; they become NaN if the tile table is invalid."""
     rows, n = y.shape
-    if rows:
-        kernel, experts = combine_kernels.zero_tail_kernel, p.expert_start.shape[0] - 1
-        args = (y, p.expert_start, p.tiles, rows, experts)
-        launch(kernel, (ceil_div(rows, 32),), *args, N=n, BLOCK_M=32, BLOCK_N=128, num_warps=4)
-    return y
+    kernel, experts = combine_kernels.zero_tail_kernel, p.expert_start.shape[0] - 1
+    args = (y, p.expert_start, p.tiles, rows, experts)
+    launch(kernel, (ceil_div(rows, 32),), *args, N=n, BLOCK_M=32, BLOCK_N=128, num_warps=4)
 
 
 @cache
@@ -291,8 +286,8 @@ def _bias_scores(dout, b2, p: Permutation, out) -> None:
     launch(kernel, (p.tiles.shape[0] - 1,), *args, **sizes, num_warps=8)
 
 
-def up_backward(dz, x, w1, p: Permutation, needs, fp32_dw, config=None):
-    dx = _dx(dz, x, w1, p, config) if needs.dx else None
+def up_backward(dz, x, w1, p: Permutation, needs, fp32_dw):
+    dx = _dx(dz, x, w1, p) if needs.dx else None
     dw1 = None
     if needs.dw1:
         dw1 = memory.empty_like(w1, torch.float32 if fp32_dw else w1.dtype)
@@ -306,11 +301,9 @@ def up_backward_into(main_grad, dz, x, w1, p: Permutation, needs):
     return dx, _bias_gradient(dz, w1[:, :, 0], p) if needs.db1 else None
 
 
-def _dx(dz, x, w1, p: Permutation, config=None):
-    dx = row_gemm("dx", dz, w1.mT, None, None, p, config)
-    if not p.is_gathered:
-        return _zero_tail(dx, p)
-    return combine(dx, None, p.slot_row, p.token_start, x.shape[0])
+def _dx(dz, x, w1, p: Permutation):
+    dx = down(dz, w1.mT, None, None, p, kernel="dx")
+    return combine(dx, None, p.slot_row, p.token_start, x.shape[0]) if p.is_gathered else dx
 
 
 def weight_gradient(left, right, dw, p: Permutation, gathered: str, add=False, config=None) -> None:

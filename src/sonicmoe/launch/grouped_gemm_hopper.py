@@ -102,7 +102,7 @@ def _up(dtype, shape, strides, config, activation, gate_up, keep_z, gather, rank
 
 
 @lru_cache(maxsize=1024)
-def _row_gemm(dtype, shape, strides, config, rank):
+def _gemm(dtype, shape, strides, config, rank):
     """The kernel; boxes of W and Y."""
     _, columns, depth = shape
     n, k = config.block_n, config.block_k
@@ -165,8 +165,8 @@ def up(
     return kernel, (rows, p.row_token, (w1, weights), *low_rank, b1, *outputs, p.tiles)
 
 
-def row_gemm(a, w, bias, row_scores, y, p: Permutation, config: RowConfig, lora: Lora) -> Launch:
-    kernel, weights, y_boxes = _row_gemm(a.dtype, w.shape, w.stride(), config, lora.rank)
+def down(a, w, bias, row_scores, y, p: Permutation, config: RowConfig, lora: Lora) -> Launch:
+    kernel, weights, y_boxes = _gemm(a.dtype, w.shape, w.stride(), config, lora.rank)
     rows = row_boxes(a, _ROWS, config.block_k)
     low_rank = _lora(lora, weight_layout(w), config)
     return kernel, (rows, (w, weights), *low_rank, bias, row_scores, (y, y_boxes), p.tiles)

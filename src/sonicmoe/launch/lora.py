@@ -34,7 +34,7 @@ def lora_up(x, w1, b1, u, factor, p, activation, gate_up):
 def lora_gemm(a, w, bias, u, factor, p, kernel):
     n, k = w.shape[1:]
     config = _config(kernel, a.element_size(), k, n, True, grouped_gemm.target_of(a))
-    return grouped_gemm.row_gemm(kernel, a, w, bias, None, p, config, Lora(u, factor))
+    return grouped_gemm.down(a, w, bias, None, p, config, Lora(u, factor), kernel)
 
 
 def lora_down_backward(dout, z, w2, b2, u, factor, scores, p, activation, gate_up):

@@ -1,0 +1,55 @@
+"""The path from the layer to a kernel launch stays short: docs/design.md draws it."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
+
+from machine_code import compiling
+
+import sonicmoe
+from sonicmoe import KernelBackendMoE, MoE, validation
+from sonicmoe.launch import grouped_gemm
+
+PACKAGE = Path(sonicmoe.__file__).parent
+FIRST = {"moe.py": "forward", "autograd.py": "backward"}
+
+
+def frames_of_ours() -> list[tuple[str, str]]:
+    """File and function of each frame of the package, the launch first, the layer last."""
+    found = []
+    for frame in inspect.stack(context=0):
+        path = Path(frame.filename)
+        if path.is_relative_to(PACKAGE):
+            found.append((str(path.relative_to(PACKAGE)), frame.function))
+            if FIRST.get(found[-1][0]) == frame.function and "test" not in frame.filename:
+                break
+    return found
+
+
+def test_few_frames_from_the_layer_to_a_launch(monkeypatch):
+    monkeypatch.setattr(validation, "_interpreting", lambda: True)
+    launch, paths = grouped_gemm.launch, []
+
+    def recorded(kernel, grid, *args, **options):
+        paths.append(frames_of_ours())
+        launch(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(grouped_gemm, "launch", recorded)
+    moe = MoE(8, 2, 64, 32, add_bias=True).to(torch.bfloat16)
+    x = torch.zeros(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    with compiling(90):
+        out, _ = moe(x, KernelBackendMoE.sonicmoe)
+        forward = len(paths)
+        out.sum().backward()
+    # `launch` comes on top: at most six frames in five files.
+    assert forward == 3 and len(paths) >= 9
+    for path in paths[:forward]:
+        assert path[-1] == ("moe.py", "forward"), path
+    for path in paths[forward:]:
+        assert path[-1] == ("autograd.py", "backward"), path
+    for path in paths:
+        assert len(path) <= 5 and len({file for file, _ in path}) <= 4, path
