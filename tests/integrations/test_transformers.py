@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from hf_models import MODELS, NAME, close, small, step, with_backend
 from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sonicmoe import ActivationType
 from sonicmoe.integrations import transformers as adapter
@@ -317,7 +318,31 @@ def test_experts_without_a_gate():
     torch.testing.assert_close(block(x, ids, scores), torch.stack(want), rtol=1e-4, atol=1e-4)
 
 
-def test_names_of_transformers_are_not_taken():
-    with pytest.raises(ValueError, match="name: expected one that transformers does not use"):
+@pytest.fixture
+def names_restored(monkeypatch):
+    """`register` changes tables of transformers for the whole process."""
+    interface = type(ALL_EXPERTS_FUNCTIONS)
+    monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+    monkeypatch.setattr(ALL_EXPERTS_FUNCTIONS, "_local_mapping", {})
+
+
+def test_names_of_transformers_are_not_taken(names_restored):
+    taken = r"got 'sonicmoe', which is transformers\..*Pass replace=True to replace it"
+    with pytest.raises(ValueError, match=taken):
         adapter.register("sonicmoe")
+    with pytest.raises(ValueError, match="name: expected a name other than"):
+        adapter.register("eager", replace=True)
     adapter.register("another_name")
+    adapter.register("another_name")
+
+
+@pytest.mark.tries("Hugging Face transformers", 'as `experts_implementation="sonicmoe"`')
+@pytest.mark.parametrize("local", [False, True])
+def test_the_name_of_transformers_can_be_replaced(local, names_restored, calls):
+    """GPT-OSS: what transformers has under this name takes the gate from `config.hidden_act`."""
+    if local:
+        ALL_EXPERTS_FUNCTIONS["sonicmoe"] = lambda *args: None
+    adapter.register("sonicmoe", replace=True)
+    model = small("GptOss")
+    close(step(with_backend(model, "sonicmoe")), step(with_backend(model, "eager")))
+    assert calls == [ActivationType.SWIGLU_CLAMPED] * 2

@@ -18,22 +18,33 @@ from ..errors import bad_argument
 from ..functional import experts
 from ..reference.activation import activate, join_gate_up
 
+_KEEP = "Or keep 'sonicmoe_experts'."
 _REMEDY = "Load this model with experts_implementation='grouped_mm'."
 # While compiling, `ActivationType(value)` of a constant result is an error in PyTorch 2.11.
 _BY_VALUE = {a.value: a for a in ActivationType}
 _known: "WeakKeyDictionary[nn.Module, _Known]" = WeakKeyDictionary()
 
 
-def register(name: str = "sonicmoe_experts") -> None:
+def register(name: str = "sonicmoe_experts", *, replace: bool = False) -> None:
     """Make `name` a valid `experts_implementation` of transformers.
 
-    Use it in `from_pretrained` or `model.set_experts_implementation`.
+    Use it in `from_pretrained` or `model.set_experts_implementation`. transformers already has a
+    "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
+    package behind that name, for this process.
     """
-    if ALL_EXPERTS_FUNCTIONS.get(name, experts_forward) is not experts_forward:
+    current = ALL_EXPERTS_FUNCTIONS.get(name, experts_forward)
+    if name == "eager":
+        raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
+    if current is not experts_forward and not replace:
         raise bad_argument(
-            "name", "one that transformers does not use", repr(name), "Keep 'sonicmoe_experts'."
+            "name",
+            "one that transformers does not use",
+            f"{name!r}, which is {current.__module__}.{current.__qualname__}",
+            f"Pass replace=True to replace it. {_KEEP}",
         )
     ExpertsInterface.register(name, experts_forward)
+    if ALL_EXPERTS_FUNCTIONS[name] is not experts_forward:  # assigned to the instance before
+        ALL_EXPERTS_FUNCTIONS[name] = experts_forward
 
 
 def experts_forward(
