@@ -15,9 +15,16 @@ DOCUMENT = TESTS.parent / "docs" / "api.md"
 PACKAGE = TESTS.parent / "src" / "sonicmoe"
 USAGE: dict[str, Any] = tomllib.loads((TESTS / "api_usage.toml").read_text())
 MODULES = (
-    "sonicmoe", "enums", "routing", "distributed", "integrations.transformers",
-    "integrations.lora", "integrations.checkpointing", "integrations.torchtitan",
-)  # fmt: skip
+    "sonicmoe",
+    "enums",
+    "routing",
+    "distributed",
+    "integrations.transformers",
+    "integrations.lora",
+    "integrations.peft",
+    "integrations.checkpointing",
+    "integrations.torchtitan",
+)
 BEGINNING = """\
 # API reference
 
