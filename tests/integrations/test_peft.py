@@ -1,6 +1,7 @@
 """PEFT on experts: its own wrapper around our backend, and `lora_experts` in its place."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -190,6 +191,21 @@ def test_without_our_implementation_peft_runs(calls):
     with_ours.base_model.model.set_experts_implementation("eager")
     close(step(with_ours), step(model))
     assert not calls
+
+
+def test_a_copy_and_a_pickled_model_run_their_own_adapters(calls):
+    model = ours(adapted())
+    want = step(copy.deepcopy(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    calls.clear()
+    close(step(again), want)
+    assert calls == [2, 2]
 
 
 def test_an_alias_of_our_implementation_stays():

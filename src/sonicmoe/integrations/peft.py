@@ -6,7 +6,7 @@ forward pass; parameters, configuration, saving, loading and merging stay PEFT's
 """
 
 from collections.abc import Iterator
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ def use_lora_experts(model: nn.Module) -> int:
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         base.set_experts_implementation(_NAME)
     for wrapper in outer:
-        wrapper.forward = MethodType(_forward, wrapper)  # type: ignore[method-assign]
+        # Not a bound method: that could not be pickled with the model.
+        wrapper.forward = partial(_forward, wrapper)  # type: ignore[method-assign]
     return len(outer)
 
 
