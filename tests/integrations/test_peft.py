@@ -233,6 +233,19 @@ def test_the_router_is_left_to_peft(targets, calls):
     assert calls == [2, 2]
 
 
+def test_norm_behind_the_experts(calls):
+    """As in MuseSpark: with the adapters beside the weights, and merged into them."""
+    model = ours(adapted())
+    block, given = outermost(model), (torch.randint(8, (12, 3)), torch.rand(12, 3))
+    experts = block.get_base_layer()
+    experts.has_post_expert_norm, experts.post_expert_norm = True, torch.nn.LayerNorm(32)
+    x = torch.randn(12, 32)
+    got = block(x, *given)
+    model.merge_adapter()
+    torch.testing.assert_close(got, block(x, *given), rtol=1e-4, atol=1e-4)
+    assert calls == [2, 0]
+
+
 class _Largest(TorchDispatchMode):
     """The size of the largest tensor that an operator returns."""
 
