@@ -98,8 +98,8 @@ def test_same_gradients_as_its_own_forward_pass(name, calls):
 def test_errs_no_more_than_its_own_forward_pass(dtype, rank):
     """One layer, so that no choice of experts can change. PEFT keeps adapters in fp32.
 
-    scale·B·A is a fifth of W, more than fine-tuning leaves. Where it is larger than W, ours erred up
-    to 1.3 times as much in 16 bits: it rounds X·Aᵀ, and PEFT only the sum of both weights.
+    scale·B·A is a fifth of W. Where it was larger than W, ours erred up to 1.3 times as much in
+    16 bits: it rounds X·Aᵀ, and PEFT only the sum of both weights.
     """
     model = adapted(model=small("Qwen3Moe").to(dtype), r=rank, std=0.1)
     seed = torch.Generator().manual_seed(3)
