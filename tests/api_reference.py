@@ -17,7 +17,8 @@ DOCUMENT = TESTS.parent / "docs" / "api.md"
 PACKAGE = TESTS.parent / "src" / "sonicmoe"
 USAGE: dict[str, Any] = tomllib.loads((TESTS / "api_usage.toml").read_text())
 MODULES = ["sonicmoe", "enums", "routing", "distributed"]
-MODULES += [f"integrations.{m}" for m in ("transformers", "lora", "checkpointing", "torchtitan")]
+ADAPTERS = ("transformers", "lora", "peft", "checkpointing", "torchtitan")
+MODULES += [f"integrations.{module}" for module in ADAPTERS]
 INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}
 OBVIOUS |= {"ActivationType", "KernelBackendMoE", "dist.ProcessGroup", "torch.Generator", "None"}
@@ -31,7 +32,7 @@ below, and each section with `from … import *`.
 """
 SHARED = """
 - `router`: a name in `sonicmoe.routing.ROUTERS`, or a `Router`.
-- `backend`: "sonicmoe" (kernels) or "torch"; None: kernels if the tensors are on a GPU.
+- `backend`: "triton" (kernels) or "torch"; None: kernels if the tensors are on a GPU.
 - `slot_token` (S,), `token_start` (T+1,): if ids and scores are lists (S,) in token order, not
   (T, K), the token of each entry and the first entry of each token.
 - `all_reduce`: function from the counts (E,) of a rank to those of all ranks.

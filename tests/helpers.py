@@ -14,10 +14,10 @@ import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.launch import memory
 from sonicmoe.reference import layer as reference
-from sonicmoe.reference.activation import CLAMP_LIMIT
 from sonicmoe.shapes import Problem
 
-ACTIVATIONS = tuple(ActivationType)
+# With a clamp of other constants than those of gpt-oss.
+ACTIVATIONS = (*ActivationType, ActivationType.clamped_swiglu(3.0))
 GATED = tuple(a for a in ACTIVATIONS if a.is_gated)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLACK = 1.1
@@ -218,7 +218,7 @@ class Inputs:
 def make_inputs(case: Case, device: str = "cpu") -> Inputs:
     """Random inputs for which Z, A and O are of the order of one."""
     p, seed = case.problem, torch.Generator().manual_seed(case.seed)
-    gain = 6.0 if case.activation is ActivationType.SWIGLU_CLAMPED else 1.0  # reach the clamp at 7
+    gain = case.activation.clamp.limit - 1.0 if case.activation.clamp else 1.0  # reach the clamp
 
     def normal(*shape, scale=1.0, dtype=case.dtype):
         return (torch.randn(*shape, generator=seed) * scale).to(device=device, dtype=dtype)
@@ -243,12 +243,11 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
     return inputs
 
 
-# Where the derivative jumps.
-KINKS = {
-    ActivationType.RELU: (0.0,),
-    ActivationType.REGLU: (0.0,),
-    ActivationType.SWIGLU_CLAMPED: (-CLAMP_LIMIT, CLAMP_LIMIT),
-}
+def _kinks(activation: ActivationType) -> tuple[float, ...]:
+    """Where the derivative jumps."""
+    if activation.clamp:
+        return -activation.clamp.limit, activation.clamp.limit
+    return (0.0,) if activation in (ActivationType.RELU, ActivationType.REGLU) else ()
 
 
 def _near_a_kink(case: Case, inputs: Inputs) -> torch.Tensor:
@@ -258,13 +257,14 @@ def _near_a_kink(case: Case, inputs: Inputs) -> torch.Tensor:
     dtypes have thousands of them, in plain PyTorch as many as in ours.
     """
     near = torch.zeros(len(inputs.x), dtype=torch.bool, device=inputs.x.device)
-    if case.dtype != torch.float32 or case.activation not in KINKS:
+    kinks = _kinks(case.activation)
+    if case.dtype != torch.float32 or not kinks:
         return near
     wide = inputs.double()
     for expert, w1 in enumerate(wide.w1):
         tokens = (inputs.ids == expert).any(-1).nonzero().squeeze(-1)
         z = wide.x[tokens] @ w1.mT + (0 if wide.b1 is None else wide.b1[expert])
-        for kink in KINKS[case.activation]:
+        for kink in kinks:
             near[tokens] |= ((z - kink).abs() < 2e-5).any(-1)
     return near
 

@@ -1,6 +1,7 @@
 """Every configuration that can be selected compiles for its GPU: tensor cores, no spills."""
 
 import re
+import struct
 from itertools import product
 
 import pytest
@@ -131,16 +132,25 @@ def test_hopper_where_rows_arrive_sorted(transposed):
     )
 
 
-@pytest.mark.parametrize("activation", [ActivationType.SWIGLU_CLAMPED, ActivationType.GELU])
+@pytest.mark.parametrize(
+    "activation",
+    [
+        ActivationType.SWIGLU_CLAMPED,
+        ActivationType.clamped_swiglu(10.0),
+        ActivationType.GELU,
+    ],
+)
 def test_hopper_with_bias(activation):
     compiled = compile_layer(90, torch.float16, activation, LAYOUTS[0], False, True, WIDE)
     check(compiled, 90, True)
-    if activation is ActivationType.SWIGLU_CLAMPED:  # keeps NaN, which the interpreter always does
+    if activation.clamp:  # keeps NaN, which the interpreter always does
         names = ("hopper_up_kernel", "hopper_dz_kernel")
         clamps = [k.asm["ptx"] for k in compiled if k.metadata.name in names]
         assert len(clamps) == 2
         for ptx in clamps:
             assert "min.NaN.f" in ptx and "max.NaN.f" in ptx
+            limit = struct.pack(">f", activation.clamp.limit).hex().upper()
+            assert f"0f{limit}" in ptx
             assert not re.search(r"\b(min|max)\.(ftz\.)?b?f(16|32)", ptx)
 
 

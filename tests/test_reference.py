@@ -1,5 +1,9 @@
 """The plain PyTorch stages, with backward passes written out, against fp64 autograd."""
 
+import copy
+import math
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,12 +30,17 @@ def _clamped(gate, up):
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+def _limited(gate, up):
+    return F.silu(gate.clamp(max=3.0)) * up.clamp(min=-3.0, max=3.0)
+
+
 FORMULAS = {
     A.SWIGLU: lambda g, u: g / (1 + torch.exp(-g)) * u,
     A.GEGLU: lambda g, u: F.gelu(g) * u,
     A.GEGLU_TANH: lambda g, u: F.gelu(g, approximate="tanh") * u,
     A.REGLU: lambda g, u: F.relu(g) * u,
     A.SWIGLU_CLAMPED: _clamped,
+    A.clamped_swiglu(3.0): _limited,
     A.RELU_SQ: lambda z: torch.where(z > 0, z * z, 0),
     A.RELU: lambda z: F.relu(z),
     A.GELU: lambda z: F.gelu(z),
@@ -62,6 +71,28 @@ def test_the_slope_at_a_limit_is_one():
     (dz,) = torch.autograd.grad(activate(z, A.SWIGLU_CLAMPED, True), z, da)
     torch.testing.assert_close(dz, activate_backward(z.detach(), da, A.SWIGLU_CLAMPED, True))
     assert (dz != 0).all()
+
+
+def test_a_clamp_of_the_same_constants_is_one_activation():
+    limited = A.clamped_swiglu(10)
+    assert limited is A.clamped_swiglu(10.0, alpha=1, offset=0) and limited not in list(A)
+    assert A.clamped_swiglu(7, alpha=1.702, offset=1) is A.SWIGLU_CLAMPED
+    for again in (A(limited.value), pickle.loads(pickle.dumps(limited)), copy.deepcopy(limited)):
+        assert again is limited
+    assert A("swiglu_clamped(limit=1e1,alpha=1,offset=0)") is limited
+    assert limited.is_gated and limited.clamp == (10.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("constants", [(0,), (-1,), (math.inf,), (math.nan,), (1, math.inf)])
+def test_constants_of_a_clamp_are_checked(constants):
+    with pytest.raises(ValueError, match="limit, alpha and offset: expected finite numbers"):
+        A.clamped_swiglu(constants[0], alpha=constants[-1])
+
+
+@pytest.mark.parametrize("value", ["swish", "swiglu_clamped()", 7])
+def test_unknown_values_are_no_activation(value):
+    with pytest.raises(ValueError, match="is not a valid ActivationType"):
+        A(value)
 
 
 # Enough tokens that the error of either side is measured to a few per cent.

@@ -1,6 +1,11 @@
 """Enums of the public interface."""
 
+import math
+import re
 from enum import Enum
+from typing import NamedTuple, cast
+
+from .errors import bad_argument
 
 
 class KernelBackendMoE(Enum):
@@ -16,8 +21,22 @@ class KernelBackendMoE(Enum):
     sonicmoe = "sonicmoe"
 
 
+class Clamp(NamedTuple):
+    """A clamped SwiGLU: (up + offset) · gate · σ(alpha · gate), gate ≤ limit, |up| ≤ limit."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    offset: float = 1.0
+
+    def __str__(self) -> str:
+        return f"limit={self.limit!r},alpha={self.alpha!r},offset={self.offset!r}"
+
+
 class ActivationType(Enum):
-    """Activation between the up and the down projection; the gated ones compute act(gate) · up."""
+    """Activation between the up and the down projection; the gated ones compute act(gate) · up.
+
+    SWIGLU_CLAMPED is that of gpt-oss; `clamped_swiglu` makes others with other constants.
+    """
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
@@ -33,6 +52,46 @@ class ActivationType(Enum):
 
     def __init__(self, name: str) -> None:
         self.is_gated = "glu" in name  # a gated linear unit
+        self.clamp = Clamp() if name == "swiglu_clamped" else None
+
+    @classmethod
+    def clamped_swiglu(
+        cls, limit: float, *, alpha: float = 1.0, offset: float = 0.0
+    ) -> "ActivationType":
+        """(up + offset) · gate · σ(alpha · gate) after gate ≤ limit and |up| ≤ limit."""
+        constants = Clamp(float(limit), float(alpha), float(offset))
+        if not (constants.limit > 0 and all(map(math.isfinite, constants))):
+            raise bad_argument(
+                "limit, alpha and offset",
+                "finite numbers, limit > 0",
+                tuple(constants),
+                "Without a limit: ActivationType.SWIGLU.",
+            )
+        if constants == Clamp():
+            return cls.SWIGLU_CLAMPED
+        value = f"swiglu_clamped({constants})"
+        member = cls._value2member_map_.get(value)
+        if member is None:
+            made = object.__new__(cls)
+            made._name_, made._value_ = f"SWIGLU_CLAMPED({constants})", value
+            made.__init__(value)  # type: ignore[misc]
+            made.clamp = constants
+            member = cls._value2member_map_.setdefault(value, made)  # one for all threads
+        return cast(ActivationType, member)
+
+    @classmethod
+    def _missing_(cls, value: object) -> "ActivationType | None":
+        """The activation of a value that `clamped_swiglu` made, in this process or another."""
+        number = r"([-+.\w]+)"
+        pattern = rf"swiglu_clamped\(limit={number},alpha={number},offset={number}\)"
+        found = re.fullmatch(pattern, value) if isinstance(value, str) else None
+        if found is None:
+            return None
+        limit, alpha, offset = map(float, found.groups())
+        return cls.clamped_swiglu(limit, alpha=alpha, offset=offset)
+
+    def __reduce_ex__(self, protocol: object):
+        return ActivationType, (self.value,)  # by value: clamped ones have no name in the class
 
     def intermediate_size(self, columns: int) -> int:
         """I, the columns of A, for N columns of Z."""

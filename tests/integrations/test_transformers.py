@@ -16,8 +16,10 @@ pytest.importorskip("transformers")
 
 from hf_models import MODELS, NAME, close, small, step, with_backend
 from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sonicmoe import ActivationType
+from sonicmoe.integrations import recognition
 from sonicmoe.integrations import transformers as adapter
 
 
@@ -161,12 +163,37 @@ def test_unknown_activation_raises(hidden_act):
         step(model)
 
 
-def test_another_clamp_raises():
-    model = with_backend(small("GptOss"), NAME)
+@pytest.mark.parametrize("limit", [5.0, 6.3, 12, 1e4])
+def test_another_clamp_is_recognised(limit, calls):
+    model = small("GptOss")
     for layer in model.model.layers:
-        layer.mlp.experts.limit = 5.0
-    with pytest.raises(ValueError, match="another one in GptOssExperts"):
-        step(model)
+        layer.mlp.experts.limit = limit
+        layer.mlp.experts.gate_up_proj.data *= 20
+    close(step(with_backend(model, NAME)), step(with_backend(model, "eager")))
+    assert calls[0] is ActivationType.clamped_swiglu(limit, alpha=1.702, offset=1)
+
+
+def _two_limits(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate.clamp(max=6)) * up.clamp(-7, 7)
+
+
+def _limit_behind_the_activation(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).clamp(max=7) * up.clamp(-7, 7)
+
+
+def _limit_on_one_side(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate.clamp(max=7)) * up.clamp(max=7)
+
+
+@pytest.mark.parametrize("gate", [_two_limits, _limit_behind_the_activation, _limit_on_one_side])
+def test_a_gate_that_is_almost_a_clamp_raises(gate, monkeypatch):
+    block = with_backend(small("Mixtral"), NAME).model.layers[0].mlp.experts
+    monkeypatch.setattr(type(block), "_apply_gate", gate)
+    with pytest.raises(ValueError, match="another one in MixtralExperts"):
+        block(torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2))
 
 
 def _another_gate(self, gate_up):
@@ -185,12 +212,14 @@ def _set(name, value):
     return change
 
 
-_same, _clamped = _set("unused", None), "SWIGLU_CLAMPED"
+_same, _clamped = _set("unused", None), ActivationType.SWIGLU_CLAMPED
+_five = ActivationType.clamped_swiglu(5.0, alpha=1.702, offset=1.0)
+_one = ActivationType.clamped_swiglu(7.0, alpha=1.0, offset=1.0)
 # The model; changes, each with the activation that follows; None: not one of ours.
 CHANGES = {
-    "limit": ("GptOss", (_set("limit", 5.0), None), (_set("limit", 7.0), _clamped),
-              (_set("limit", 5.0), None)),
-    "alpha": ("GptOss", (_same, _clamped), (_set("alpha", 1.0), None)),
+    "limit": ("GptOss", (_set("limit", 5.0), _five), (_set("limit", 7.0), _clamped),
+              (_set("limit", -1.0), None), (_set("limit", 5.0), _five)),
+    "alpha": ("GptOss", (_same, _clamped), (_set("alpha", 1.0), _one)),
     "act_fn": ("Mixtral", (_same, "SWIGLU"), (_set("act_fn", torch.nn.GELU()), "GEGLU")),
     "number of act_fn": (
         "Mixtral", (_set("act_fn", torch.nn.LeakyReLU(0.0)), "REGLU"),
@@ -224,7 +253,8 @@ def _check_changes(name, *changes, calls, compiled):
                     run(*given)
             else:
                 run(*given)
-                assert calls.pop() is ActivationType[activation]
+                named = isinstance(activation, str)
+                assert calls.pop() is (ActivationType[activation] if named else activation)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -250,11 +280,11 @@ def test_a_gate_replaced_on_the_class_is_noticed(monkeypatch, calls):
 
 def test_a_module_is_recognised_once_and_not_kept_alive(monkeypatch):
     block = with_backend(small("GptOss"), NAME).model.layers[0].mlp.experts
-    seen, original = [], adapter._recognise
-    monkeypatch.setattr(adapter, "_recognise", lambda *a: seen.append(a) or original(*a))
+    seen, original = [], recognition._recognise
+    monkeypatch.setattr(recognition, "_recognise", lambda *a: seen.append(a) or original(*a))
     for _ in range(3):
         block(torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2))
-    assert len(seen) == 1 and block in adapter._known
+    assert len(seen) == 1 and block in recognition._known
     found = weakref.ref(block)
     del block, seen[:]
     gc.collect()
@@ -297,11 +327,18 @@ def test_another_number_of_experts_than_the_module_says_raises(weights):
         block(torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2))
 
 
-def test_post_expert_norm_raises():
-    model = with_backend(small("Mixtral"), NAME)
-    model.model.layers[0].mlp.experts.has_post_expert_norm = True
-    with pytest.raises(ValueError, match="has_post_expert_norm: expected False, got True"):
-        step(model)
+def test_norm_behind_the_experts():
+    """As in MuseSpark; experts that are absent add nothing, whatever their weight."""
+    block = with_backend(small("Mixtral"), NAME).model.layers[0].mlp.experts
+    block.has_post_expert_norm, block.post_expert_norm = True, torch.nn.LayerNorm(32)
+    x, ids, scores = torch.randn(12, 32), torch.randint(5, (12, 2)), torch.rand(12, 2)
+    got = block(x, ids, torch.where(ids < 4, scores, torch.nan))
+    block.has_post_expert_norm = False
+    want = torch.zeros(12, 32)
+    for k in range(2):
+        one = block.post_expert_norm(block(x, ids[:, k : k + 1], torch.ones(12, 1)))
+        want += torch.where(ids[:, k : k + 1] < 4, one * scores[:, k : k + 1], 0)
+    torch.testing.assert_close(got, want)
 
 
 def test_experts_without_a_gate():
@@ -317,7 +354,31 @@ def test_experts_without_a_gate():
     torch.testing.assert_close(block(x, ids, scores), torch.stack(want), rtol=1e-4, atol=1e-4)
 
 
-def test_names_of_transformers_are_not_taken():
-    with pytest.raises(ValueError, match="name: expected one that transformers does not use"):
+@pytest.fixture
+def names_restored(monkeypatch):
+    """`register` changes tables of transformers for the whole process."""
+    interface = type(ALL_EXPERTS_FUNCTIONS)
+    monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+    monkeypatch.setattr(ALL_EXPERTS_FUNCTIONS, "_local_mapping", {})
+
+
+def test_names_of_transformers_are_not_taken(names_restored):
+    taken = r"got 'sonicmoe', which is transformers\..*Pass replace=True to replace it"
+    with pytest.raises(ValueError, match=taken):
         adapter.register("sonicmoe")
+    with pytest.raises(ValueError, match="name: expected a name other than"):
+        adapter.register("eager", replace=True)
     adapter.register("another_name")
+    adapter.register("another_name")
+
+
+@pytest.mark.tries("Hugging Face transformers", 'as `experts_implementation="sonicmoe"`')
+@pytest.mark.parametrize("local", [False, True])
+def test_the_name_of_transformers_can_be_replaced(local, names_restored, calls):
+    """GPT-OSS: what transformers has under this name takes the gate from `config.hidden_act`."""
+    if local:
+        ALL_EXPERTS_FUNCTIONS["sonicmoe"] = lambda *args: None
+    adapter.register("sonicmoe", replace=True)
+    model = small("GptOss")
+    close(step(with_backend(model, "sonicmoe")), step(with_backend(model, "eager")))
+    assert calls == [ActivationType.SWIGLU_CLAMPED] * 2

@@ -5,6 +5,7 @@ all of them raise the same error, before any row is sent.
 """
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,9 +17,8 @@ from ..errors import bad_argument
 from ..validation import LAYOUTS
 
 _COUNTS = 2
-# A setting that is not a number is sent as -1 - (its index in this list).
+# A setting that is not a number is sent as -1 - (its index in this list), or as a checksum below.
 _VOCABULARY: list[Any] = [
-    "another value",
     None,
     False,
     True,
@@ -116,11 +116,15 @@ def _exchange(counts: torch.Tensor, header: list[int], group: dist.ProcessGroup 
 def _encode(setting: Any) -> int:
     if isinstance(setting, int) and not isinstance(setting, bool):
         return setting
-    return -1 - (_VOCABULARY.index(setting) if setting in _VOCABULARY else 0)
+    if setting in _VOCABULARY:
+        return -1 - _VOCABULARY.index(setting)
+    return -1 - len(_VOCABULARY) - zlib.crc32(str(setting).encode())
 
 
 def _decode(code: int) -> Any:
-    return code if code >= 0 else _VOCABULARY[-1 - code]
+    if code >= 0:
+        return code
+    return _VOCABULARY[-1 - code] if -code <= len(_VOCABULARY) else "another value"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -8,16 +8,20 @@ An activation is a pair of functions in fp32:
 The derivative also returns the value, because the backward pass computes A again from Z.
 """
 
+from functools import cache
+from types import FunctionType
+
 import torch
 import triton
 import triton.language as tl
 
-from ..enums import ActivationType
+from ..enums import ActivationType, Clamp
 
 _PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 _LOG2E = tl.constexpr(1.4426950408889634)
-_CLAMP_LIMIT = tl.constexpr(7.0)
-_CLAMP_ALPHA = tl.constexpr(1.702)
+_CLAMP_LIMIT = tl.constexpr(Clamp().limit)
+_CLAMP_ALPHA = tl.constexpr(Clamp().alpha)
+_CLAMP_OFFSET = tl.constexpr(Clamp().offset)
 
 
 @triton.jit
@@ -203,9 +207,18 @@ def _clamped(gate, up):
 
 
 @triton.jit
+def _with_offset(u):
+    """u + offset, without an addition of zero, which the compiler would keep for −0."""
+    if _CLAMP_OFFSET != 0.0:
+        return u + _CLAMP_OFFSET
+    else:
+        return u
+
+
+@triton.jit
 def swiglu_clamped(g, u):
     g, u = _clamped(g, u)
-    return (u + 1.0) * g * _sigmoid(_CLAMP_ALPHA * g)
+    return _with_offset(u) * g * _sigmoid(_CLAMP_ALPHA * g)
 
 
 @triton.jit
@@ -214,9 +227,21 @@ def swiglu_clamped_backward(gate, up, da):
     s = _sigmoid(_CLAMP_ALPHA * g)
     value = g * s
     slope = s * (1.0 + _CLAMP_ALPHA * g * (1.0 - s))
-    dg = tl.where(gate > _CLAMP_LIMIT, 0.0, da * (u + 1.0) * slope)
+    u = _with_offset(u)
+    dg = tl.where(gate > _CLAMP_LIMIT, 0.0, da * u * slope)
     du = tl.where(tl.abs(up) > _CLAMP_LIMIT, 0.0, da * value)
-    return (u + 1.0) * value, dg, du
+    return u * value, dg, du
+
+
+@cache
+def _clamped_with(clamp: Clamp):
+    """`swiglu_clamped` and its derivative, compiled with other constants than those of gpt-oss."""
+    constants = {f"_CLAMP_{name.upper()}": tl.constexpr(v) for name, v in clamp._asdict().items()}
+    scope = globals() | constants
+    for template in (_clamped, _with_offset, swiglu_clamped, swiglu_clamped_backward):
+        code = template.fn.__code__
+        scope[code.co_name] = triton.jit(FunctionType(code, scope, code.co_name))
+    return scope["swiglu_clamped"], scope["swiglu_clamped_backward"]
 
 
 # --- lookup ---------------------------------------------------------------------------------------
@@ -234,11 +259,16 @@ _FORWARD_AND_BACKWARD = {
 }
 
 
+def _functions_of(activation: ActivationType):
+    found = _FORWARD_AND_BACKWARD.get(activation)
+    return found or _clamped_with(activation.clamp)
+
+
 def value_of(activation: ActivationType):
     """f of an activation, for kernels of the forward pass."""
-    return _FORWARD_AND_BACKWARD[activation][0]
+    return _functions_of(activation)[0]
 
 
 def derivative_of(activation: ActivationType):
     """df of an activation, for kernels of the backward pass."""
-    return _FORWARD_AND_BACKWARD[activation][1]
+    return _functions_of(activation)[1]

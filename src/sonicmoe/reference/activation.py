@@ -6,10 +6,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ..enums import ActivationType
+from ..enums import ActivationType, Clamp
 
-CLAMP_LIMIT = 7.0  # gpt-oss: gate at most 7, up within ±7
-CLAMP_ALPHA = 1.702  # gpt-oss: the gate's sigmoid is σ(1.702 g)
+CLAMP_LIMIT = Clamp().limit  # gpt-oss: gate at most 7, up within ±7
 
 
 def _erf_gelu_slope(g: torch.Tensor) -> torch.Tensor:
@@ -60,11 +59,13 @@ def join_gate_up(gate: torch.Tensor, up: torch.Tensor, gate_up: str) -> torch.Te
     return torch.stack([gate, up], dim=-1).flatten(-2)
 
 
-def _clamped(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _clamped(
+    gate: torch.Tensor, up: torch.Tensor, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The slope at a limit is one, as in the kernels; of PyTorch's clamp it is zero since 2.15."""
-    gate = torch.where(gate > CLAMP_LIMIT, CLAMP_LIMIT, gate)
-    up = torch.where(up > CLAMP_LIMIT, CLAMP_LIMIT, up)
-    return gate, torch.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up)
+    gate = torch.where(gate > limit, limit, gate)
+    up = torch.where(up > limit, limit, up)
+    return gate, torch.where(up < -limit, -limit, up)
 
 
 def activate(z: torch.Tensor, activation: ActivationType, gate_up: str) -> torch.Tensor:
@@ -72,9 +73,10 @@ def activate(z: torch.Tensor, activation: ActivationType, gate_up: str) -> torch
     if not activation.is_gated:
         return _UNARY[activation.value][0](z)
     gate, up = split_gate_up(z, gate_up)
-    if activation is ActivationType.SWIGLU_CLAMPED:
-        gate, up = _clamped(gate, up)
-        return (up + 1) * gate * torch.sigmoid(CLAMP_ALPHA * gate)
+    if activation.clamp:
+        limit, alpha, offset = activation.clamp
+        gate, up = _clamped(gate, up, limit)
+        return (up + offset) * gate * torch.sigmoid(alpha * gate)
     return _UNARY[_GATE[activation]][0](gate) * up
 
 
@@ -85,11 +87,12 @@ def activate_backward(
     if not activation.is_gated:
         return _UNARY[activation.value][1](z) * da
     gate, up = split_gate_up(z, gate_up)
-    if activation is ActivationType.SWIGLU_CLAMPED:
-        g, u = _clamped(gate, up)
-        s = torch.sigmoid(CLAMP_ALPHA * g)
-        d_gate = (u + 1) * s * (1 + CLAMP_ALPHA * g * (1 - s)) * (gate <= CLAMP_LIMIT)
-        d_up = g * s * (up.abs() <= CLAMP_LIMIT)
+    if activation.clamp:
+        limit, alpha, offset = activation.clamp
+        g, u = _clamped(gate, up, limit)
+        s = torch.sigmoid(alpha * g)
+        d_gate = (u + offset) * s * (1 + alpha * g * (1 - s)) * (gate <= limit)
+        d_up = g * s * (up.abs() <= limit)
     else:
         value, slope = _UNARY[_GATE[activation]]
         d_gate, d_up = slope(gate) * up, value(gate)

@@ -1,0 +1,124 @@
+"""PEFT: LoRA on the experts of a transformers model through `lora_experts`.
+
+PEFT wraps the experts once for each parameter in `target_parameters`. Its own forward pass adds
+scale·B·A to the weights of all experts at every call. `use_lora_experts(model)` replaces that
+forward pass; parameters, configuration, saving, loading and merging stay PEFT's.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import ParamWrapper
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ..errors import bad_argument
+from .lora import LowRank
+from .transformers import experts_forward, register
+
+_NAME = "sonicmoe_experts"
+
+
+def use_lora_experts(model: nn.Module) -> int:
+    """Run the LoRA adapters of a PEFT model's experts through `lora_experts`; returns the layers.
+
+    Call it after `get_peft_model` or `PeftModel.from_pretrained`. The model's experts run by our
+    implementation from then on, also where adapters are disabled or merged. Any number of active
+    adapters, on one or both weights. With another `experts_implementation`, PEFT's own forward
+    pass runs again.
+    """
+    register(_NAME)
+    inner = {id(m.base_layer) for m in model.modules() if isinstance(m, ParamWrapper)}
+    outer = [m for m in model.modules() if isinstance(m, ParamWrapper) and id(m) not in inner]
+    outer = [wrapper for wrapper in outer if _wraps_experts(wrapper)]
+    if not outer:
+        raise bad_argument(
+            "model",
+            "a PEFT model with LoRA on experts",
+            f"{type(model).__name__} without any",
+            "Pass target_parameters=['experts.gate_up_proj', 'experts.down_proj'] to LoraConfig.",
+        )
+    if not all(_is_ours(wrapper.get_base_layer()) for wrapper in outer):
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        base.set_experts_implementation(_NAME)
+    for wrapper in outer:
+        # Not a bound method: that could not be pickled with the model.
+        wrapper.forward = partial(_forward, wrapper)  # type: ignore[method-assign]
+    return len(outer)
+
+
+def _wraps_experts(wrapper: Any) -> bool:
+    """False for other parameters, such as a router's; a ValueError for experts unlike ours."""
+    experts = wrapper.get_base_layer()
+    if not hasattr(experts, "is_transposed"):
+        if wrapper.get_param().ndim < 3:
+            return False
+        raise bad_argument(
+            "model",
+            "LoRA on experts with transformers' experts interface",
+            type(experts).__name__,
+            "Leave this model to PEFT: do not call use_lora_experts.",
+        )
+    for name in (w.parameter_name for w in _chain(wrapper)):
+        if name not in _weights(experts):
+            raise bad_argument(
+                "target_parameters",
+                f"{' and '.join(_weights(experts))} of {type(experts).__name__}",
+                name,
+                "Leave it out of target_parameters.",
+            )
+    return True
+
+
+def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """In place of `ParamWrapper.forward` of the outermost wrapper of the experts."""
+    experts = self.get_base_layer()
+    wrappers = list(_chain(self))
+    plain = self.disable_adapters or any(w.merged for w in wrappers)
+    if plain or kwargs.get("adapter_names") or not _is_ours(experts):
+        return ParamWrapper.forward(self, x, *args, **kwargs)
+    self._check_forward_args(x, *args, **kwargs)
+    found = {w.parameter_name: _low_rank(w) for w in wrappers}
+    first, second = _weights(experts)
+    return experts(x, *args, **kwargs, lora1=found.get(first), lora2=found.get(second))
+
+
+def _chain(wrapper: Any) -> Iterator[Any]:
+    """The wrappers of one experts module, from the outside."""
+    while isinstance(wrapper, ParamWrapper):
+        yield wrapper
+        wrapper = wrapper.base_layer
+
+
+def _weights(experts: Any) -> tuple[str, str]:
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def _is_ours(experts: Any) -> bool:
+    return ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation) is experts_forward
+
+
+def _low_rank(wrapper: Any) -> LowRank | None:
+    """The sum of the active adapters: one of as many ranks as all of them together."""
+    weight, number = wrapper.get_param(), wrapper.num_experts
+    if isinstance(weight, DTensor) or len(weight) != number:
+        raise bad_argument(
+            wrapper.parameter_name,
+            f"the weights of all {number} experts of its adapter",
+            f"{type(weight).__name__} {tuple(weight.shape)}",
+            "Expert and tensor parallelism run by PEFT: do not call use_lora_experts.",
+        )
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if not names:
+        return None
+    factors = [LowRank(wrapper.lora_A[n].weight, wrapper.lora_B[n].weight) for n in names]
+    scales = [wrapper.scaling[n] for n in names]
+    if len(names) == 1:
+        return factors[0]._replace(scale=scales[0])
+    a = torch.cat([f.a.view(number, -1, f.a.shape[1]) for f in factors], dim=1)
+    b = torch.cat([scale * f.b for scale, f in zip(scales, factors, strict=True)], dim=1)
+    return LowRank(a.flatten(0, 1), b)

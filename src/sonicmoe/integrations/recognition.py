@@ -1,0 +1,151 @@
+"""Which of our activations an experts module of transformers computes.
+
+Found by evaluating the module's gate on a grid of numbers, not by its name: models override
+`_apply_gate`, and two with the same `hidden_act` may clamp differently.
+"""
+
+import math
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..enums import ActivationType
+from ..errors import bad_argument
+from ..reference.activation import activate, join_gate_up
+
+_REMEDY = "Load this model with experts_implementation='grouped_mm'."
+_FAR = 1e6  # beyond every limit that a gate may have
+_BY_VALUE = {a.value: a for a in ActivationType}
+_known: "WeakKeyDictionary[nn.Module, _Known]" = WeakKeyDictionary()
+
+
+def activation_of(module: Any) -> ActivationType:
+    """The activation of an experts module of transformers; a ValueError if we do not have it."""
+    if torch.compiler.is_compiling():
+        return _activation_while_compiling(module)
+    known = _known.get(module)
+    if known is None or known.state != _state(module, *known.names):
+        known = _Known(module)
+        if known.cacheable:
+            _known[module] = known
+    return known.activation
+
+
+def gate_up_of(module: Any) -> str:
+    """The order of gate and up columns, as `experts` takes it."""
+    return "concatenated" if module.is_concatenated else "interleaved"
+
+
+class _Known:
+    """The activation of a module, and everything that it was recognised from."""
+
+    def __init__(self, module: Any) -> None:
+        self.activation = ActivationType(_recognise(*_evaluated(module)))
+        own, act_fn = vars(module), _act_fn(module)
+        self.names = (
+            [name for name, value in own.items() if isinstance(value, (int, float))],
+            [name for name, value in _vars(act_fn).items() if not isinstance(value, (dict, set))],
+        )
+        self.state = _state(module, *self.names)
+        # A function of the module itself may refer to it, and would keep it alive; what a closure
+        # and modules within `act_fn` depend on is not in the state.
+        self.cacheable = (
+            "_apply_gate" not in own
+            and getattr(act_fn, "__closure__", None) is None
+            and not getattr(act_fn, "_modules", None)
+        )
+
+
+def _state(module: Any, names: list[str], act_fn_names: list[str]) -> tuple:
+    """Class, gate, `act_fn`, and the attributes of both that can change what they compute."""
+    own, kind, act_fn = vars(module), type(module), _act_fn(module)
+    of_act_fn = _vars(act_fn)
+    return (
+        kind, getattr(kind, "_apply_gate", None), act_fn,
+        len(own), [own.get(name) for name in names],
+        len(of_act_fn), [of_act_fn.get(name) for name in act_fn_names],
+    )  # fmt: skip
+
+
+def _act_fn(module: Any) -> Any:
+    return getattr(module, "act_fn", None)
+
+
+def _vars(thing: Any) -> dict[str, Any]:
+    return getattr(thing, "__dict__", {})
+
+
+def _activation_while_compiling(module: Any) -> ActivationType:
+    """Let Dynamo trace the gate: it then guards everything that the gate reads, and compiles again
+    when that changes. Nobody uses the traced operations, so none is left in the compiled graph."""
+    for part in module.modules():
+        for name in _names_in_methods(type(part)).split():
+            value = getattr(part, name, None)
+            if isinstance(value, float):
+                value.hex()  # a float that has changed is guarded by its value only if asked for it
+    # `ActivationType(value)` of a constant result is an error in PyTorch 2.11.
+    return _BY_VALUE[_recognise(*_evaluated(module))]
+
+
+@torch.compiler.assume_constant_result
+def _names_in_methods(kind: type) -> str:
+    """Every name that a method of `kind` uses: among them all attributes that its gate reads.
+
+    Dynamo in PyTorch 2.11 cannot iterate over the attributes of a module.
+    """
+    own = [c for c in kind.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    methods = [f for c in own for f in vars(c).values() if hasattr(f, "__code__")]
+    return " ".join(sorted({name for f in methods for name in f.__code__.co_names}))
+
+
+def _evaluated(module: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool, str, str]:
+    """Points z, and what the module computes of them; None if it has parameters for that."""
+    act_fn = _act_fn(module)
+    z = torch.linspace(-12, 12, 49, dtype=torch.float64, device="cpu")
+    z = F.pad(F.pad(z, (1, 0), value=-_FAR), (0, 1), value=_FAR)
+    if module.has_gate:
+        gate, up = torch.cartesian_prod(z, z).T
+        z = join_gate_up(gate, up, gate_up_of(module))
+    z, wanted = z[None], None
+    if not isinstance(act_fn, nn.Module) or not [*act_fn.parameters(), *act_fn.buffers()]:
+        wanted = module._apply_gate(z) if module.has_gate else act_fn(z)
+    return z, wanted, module.has_gate, gate_up_of(module), type(module).__name__
+
+
+@torch.compiler.assume_constant_result  # runs while Dynamo traces, on the values of the tensors
+def _recognise(
+    z: torch.Tensor, wanted: torch.Tensor | None, gated: bool, gate_up: str, name: str
+) -> str:
+    """The value of the activation that makes `wanted` of z."""
+    ours = [a for a in ActivationType if a.is_gated == gated]
+    clamped = [] if wanted is None or not gated else _clamped(wanted)
+    for activation in ours + clamped:
+        got = activate(z, activation, gate_up)
+        if wanted is None or wanted.shape != got.shape:
+            continue
+        if torch.allclose(got, wanted, rtol=1e-6, atol=1e-6):
+            _BY_VALUE[activation.value] = activation
+            return activation.value
+    names = [a.name for a in ours] + ["clamped SwiGLU"] * gated
+    expected = "an activation among " + ", ".join(names)
+    raise bad_argument("experts", expected, f"another one in {name}", _REMEDY)
+
+
+def _clamped(wanted: torch.Tensor) -> list[ActivationType]:
+    """The clamped SwiGLU that `wanted` may be; the caller compares the rest of the grid.
+
+    With gate and up below the limit it is (up + offset) · h, where h = gate · σ(alpha · gate).
+    """
+    zero, half, last = 25, 26, -1  # the places of 0, 0.5 and _FAR
+    at = wanted.view(51, 51)[half].tolist() if wanted.numel() == 51 * 51 else [0.0]
+    h = 2 * (at[half] - at[zero]) if len(at) == 51 else 0.0
+    if not 0 < h < 0.5:
+        return []
+    constants = at[last] / h - at[zero] / h, 2 * math.log(2 * h / (1 - 2 * h)), at[zero] / h
+    limit, alpha, offset = (float(f"{c:.9g}") for c in constants)  # 10.0, not 9.9999999999999
+    if not 0 < limit < _FAR:
+        return []
+    return [ActivationType.clamped_swiglu(limit, alpha=alpha, offset=offset)]
