@@ -2,6 +2,8 @@
 
 from enum import Enum
 
+LIBRARY_NAME = "sonicmoe"  # for callers of the published package
+
 
 class KernelBackendMoE(Enum):
     """Which implementation computes the layer.

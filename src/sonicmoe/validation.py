@@ -108,6 +108,18 @@ def check_activation(activation: ActivationType) -> None:
         )  # fmt: skip
 
 
+def parse_activation(activation_type: ActivationType | str) -> ActivationType:
+    """The activation of that value, e.g. "swiglu": the published functions accept both."""
+    if isinstance(activation_type, ActivationType):
+        return activation_type
+    values = [a.value for a in ActivationType]
+    if activation_type in values:
+        return ActivationType(activation_type)
+    expected = f"an ActivationType or one of {', '.join(values)}"
+    remedy = "Import it: from sonicmoe.enums import ActivationType."
+    raise bad_argument("activation_type", expected, repr(activation_type), remedy)
+
+
 def check_gate_up(gate_up: str) -> None:
     if gate_up not in LAYOUTS:
         raise bad_argument(
