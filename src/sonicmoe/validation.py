@@ -1,5 +1,8 @@
 """Every check of a caller's arguments. No check waits for values on a GPU: see `nan_unless`."""
 
+import os
+from pathlib import Path
+
 import torch
 
 from .enums import ActivationType
@@ -42,6 +45,16 @@ def _interpreting() -> bool:
     except ImportError:
         return False
     return bool(triton.knobs.runtime.interpret)
+
+
+def check_writable(argument: str, folder: Path) -> None:
+    """Files can be written to `folder`, which need not exist yet."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise bad_argument(argument, "a folder", f"the file {existing}", "Name another folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        expected, got = "a folder that can be written to", f"{existing}, which cannot"
+        raise bad_argument(argument, expected, got, "Name another, or change its permissions.")
 
 
 def check_num_experts(num_experts: int, name: str = "num_experts") -> None:

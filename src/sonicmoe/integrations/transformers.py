@@ -11,12 +11,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from ..enums import ActivationType
 from ..errors import bad_argument
+from ..extras import missing
 from ..functional import experts
 from ..reference.activation import activate, join_gate_up
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+except ImportError as error:
+    raise missing("transformers", "sonicmoe.integrations.transformers") from error
 
 _REMEDY = "Load this model with experts_implementation='grouped_mm'."
 # While compiling, `ActivationType(value)` of a constant result is an error in PyTorch 2.11.
