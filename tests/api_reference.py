@@ -15,7 +15,7 @@ DOCUMENT = TESTS.parent / "docs" / "api.md"
 PACKAGE = TESTS.parent / "src" / "sonicmoe"
 USAGE: dict[str, Any] = tomllib.loads((TESTS / "api_usage.toml").read_text())
 MODULES = (
-    "sonicmoe", "enums", "routing", "distributed", "integrations.transformers",
+    "sonicmoe", "enums", "routing", "watch", "distributed", "integrations.transformers",
     "integrations.lora", "integrations.checkpointing", "integrations.torchtitan",
 )  # fmt: skip
 BEGINNING = """\

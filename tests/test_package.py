@@ -34,6 +34,7 @@ def test_public_names_are_frozen():
         "moe_general_routing_inputs",
         "topk_scores",
         "warmup",
+        "watch",
     ]
     assert all(hasattr(sonicmoe, name) for name in sonicmoe.__all__)
 
