@@ -3,10 +3,13 @@
 import argparse
 import json
 import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_package import in_fresh_python
 
 import sonicmoe
 from sonicmoe import cli, cost, extras
@@ -205,3 +208,42 @@ def test_a_missing_package_comes_with_its_oldest_version(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(extras.MissingExtra, match=r"pip install 'tokenizers>=0\.20'"):
         extras.need("tokenizers", "Training on text")
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_extra_names_the_oldest_version_that_works():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in ("train", "bench", "hf", "titan"):
+        assert all(">=" in need for need in project["optional-dependencies"][extra]), extra
+
+
+@pytest.mark.parametrize("package", ["transformers", "torchtitan"])
+def test_an_integration_without_its_framework_says_what_to_install(package):
+    """Also where it is too old to have what is imported from it."""
+    program = f"""
+        import sys, types
+        sys.modules["{package}"] = types.ModuleType("{package}")
+        try:
+            import sonicmoe.integrations.{package}
+        except ImportError as error:
+            print(error)
+    """
+    said = in_fresh_python(program)
+    assert said.startswith(f"sonicmoe.integrations.{package} needs {package}")
+    assert f"pip install '{package}" in said
+
+
+def test_documents_install_from_a_clone_and_say_where_torchtitan_runs():
+    documents = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    documents["README.md"] = (ROOT / "README.md").read_text()
+    assert [name for name, text in documents.items() if "pip install 'sonicmoe[" in text] == []
+    for name in ("README.md", "integrations.md"):
+        before = documents[name].partition("-m torchtitan.train")[0]
+        assert "a clone of it" in before, name
+
+
+def test_the_workflow_runs_what_developers_run():
+    text = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    assert "- run: make test" in text and "pull_request:" in text

@@ -121,6 +121,7 @@ def options_of(args: argparse.Namespace, **more) -> "Options":
     import torch
 
     from .inputs import ROUTINGS
+    from .results import RESULTS
     from .run import Options
     from .timing import is_cuda
 
@@ -130,6 +131,8 @@ def options_of(args: argparse.Namespace, **more) -> "Options":
             known = f"one of {', '.join(ROUTINGS)}"
             raise bad_argument("--routing", known, repr(routing), "Choose one.")
     selected_cases(args)
+    if more.get("check"):
+        check_writable("--results", args.results or RESULTS)
     dtype = args.dtype or ("bfloat16" if is_cuda(args.device) else "float32")
     options = {"dtype": getattr(torch, dtype), "concatenated": args.gate_up == "concatenated"}
     return Options(device=args.device, **options, **more)
@@ -163,8 +166,6 @@ def run_bench(args: argparse.Namespace) -> int:
         print(table(("case", "T,H,I,E,K", "activation", "router", "note"), rows))
         return 0
     options = options_of(args, check=not args.no_verify, kernels=args.kernels)
-    if options.check:
-        check_writable("--results", args.results or results.RESULTS)
     only_extras = _only_extras(args)
     origin = results.provenance(args.device, command(args), args.commit)
     failures: list[str] = []
