@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import sys
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +159,46 @@ def test_transformers(name, implementation):
         want = layer.topk(k).indices.flatten().bincount(minlength=layer.shape[1])
         assert torch.equal(load.rows, want)
     assert all("layers." in layer for layer in loads)
+
+
+FFN = {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
+ATTENTION = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Llama4Text": {"num_local_experts": 4, "interleave_moe_layer_step": 1, "pad_token_id": 0},
+    "Dbrx": {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 32},
+    "JetMoe": {"num_local_experts": 4, "num_key_value_heads": 1, "kv_channels": 16},
+    "LongcatFlash": {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "num_layers": 2},
+}
+OTHERS["Llama4Text"] |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 16}
+OTHERS["Dbrx"] |= {"ffn_config": FFN, "attn_config": ATTENTION}
+SAYS = {  # the rows of each expert, in what the router returns
+    "Llama4Router": lambda output: (output[0] > 0).sum(0).tolist(),
+    "JetMoeTopKGating": lambda output: output[3],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_transformers_without_the_experts_interface(name):
+    """Each layer counts K rows a token, and what Llama-4's and JetMoE's routers say they chose."""
+    transformers = pytest.importorskip("transformers", reason="comes with the extra 'test'")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16, "num_experts_per_tok": 2}
+    sizes = (sizes if name != "Dbrx" else {}) | {"vocab_size": 64} | OTHERS[name]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model, said = transformers.AutoModelForCausalLM.from_config(config), {}
+
+    def note(path, module, args, output):
+        said[path] = SAYS[type(module).__name__](output)
+
+    for path, module in model.named_modules():
+        if type(module).__name__ in SAYS:
+            module.register_forward_hook(partial(note, path))
+    watch = sonicmoe.watch(model)
+    model(input_ids=torch.randint(1, 64, (2, 16)))
+    loads = watch.read()
+    assert {int(load.rows.sum()) for load in loads.values()} == {2 * 2 * 16}
+    assert all(loads[path].rows.tolist() == rows for path, rows in said.items())
+    assert bool(said) == (name in ("Llama4Text", "JetMoe"))
 
 
 def test_gradient_checkpointing_of_transformers():

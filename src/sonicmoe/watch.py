@@ -1,9 +1,11 @@
 """How evenly tokens spread over the experts of a model, per layer, while it trains.
 
 Hooks count the rows of each expert on the device; nothing waits for it until `Watch.read`. Layers
-are ours (`MoE`) and those of transformers that have its experts interface.
+are ours (`MoE`) and those of transformers: experts that receive the choice as `top_k_index`, or
+routers that return their logits last.
 """
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -14,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from . import ops
 from .errors import bad_argument
 from .extras import need
 from .moe import MoE
+from .routing import Routing
 from .shapes import check_size
 from .validation import check_writable, resolve_backend
 
@@ -77,15 +81,10 @@ class Watch:
         self.writers, self.every, self.all_reduce = writers, every, all_reduce
         self.steps = 0
         self._rows: dict[str, torch.Tensor] = {}
-        self._hooks = [
-            layer.register_forward_pre_hook(partial(self._before_experts, name), with_kwargs=True)
-            if before
-            else layer.register_forward_hook(partial(self._after_router, name))
-            for name, layer, before in _layers(model)
-        ]
+        self._hooks = [self._hook(*layer) for layer in _layers(model)]
         if not self._hooks:
-            expected = "a model with sonicmoe.MoE or the experts of transformers in it"
-            remedy = "Models of transformers without its experts interface cannot be watched."
+            expected = "a model with sonicmoe.MoE or experts of transformers in it"
+            remedy = "Its experts must receive top_k_index, or its routers return their logits."
             raise bad_argument("model", expected, type(model).__name__, remedy)
 
     def read(self) -> dict[str, Load]:
@@ -124,12 +123,22 @@ class Watch:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _after_router(self, name: str, router: nn.Module, args: tuple, routing: Any) -> None:
-        self._count(name, routing.ids, routing.logits.shape[1])
+    def _hook(self, name: str, layer: nn.Module) -> RemovableHandle:
+        if _receives_ids(layer):
+            hook = partial(self._before_experts, name, _num_experts(layer))
+            return layer.register_forward_pre_hook(hook, with_kwargs=True)
+        return layer.register_forward_hook(partial(self._after_router, name))
 
-    def _before_experts(self, name: str, experts: Any, args: tuple, kwargs: dict) -> None:
+    def _after_router(self, name: str, router: Any, args: tuple, output: Any) -> None:
+        if isinstance(output, Routing):
+            self._count(name, output.ids, output.logits.shape[1])
+        else:
+            logits = output[-1].detach()
+            self._count(name, logits.topk(router.top_k, dim=-1).indices, logits.shape[-1])
+
+    def _before_experts(self, name: str, experts: int, module, args: tuple, kwargs: dict) -> None:
         ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        self._count(name, ids, experts.num_experts)
+        self._count(name, ids, experts)
 
     @torch.no_grad()
     def _count(self, name: str, ids: torch.Tensor, experts: int) -> None:
@@ -141,13 +150,31 @@ class Watch:
         self._rows[name] += counts
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Name of each layer, the module to hook, and whether the ids are an argument of it."""
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name of each layer, and the module to hook: its experts, or its router."""
     for name, module in model.named_modules():
+        kind = type(module)
         if isinstance(module, MoE):
-            yield name or type(module).__name__, module.routing, False
-        elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-            yield name, module, True
+            yield name or kind.__name__, module.routing
+        elif _receives_ids(module):
+            yield name, module
+        elif kind.__name__.endswith(("Router", "Gating")) and hasattr(module, "top_k"):
+            siblings = model.get_submodule(name.rpartition(".")[0]).children()
+            if not any(_receives_ids(sibling) for sibling in siblings):
+                yield name, module
+
+
+def _receives_ids(module: nn.Module) -> bool:
+    return "top_k_index" in inspect.signature(type(module).forward).parameters
+
+
+def _num_experts(experts: nn.Module) -> int:
+    """Of experts of transformers, where models differ in the name."""
+    for name in ("num_experts", "total_experts", "num_local_experts", "n_routed_experts"):
+        if isinstance(found := getattr(experts, name, None), int):
+            return found
+    remedy = "Call watch on the layers one by one, without this one."
+    raise bad_argument("model", "experts with num_experts", type(experts).__name__, remedy)
 
 
 class JsonLines:
