@@ -1,6 +1,7 @@
 """What someone meets who types `sonicmoe` for the first time: help, and errors of one line."""
 
 import argparse
+import importlib.metadata
 import json
 import sys
 import tomllib
@@ -201,7 +202,7 @@ def test_gpus_have_the_same_names_everywhere(capsys):
 
 def test_a_missing_package_comes_with_its_oldest_version(monkeypatch):
     declared = ["torch>=2.11", 'tokenizers>=0.20; extra == "train"', 'rich; extra == "bench"']
-    monkeypatch.setattr(extras.importlib.metadata, "requires", lambda name: declared)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: declared)
     assert extras.requirement("tokenizers") == "tokenizers>=0.20"
     assert extras.requirement("rich") == "rich"
     assert extras.requirement("datasets") == "datasets"

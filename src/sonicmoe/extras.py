@@ -1,7 +1,6 @@
 """Optional packages: imported where they are used, with a remedy where they are missing."""
 
 import importlib
-import importlib.metadata
 import re
 from types import ModuleType
 
@@ -26,6 +25,8 @@ def missing(package: str, purpose: str) -> MissingExtra:
 
 def requirement(package: str) -> str:
     """`package` with the oldest version that the extras of this package accept, if they name it."""
+    import importlib.metadata  # 20 ms that only an error needs
+
     try:
         declared = importlib.metadata.requires("sonicmoe") or []
     except importlib.metadata.PackageNotFoundError:  # a source tree that was not installed
