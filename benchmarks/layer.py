@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from research import layer, peers
+from research import layer, peers, published
 from research.energy import Board
 
 from sonicmoe.bench import cli, results
@@ -26,13 +26,16 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     cli.add_device(parser)
     cli.add_results(parser)
     parser.add_argument(
-        "--peers", nargs="*", metavar="NAME",
+        "--peers",
+        nargs="*",
+        metavar="NAME",
         help="grouped_mm, scattermoe; default: all that can be imported",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--sonicmoe-path", metavar="FOLDER",
-        help="folder with the published sonic-moe, which runs in its own process",
-    )  # fmt: skip
+        "--sonicmoe-path",
+        metavar="FOLDER",
+        help=f"the published sonic-moe, run in its own process. To build it: {published.BUILD}",
+    )
     parser.add_argument(
         "--energy", action="store_true", help="power and energy of each GEMM instead of times"
     )
@@ -53,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
         cli.check_apart_from_times(args, "--energy", ("kernels", "peers", "sonicmoe_path"))
         Board(args.device)  # fails now rather than after the first case
         return cli.finish(cli.measure_cases(args, options, origin, layer.energy_case))
+    if args.sonicmoe_path:
+        published.find(args.sonicmoe_path)  # fails now rather than after the first case
     measure = functools.partial(bench_case, peers=layer.with_peers(names, args.sonicmoe_path))
     return cli.finish(cli.measure_cases(args, options, origin, measure))
 

@@ -116,7 +116,6 @@ WRONG = {
     "grouped scores short": (_grouped, {"scores": torch.rand(T - 1)}, "scores", "(5,)"),
     "published pairs of other length": (
         _general, {"token_indices": torch.zeros(4, dtype=long)}, "token_indices", "(4,)"),
-    "published E": (_general, {"E": 5}, "E", "5"),
     # counts and offsets
     "counts too short": (_grouped, {"counts": torch.ones(3, dtype=long)}, "counts", "(3,)"),
     "counts as offsets": (_grouped, {"counts": torch.ones(5, dtype=long)}, "counts", "(5,)"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sonicmoe import MoE, functional, routing
+from sonicmoe import MoE, layer, routing
 from sonicmoe.launch import grouped_gemm, memory
 from sonicmoe.launch import routing as launch_routing
 from sonicmoe.launch import token_rounding as launch_token_rounding
@@ -46,7 +46,7 @@ def host_alone(monkeypatch):
 
     for module in (grouped_gemm, launch_routing, launch_token_rounding):
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
-    for module in (functional, losses, sigmoid, token_rounding):
+    for module in (layer, losses, sigmoid, token_rounding):
         monkeypatch.setattr(module, "resolve_backend", lambda backend, x: "triton")
     # What no kernel writes may serve as an index further on.
     monkeypatch.setattr(
@@ -71,5 +71,5 @@ def test_sorted_rows_read_nothing(host_alone):
     w1, w2 = torch.randn(4, 64, 16), torch.randn(4, 16, 32)
     rows = torch.randn(30, 16, requires_grad=True)
     with ValuesStayOnTheDevice():
-        out = functional.grouped_experts(rows, torch.tensor([3, 0, 20, 1]), w1, w2)
+        out = layer.grouped_experts(rows, torch.tensor([3, 0, 20, 1]), w1, w2)
         torch.autograd.grad(out, rows, torch.ones_like(out))

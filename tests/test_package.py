@@ -34,6 +34,7 @@ def test_public_names_are_frozen():
         "moe_general_routing_inputs",
         "topk_scores",
         "warmup",
+        "watch",
     ]
     assert all(hasattr(sonicmoe, name) for name in sonicmoe.__all__)
 
@@ -129,12 +130,14 @@ def test_import_patches_nothing():
 
 
 def test_import_is_quick():
-    """At most half a second beside torch; the best of three, since the machine is shared."""
+    """At most half of what torch takes, in CPU time, whatever else the machine does."""
     program = """
-        from time import perf_counter
-        start = perf_counter()
+        from time import process_time
+        start = process_time()
+        import torch
+        half = process_time()
         import sonicmoe
-        print(perf_counter() - start)
+        print((process_time() - half) / (half - start))
     """
     assert min(float(in_fresh_python(program)) for _ in range(3)) <= 0.5
 

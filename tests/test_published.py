@@ -8,8 +8,9 @@ from helpers import Case, compare, make_inputs, plain, run
 
 import sonicmoe
 from sonicmoe import ActivationType
-from sonicmoe.enums import is_glu
+from sonicmoe.enums import LIBRARY_NAME, is_glu
 from sonicmoe.reference import layer as reference
+from sonicmoe.validation import parse_activation
 
 CASE = Case("30,16,8,5,2", torch.float32, bias=True, activation=ActivationType.GEGLU)
 
@@ -35,6 +36,32 @@ def test_names_of_activations():
     published = ["SWIGLU", "GEGLU", "REGLU", "RELU_SQ", "RELU", "GELU", "SILU"]
     gated = [is_glu(ActivationType[name]) for name in published]
     assert gated == [True, True, True, False, False, False, False]
+
+
+def test_activations_by_value():
+    assert all(parse_activation(a.value) is parse_activation(a) is a for a in ActivationType)
+    for wrong in ("SwiGLU", 3, None):
+        with pytest.raises(ValueError, match=r"activation_type: expected .+swiglu.+, got .+\. "):
+            parse_activation(wrong)
+
+
+def test_callers_may_pass_a_string_and_any_number_of_experts():
+    given = make_inputs(CASE)
+    token = torch.arange(30).repeat_interleave(2)
+    pairs = given.x, given.scores.flatten(), token, given.ids.flatten()
+    w1, w2 = _views(given.w1, given.w2)
+    rest = w1, given.b1, w2, given.b2
+    want, _ = sonicmoe.moe_general_routing_inputs(*pairs, *rest, 5, None, CASE.activation)
+    got, _ = sonicmoe.moe_general_routing_inputs(*pairs, *rest, 99, None, "geglu")
+    assert torch.equal(got, want)
+    router = torch.randn(5, 16)
+    want, *_ = sonicmoe.moe_TC_softmax_topk_layer(given.x, router, *rest, 2, None, CASE.activation)
+    got, *_ = sonicmoe.moe_TC_softmax_topk_layer(given.x, router, *rest, 2, None, "geglu")
+    assert torch.equal(got, want)
+
+
+def test_name_of_the_library():
+    assert LIBRARY_NAME == "sonicmoe"
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

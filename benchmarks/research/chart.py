@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sonicmoe.bench.candidates import OURS
 from sonicmoe.bench.results import Record
-from sonicmoe.train.extras import need
+from sonicmoe.extras import need
 
 from . import kept
 

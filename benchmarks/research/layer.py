@@ -67,7 +67,8 @@ def _published(
     except Failed as why:
         print(f"{case.name}: published package: {why}", file=sys.stderr)
         return
-    record: Record = {"candidate": PUBLISHED, "router": "in"} | found
+    record: Record = {"candidate": PUBLISHED, "router": "in", "version": package.version}
+    record |= found
     yield Entry(record, Timers(package.forward, package.both))
 
 

@@ -6,6 +6,7 @@ folder the user names, and our own modules are imported as `instruments.*`.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 NAME = "published"
+BUILD = (
+    "pip install --target FOLDER --no-deps sonic-moe==0.1.2.post1 quack-kernels==0.3.11 "
+    "nvidia-cutlass-dsl==4.4.2 nvidia-cutlass-dsl-libs-base==4.4.2 apache-tvm-ffi "
+    "torch-c-dlpack-ext einops"
+)
 TIMEOUT_S = 580  # its first call compiles and benchmarks for minutes
 _ANSWER = "answer: "  # begins the lines that are for us; the package may print others
 
@@ -23,14 +29,50 @@ class Failed(Exception):
     """The package cannot be measured; the message says why."""
 
 
+def find(folder: str | Path) -> tuple[Path, str]:
+    """Where the published package lies, and its version; ValueError if `folder` has another one."""
+    for place in map(Path, _search_path(str(Path(folder).resolve())).split(os.pathsep)):
+        package = place / "sonicmoe"
+        if (package / "__init__.py").is_file():
+            version = _published_version(place)
+            if version is None:
+                raise _not_published(f"another sonicmoe in {place}")
+            return package.resolve(), version
+    raise _not_published(f"no sonicmoe in {folder}")
+
+
+def _published_version(place: Path) -> str | None:
+    """Of the package that pip installed, or of a clone; None where that is not `sonic-moe`."""
+    installed = sorted(path.name for path in place.glob("*.dist-info"))
+    if any(name.startswith("sonicmoe-") for name in installed):
+        return None  # this package, which overwrites files of the same name
+    for name in installed:
+        if name.startswith("sonic_moe-"):
+            return name.removeprefix("sonic_moe-").removesuffix(".dist-info")
+    files = (place / "pyproject.toml", place / "setup.py")
+    if any("sonic-moe" in file.read_text() for file in files if file.is_file()):
+        found = re.search(r'__version__ = "(.+)"', (place / "sonicmoe/__init__.py").read_text())
+        return f"{found[1]} (clone)" if found else None
+    return None
+
+
+def _not_published(got: str) -> ValueError:
+    from sonicmoe.errors import bad_argument
+
+    expected = "a folder with the published package, sonic-moe"
+    return bad_argument("--sonicmoe-path", expected, got, f"Build one with Python 3.12: {BUILD}.")
+
+
 class Published:
     """The package on the inputs of a case; each call of `forward` and `both` times it once."""
 
     def __init__(self, folder: str, case, routing: str, dtype: str, device: str = "cuda") -> None:
         import sonicmoe  # ours; in the process that is started it is the published package
 
+        package, self.version = find(folder)
         request = {
             "folder": str(Path(folder).resolve()),
+            "package": str(package),
             "source": str(Path(sonicmoe.__file__).parent),
             "routing": routing,
             "dtype": dtype,
@@ -122,9 +164,13 @@ def _subject(request: dict):
     from instruments.enums import ActivationType
     from instruments.shapes import Problem
 
+    import sonicmoe
     from sonicmoe.enums import ActivationType as TheirActivation
     from sonicmoe.functional import moe_TC_softmax_topk_layer
 
+    imported = Path(sonicmoe.__file__).resolve().parent
+    if imported != Path(request["package"]):
+        raise SystemExit(f"Python imports {imported} instead of {request['package']}")
     activation = ActivationType(request["activation"])
     problem = Problem(**request["problem"])
     case = Case(NAME, problem, activation, router=request["router"])

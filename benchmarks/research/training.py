@@ -19,11 +19,11 @@ import torch
 
 from sonicmoe.bench.results import provenance
 from sonicmoe.errors import bad_argument
+from sonicmoe.extras import MissingExtra
 from sonicmoe.train import corpus, runlog
 from sonicmoe.train.backends import check_backend
 from sonicmoe.train.compare import slug, train_each
 from sonicmoe.train.config import TrainConfig
-from sonicmoe.train.extras import MissingExtra
 from sonicmoe.train.presets import preset
 from sonicmoe.train.run import train
 

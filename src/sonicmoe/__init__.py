@@ -10,6 +10,7 @@ from .functional import (
 )
 from .moe import Experts, MoE
 from .warmup import warmup
+from .watch import watch
 
 __version__ = "0.1.0"
 
@@ -24,4 +25,5 @@ __all__ = [
     "moe_general_routing_inputs",
     "topk_scores",
     "warmup",
+    "watch",
 ]

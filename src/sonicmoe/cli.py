@@ -4,32 +4,48 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from . import __version__
 from .bench.cli import register as register_bench
+from .extras import MissingExtra
 from .train.cli import register as register_train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 1 where a check failed, 2 for bad arguments."""
+    """Run one command and return its exit status.
+
+    1: a check failed; 2: bad arguments, one line says which; 130: stopped by Ctrl-C.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     args.argv = argv
     try:
         return args.run(args) or 0
-    except ValueError as error:
-        print(f"sonicmoe {args.command}: {error}", file=sys.stderr)
-        return 2
+    except KeyboardInterrupt:
+        return _end(args, "stopped", 130)
+    except OSError as error:
+        known = error.filename is not None and error.strerror
+        return _end(args, f"{error.filename}: {error.strerror}" if known else str(error), 2)
+    except (ValueError, MissingExtra, FloatingPointError) as error:
+        return _end(args, str(error), 2)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sonicmoe", description="Mixture-of-Experts layers for GPUs."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+def _end(args: argparse.Namespace, message: str, status: int) -> int:
+    print(f"sonicmoe {args.command}: {message}", file=sys.stderr)
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of every command; each sets `run` to a function of the parsed arguments."""
+    about = "Mixture-of-Experts layers for GPUs: measure them, and train language models with them."
+    whole = argparse.ArgumentParser(prog="sonicmoe", description=about)
+    whole.add_argument("--version", action="version", version=f"sonicmoe {__version__}")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     register_bench(commands)
     register_train(commands)
-    doctor = commands.add_parser("doctor", help="what is installed here, and what would run")
+    about = "what is installed here, and what would run"
+    doctor = commands.add_parser("doctor", help=about, description=f"Print {about}.")
     doctor.set_defaults(run=_doctor)
-    return parser
+    return whole
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ Pure Python, and the only place where these formulas stand. Sizes come as a `Pro
 the bytes of one activation or weight element (2 for bf16). Indices are int32, scores fp32 or wider.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -253,8 +254,9 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The entry of `GPUS` for a short name, or for the name that the driver reports."""
-    for key in sorted(GPUS, key=len, reverse=True):
-        if key in name.lower():
-            return GPUS[key]
+    """The entry of `GPUS` for its key in any case, or for the name that the driver reports."""
+    words = [name.lower(), *re.split(r"[^a-z0-9]+", name.lower())]
+    for word in words:
+        if word in GPUS:
+            return GPUS[word]
     raise bad_argument("gpu", f"one of {', '.join(GPUS)}", repr(name), "Add a row to cost.GPUS.")

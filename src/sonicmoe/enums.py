@@ -7,6 +7,8 @@ from typing import NamedTuple, cast
 
 from .errors import bad_argument
 
+LIBRARY_NAME = "sonicmoe"  # for callers of the published package
+
 
 class KernelBackendMoE(Enum):
     """Which implementation computes the layer.

@@ -3,11 +3,10 @@
 import torch
 
 from .enums import ActivationType
-from .errors import bad_argument
 from .layer import experts as experts
 from .layer import experts_and_counts, router_logits, topk_scores
 from .layer import grouped_experts as grouped_experts
-from .validation import check_integer, check_rank, check_router_dtype, check_shape
+from .validation import check_integer, check_rank, check_router_dtype, check_shape, parse_activation
 from .weights import ExpertWeights
 
 
@@ -20,7 +19,7 @@ def moe_TC_softmax_topk_layer(
     b2: torch.Tensor | None,
     K: int,
     stream_id: int | None = None,
-    activation_type: ActivationType = ActivationType.SWIGLU,
+    activation_type: ActivationType | str = ActivationType.SWIGLU,
     is_inference_mode_enabled: bool = False,
     is_softmax_over_topk: bool = True,
     norm_topk_probs: bool = False,
@@ -56,22 +55,19 @@ def moe_general_routing_inputs(
     b2: torch.Tensor | None,
     E: int,
     stream_id: int | None = None,
-    activation_type: ActivationType = ActivationType.SWIGLU,
+    activation_type: ActivationType | str = ActivationType.SWIGLU,
     is_inference_mode_enabled: bool = False,
     concat_layout: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer on a list of (token, expert, score) in any order; returns output and expert counts.
 
-    Pairs with a token outside [0, T) or an expert outside [0, E) drop out.
+    Pairs with a token outside [0, T) or an expert outside [0, E) drop out. E is not used:
+    the weights have it.
     """
     check_rank("w1", w1, "(2I, H, E)")
     for name, t in (("token_indices", token_indices), ("expert_indices", expert_indices)):
         check_integer(name, t)
         check_shape(name, t, tuple(router_scores.shape), "(pairs,), the shape of router_scores")
-    if w1.shape[-1] != E:
-        raise bad_argument(
-            "E", f"the last dimension of w1 ({w1.shape[-1]})", E, "w1 is (2I, H, E)."
-        )
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
         token, order = token_indices.flatten().sort(stable=True)
         ids = expert_indices.flatten()[order]
@@ -81,8 +77,11 @@ def moe_general_routing_inputs(
         return experts_and_counts(x, ids, scores, weights, slot_token=token)
 
 
-def _weights(w1, w2, b1, b2, activation: ActivationType, concat_layout: bool) -> ExpertWeights:
+def _weights(
+    w1, w2, b1, b2, activation: ActivationType | str, concat_layout: bool
+) -> ExpertWeights:
     check_rank("w1", w1, "(2I, H, E)")
     check_rank("w2", w2, "(H, I, E)")
     gate_up = "concatenated" if concat_layout else "interleaved"
-    return ExpertWeights(w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2, activation, gate_up)
+    w1, w2, act = w1.permute(2, 0, 1), w2.permute(2, 0, 1), parse_activation(activation)
+    return ExpertWeights(w1, w2, b1, b2, act, gate_up)

@@ -1,5 +1,8 @@
 """Every check of a caller's arguments. No check waits for values on a GPU: see `nan_unless`."""
 
+import os
+from pathlib import Path
+
 import torch
 
 from .enums import ActivationType
@@ -46,6 +49,16 @@ def _interpreting() -> bool:
     except ImportError:
         return False
     return bool(triton.knobs.runtime.interpret)
+
+
+def check_writable(argument: str, folder: Path) -> None:
+    """Files can be written to `folder`, which need not exist yet."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise bad_argument(argument, "a folder", f"the file {existing}", "Name another folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        expected, got = "a folder that can be written to", f"{existing}, which cannot"
+        raise bad_argument(argument, expected, got, "Name another, or change its permissions.")
 
 
 def check_num_experts(num_experts: int, name: str = "num_experts") -> None:
@@ -116,6 +129,18 @@ def check_activation(activation: ActivationType) -> None:
             repr(activation),
             "Import it: from sonicmoe.enums import ActivationType.",
         )
+
+
+def parse_activation(activation_type: ActivationType | str) -> ActivationType:
+    """The activation of that value, e.g. "swiglu": the published functions accept both."""
+    if isinstance(activation_type, ActivationType):
+        return activation_type
+    values = [a.value for a in ActivationType]
+    if activation_type in values:
+        return ActivationType(activation_type)
+    expected = f"an ActivationType or one of {', '.join(values)}"
+    remedy = "Import it: from sonicmoe.enums import ActivationType."
+    raise bad_argument("activation_type", expected, repr(activation_type), remedy)
 
 
 def check_gate_up(gate_up: str) -> None:

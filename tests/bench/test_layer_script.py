@@ -1,5 +1,7 @@
 """benchmarks/layer.py on the CPU: other implementations beside ours, each verified first."""
 
+from pathlib import Path
+
 import layer
 import pytest
 from research import peers
@@ -38,6 +40,14 @@ def moe_TC_softmax_topk_layer(x, router_w, w1, b1, w2, b2, K, stream, activation
 """
 
 
+def stand_in(folder, source, installed="sonic_moe-0.1.2.post1.dist-info"):
+    """A package with the published import name and, in its metadata, the published pip name."""
+    (folder / installed).mkdir(parents=True)
+    (folder / "sonicmoe").mkdir()
+    (folder / "sonicmoe" / "__init__.py").write_text(source)
+    return folder / "sonicmoe"
+
+
 @pytest.mark.parametrize("scale", [1.0, 1.1])
 def test_the_published_package_answers_from_its_own_process(tmp_path, scale):
     """A stand-in under the published names: what the folder holds is measured, if it is right."""
@@ -45,9 +55,7 @@ def test_the_published_package_answers_from_its_own_process(tmp_path, scale):
 
     from sonicmoe.bench.cases import Case
 
-    folder = tmp_path / "sonicmoe"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("print('whatever a package may print')\n")
+    folder = stand_in(tmp_path, "print('whatever a package may print')\n")
     (folder / "enums.py").write_text("ActivationType = {'SWIGLU': None}\n")
     (folder / "functional.py").write_text(STAND_IN.replace("SCALE", str(scale)))
     case = Case.of_shape("64,32,16,4,2")
@@ -66,7 +74,7 @@ def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
 
     from sonicmoe.bench.cases import Case
 
-    (tmp_path / "sonicmoe.py").write_text("raise RuntimeError('not today')\n")
+    stand_in(tmp_path, "raise RuntimeError('not today')\n")
     case = Case.of_shape("64,32,16,4,2")
     with (
         Published(str(tmp_path), case, "uniform", "float32", "cpu") as package,
@@ -80,7 +88,7 @@ def test_a_package_that_never_answers_is_given_up(tmp_path, monkeypatch):
 
     from sonicmoe.bench.cases import Case
 
-    (tmp_path / "sonicmoe.py").write_text("import time; time.sleep(60)\n")
+    stand_in(tmp_path, "import time; time.sleep(60)\n")
     monkeypatch.setattr(published, "TIMEOUT_S", 0.5)
     case = Case.of_shape("64,32,16,4,2")
     with (
@@ -88,6 +96,55 @@ def test_a_package_that_never_answers_is_given_up(tmp_path, monkeypatch):
         pytest.raises(published.Failed, match=r"no answer within 0\.5 s"),
     ):
         package.needs()
+
+
+def folder_without_it(path):
+    return path / "missing", "no sonicmoe in"
+
+
+def folder_with_this_package(path):
+    stand_in(path, "", installed="sonicmoe-0.1.0.dist-info")
+    return path, "another sonicmoe in"
+
+
+def clone_of_this_repository(path):
+    return Path(__file__).parents[2] / "src", "another sonicmoe in"
+
+
+@pytest.mark.parametrize(
+    "make", [folder_without_it, folder_with_this_package, clone_of_this_repository]
+)
+def test_another_package_is_never_measured_as_the_published_one(tmp_path, make):
+    folder, got = make(tmp_path)
+    with pytest.raises(ValueError, match=f"--sonicmoe-path: expected .+ got {got}.+--target"):
+        layer.main([*TINY, "--sonicmoe-path", str(folder)])
+
+
+def test_a_shadowed_package_is_not_measured(tmp_path):
+    """Python must import what was found: a .pth file or a finder may put another first."""
+    from research.published import Failed, Published
+
+    from sonicmoe.bench.cases import Case
+
+    stand_in(tmp_path, "__file__ = '/elsewhere/sonicmoe/__init__.py'\n")
+    (tmp_path / "sonicmoe" / "enums.py").write_text("ActivationType = {'SWIGLU': None}\n")
+    (tmp_path / "sonicmoe" / "functional.py").write_text(STAND_IN)
+    case = Case.of_shape("64,32,16,4,2")
+    with (
+        Published(str(tmp_path), case, "uniform", "float32", "cpu") as package,
+        pytest.raises(Failed, match="imports /elsewhere/sonicmoe instead of"),
+    ):
+        package.needs()
+
+
+def test_the_version_of_the_published_package_is_recorded(quick, tmp_path):
+    folder = stand_in(tmp_path / "theirs", "")
+    (folder / "enums.py").write_text("ActivationType = {'SWIGLU': None}\n")
+    (folder / "functional.py").write_text(STAND_IN.replace("SCALE", "1.0"))
+    where = ["--sonicmoe-path", str(folder.parent), "--results", str(tmp_path / "results")]
+    assert layer.main([*TINY, "--peers", *where]) == 0
+    versions = {r["candidate"]: r.get("version") for r in results.read(tmp_path / "results")}
+    assert versions == {"sonicmoe": None, "dense": None, "published": "0.1.2.post1"}
 
 
 def test_a_peer_that_breaks_between_turns_does_not_stop_us(quick, tmp_path, capsys, monkeypatch):

@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -165,6 +166,15 @@ def frozen_layer(rank: int, tokens: list[int]) -> None:
     close(_step(many, x), _step(one, x))
 
 
+def group_instead_of_a_mesh(rank: int, tokens: list[int]) -> None:
+    one = _layer()
+    many = parallelize(copy.deepcopy(one), dist.new_group([0, 1]))
+    x = torch.randn(sum(tokens), 16, dtype=torch.double)
+    want = [_step(one, x[mine(r, tokens)]) for r in range(2)]
+    close(_step(many, x[mine(rank, tokens)]), want[rank])
+    close(_gradients(many), _gradients(one))
+
+
 def bad_arguments(rank: int) -> None:
     import pytest
 
@@ -173,6 +183,8 @@ def bad_arguments(rank: int) -> None:
         parallelize(MoE(3, 1, 16, 8), mesh)
     with pytest.raises(ValueError, match="Call it once"):
         parallelize(parallelize(_layer(), mesh), mesh)
+    with pytest.raises(ValueError, match="a DeviceMesh or a ProcessGroup, got int"):
+        parallelize(_layer(), cast(Any, 2))
     with pytest.raises(ValueError, match="one dimension"):
         parallelize(_layer(), init_device_mesh("cpu", (2, 1)))
 

@@ -76,6 +76,10 @@ def test_frozen_layer(two):
     two.run(ranks.frozen_layer, [7, 0])
 
 
+def test_layer_on_a_process_group(two):
+    two.run(ranks.group_instead_of_a_mesh, [7, 5])
+
+
 def test_bad_arguments(two):
     two.run(ranks.bad_arguments)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sonicmoe.bench.results import read
+from sonicmoe.cli import main
 from sonicmoe.train import export, generate, plan
-from sonicmoe.train.cli import main
 from sonicmoe.train.config import ModelConfig
 from sonicmoe.train.hardware import gpu, recognise
 from sonicmoe.train.model import Decoder

@@ -9,8 +9,8 @@ import resource
 import pytest
 import torch
 
+from sonicmoe.cli import main
 from sonicmoe.train import checkpoint, run, runlog
-from sonicmoe.train.cli import main
 
 
 @pytest.fixture

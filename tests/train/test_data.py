@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from sonicmoe.cli import main
 from sonicmoe.train import corpus as corpora
 from sonicmoe.train import run, text
 from sonicmoe.train.batches import Batches
-from sonicmoe.train.cli import main
 from sonicmoe.train.text import Document
 
 

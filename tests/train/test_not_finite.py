@@ -6,14 +6,14 @@ import shlex
 import pytest
 import torch
 
+from sonicmoe.cli import main
 from sonicmoe.train import checkpoint, loop, run, runlog
-from sonicmoe.train.cli import main
 
 ENORMOUS = 1e30  # the first step at this rate is the last whose gradient is finite
 
 
 def _advised(error: str) -> list[str]:
-    return shlex.split(error.partition("sonicmoe train")[2])
+    return ["--resume", *shlex.split(error.partition("sonicmoe train --resume")[2])]
 
 
 @pytest.mark.parametrize("log_every", [1, 100])

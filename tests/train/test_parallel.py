@@ -57,7 +57,7 @@ def one(config, cache, tmp_path_factory):
 
 
 def test_two_ranks_train_as_one_and_one_continues_their_run(config, one, cache, tmp_path):
-    _train(2, config.override({"recompute": True}), tmp_path / "two", cache)
+    _train(2, config.override({"recompute": True, "micro_batch": 4}), tmp_path / "two", cache)
     assert _losses(tmp_path / "two") == pytest.approx(_losses(one), rel=1e-4)
 
     longer = run.continued(tmp_path / "two", {"steps": 10})

@@ -12,8 +12,8 @@ import threading
 
 import pytest
 
+from sonicmoe.cli import main
 from sonicmoe.train import corpus, export, loop, run, runlog
-from sonicmoe.train.cli import main
 
 
 def _contents(folder):

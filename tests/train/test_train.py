@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
+from sonicmoe.cli import main
 from sonicmoe.train import optim, run, runlog
-from sonicmoe.train.cli import main
 from sonicmoe.train.config import ModelConfig
 from sonicmoe.train.model import Decoder
 

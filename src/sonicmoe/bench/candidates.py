@@ -52,11 +52,8 @@ def ours(
     case, i = inputs.case, inputs
 
     def layer(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return experts(
-            x, ids, scores, i.w1, i.w2, i.b1, i.b2,
-            activation=case.activation,
-            gate_up=gate_up,
-        )  # fmt: skip
+        weights = (i.w1, i.w2, i.b1, i.b2)
+        return experts(x, ids, scores, *weights, activation=case.activation, gate_up=gate_up)
 
     sigmoid = None
     if case.router == "sigmoid":
@@ -67,11 +64,10 @@ def ours(
         if sigmoid is not None:
             r = sigmoid(logits)
             return layer(x, r.ids, r.scores)
-        scores, ids = topk_scores(
-            logits, case.problem.K,
-            softmax_over_topk=case.router == "softmax_over_topk",
-            renormalize=case.router == "topk_over_softmax_normalized",
-        )  # fmt: skip
+        over_topk = case.router == "softmax_over_topk"
+        norm = case.router == "topk_over_softmax_normalized"
+        k = case.problem.K
+        scores, ids = topk_scores(logits, k, softmax_over_topk=over_topk, renormalize=norm)
         return layer(x, ids, scores)
 
     def forward() -> torch.Tensor:

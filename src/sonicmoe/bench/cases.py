@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..shapes import Problem
+from ..shapes import Problem, check_size
+from ..validation import check_k, check_num_experts
 
 ROUTERS = ("softmax_over_topk", "topk_over_softmax", "topk_over_softmax_normalized", "sigmoid")
 
@@ -30,18 +31,19 @@ class Case:
     ) -> "Case":
         """The case of a shape T,H,I,E,K, named after it."""
         problem = Problem.parse(text, gated=activation.is_gated)
+        check_num_experts(problem.E, "E of --shape")
+        check_k(problem.K, problem.E, "K of --shape")
+        for name in ("H", "I"):
+            check_size(f"{name} of --shape", getattr(problem, name), multiple=8)
         return cls(str(problem), problem, activation, bias, router)
 
     def with_tokens(self, tokens: int) -> "Case":
         return replace(self, problem=replace(self.problem, T=tokens))
 
 
-def _case(
-    name: str, shape: str, note: str = "", activation: ActivationType = ActivationType.SWIGLU,
-    **options,
-) -> Case:  # fmt: skip
-    problem = Problem.parse(shape, gated=activation.is_gated)
-    return Case(name, problem, activation, note=note, **options)
+def _case(name: str, shape: str, note: str = "", activation: str = "swiglu", **options) -> Case:
+    kind = ActivationType(activation)
+    return Case(name, Problem.parse(shape, gated=kind.is_gated), kind, note=note, **options)
 
 
 GRID = (
@@ -73,7 +75,7 @@ MODELS = (
         "gpt-oss-20b",
         "32768,2880,2880,32,4",
         "the router's bias left out",
-        activation=ActivationType.SWIGLU_CLAMPED,
+        activation="swiglu_clamped",
         bias=True,
     ),
     _case("mixtral-8x7b", "16384,4096,14336,8,2", router="topk_over_softmax_normalized"),
@@ -94,7 +96,7 @@ MODELS = (
         "32768,2688,1856,128,6",
         "shared expert left out",
         router="sigmoid",
-        activation=ActivationType.RELU_SQ,
+        activation="relu_sq",
     ),
 )
 

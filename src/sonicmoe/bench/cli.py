@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import cost
 from ..enums import ActivationType
 from ..errors import bad_argument
+from ..shapes import check_size
+from ..validation import LAYOUTS, check_writable
 from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case
 from .products import NAMES
 
@@ -21,81 +23,81 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def register(subparsers) -> None:
-    bench = subparsers.add_parser(
-        "bench", help="time the layer beside dense cuBLAS; every result is verified first"
-    )
+    """Add the subcommands; each sets `run` to a function of the parsed arguments."""
+    about = "time the layer beside dense cuBLAS; every result is verified first"
+    bench = _subparser(subparsers, "bench", about, run_bench)
     add_selection(bench)
     add_device(bench)
     add_results(bench)
-    bench.add_argument("--host", action="store_true", help="also host time per call, or only that")
-    bench.add_argument("--cold", action="store_true", help="also the first call with empty caches")
-    bench.add_argument(
-        "--modes", action="store_true",
-        help="also checkpointed, frozen experts, main_grad, autocast, compiled",
-    )  # fmt: skip
-    bench.add_argument(
-        "--no-times", action="store_true", help="only what --host, --cold and --modes ask for"
-    )
-    bench.add_argument("--list", action="store_true", help="print the named cases")
-    bench.set_defaults(run=run_bench)
+    modes = "also checkpointed, frozen experts, main_grad, autocast, compiled"
+    for flag, help_text in (
+        ("host", "also host time per call, or only that"),
+        ("cold", "also the first call with empty caches"),
+        ("modes", modes),
+        ("no-times", "only what --host, --cold and --modes ask for"),
+        ("list", "print the named cases"),
+    ):
+        bench.add_argument(f"--{flag}", action="store_true", help=help_text)
 
-    verify = subparsers.add_parser(
-        "verify", help="check the output and every gradient against fp64"
-    )
+    about = "check the output and every gradient against fp64"
+    verify = _subparser(subparsers, "verify", about, run_verify)
     add_selection(verify)
     add_device(verify)
-    verify.set_defaults(run=run_verify)
 
-    tune = subparsers.add_parser(
-        "tune", help="measure kernel configurations for given shapes and use the best from then on"
-    )
+    about = "measure kernel configurations for given shapes and use the best from then on"
+    tune = _subparser(subparsers, "tune", about, run_tune)
     add_selection(tune, routings=False)
     add_device(tune)
-    tune.add_argument(
-        "--product", action="append", choices=NAMES, help="one of a layer's six GEMMs; default: all"
-    )
-    tune.add_argument(
-        "--out", type=Path, metavar="FILE",
-        help="table to write; $SONICMOE_TUNED or ~/.cache/sonicmoe/tuned-<device>.json",
-    )  # fmt: skip
+    gemms = "one of a layer's six GEMMs; default: all"
+    tune.add_argument("--product", action="append", choices=NAMES, help=gemms)
+    table = "table to write; $SONICMOE_TUNED or ~/.cache/sonicmoe/tuned-<device>.json"
+    tune.add_argument("--out", type=Path, metavar="FILE", help=table)
     tune.add_argument("--results", type=Path, metavar="FOLDER", help="keep all measurements there")
     tune.add_argument("--commit", help="of the source, where there is no git repository")
-    tune.set_defaults(run=run_tune)
 
-    costs = subparsers.add_parser("cost", help="FLOPs, bytes, traffic and roofline time of a shape")
+    about = "FLOPs, bytes, traffic and roofline time of a shape"
+    costs = _subparser(subparsers, "cost", about, run_cost)
     add_selection(costs, routings=False)
-    costs.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    costs.add_argument("--gpu", default="h200", help=", ".join(cost.GPUS))
+    costs.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    costs.add_argument("--gpu", default="h200", help=f"one of {', '.join(cost.GPUS)}")
     costs.add_argument("--tile-m", type=int, metavar="M", help="128, in float32 32")
-    costs.set_defaults(run=run_cost)
+
+
+def _subparser(subparsers, name: str, about: str, run: Callable) -> argparse.ArgumentParser:
+    description = f"{about[0].upper()}{about[1:]}. More: benchmarks/README.md."
+    parser = subparsers.add_parser(name, help=about, description=description)
+    parser.set_defaults(run=run)
+    return parser
 
 
 # --- arguments ------------------------------------------------------------------------------------
 def add_selection(parser: argparse.ArgumentParser, routings: bool = True) -> None:
-    parser.add_argument("--case", action="append", default=[], metavar="NAME", help="a named case")
-    parser.add_argument("--shape", action="append", default=[], metavar="T,H,I,E,K")
+    several: dict[str, Any] = {"action": "append", "default": []}
+    parser.add_argument("--case", **several, metavar="NAME", help="a case of `bench --list`")
+    parser.add_argument("--shape", **several, metavar="T,H,I,E,K", help="sizes of a layer")
     parser.add_argument("--suite", choices=SUITES, help="a set of named cases")
-    parser.add_argument(
-        "--activation", help="with --shape", choices=[a.value for a in ActivationType]
-    )
+    activations = [a.value for a in ActivationType]
+    parser.add_argument("--activation", choices=activations, help="with --shape")
     parser.add_argument("--bias", action="store_true", help="with --shape")
     parser.add_argument("--router", choices=ROUTERS, help="with --shape")
     if routings:
-        parser.add_argument("--routing", nargs="+", default=["uniform"], metavar="uniform|zipf|hot")
+        shares = "how evenly experts are chosen; default: uniform"
+        kinds: dict[str, Any] = {"default": ["uniform"], "metavar": "uniform|zipf|hot"}
+        parser.add_argument("--routing", nargs="+", **kinds, help=shares)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, … or cpu; default: cuda")
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on a GPU, float32 elsewhere")
-    parser.add_argument("--gate-up", choices=("interleaved", "concatenated"), default="interleaved")
+    order = "order of the gate and up rows of W1; default: interleaved"
+    parser.add_argument("--gate-up", choices=LAYOUTS, default=LAYOUTS[0], help=order)
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", action="store_true", help="also each operator and each kernel")
     parser.add_argument("--no-verify", action="store_true", help="skip the checks; nothing is kept")
-    parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="default: benchmarks/results"
-    )
+    folder = "where records are kept; default: benchmarks/results"
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help=folder)
     parser.add_argument("--commit", help="of the source, where there is no git repository")
     parser.add_argument("--label", default="layer", help="end of the name of the results file")
 
@@ -104,10 +106,8 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
     """Suites, named cases, shapes, in this order; the grid if nothing was named."""
     given = [name for name in ("activation", "bias", "router") if getattr(args, name)]
     if given and not args.shape:
-        raise bad_argument(
-            f"--{given[0]}", "--shape beside it", "named cases alone",
-            "A named case brings its own; give its sizes with --shape to change them.",
-        )  # fmt: skip
+        remedy = "A named case brings its own; give its sizes with --shape to change them."
+        raise bad_argument(f"--{given[0]}", "--shape beside it", "named cases alone", remedy)
     cases = list(SUITES[args.suite]) if args.suite else []
     cases += [find_case(name) for name in args.case]
     activation = ActivationType(args.activation or "swiglu")
@@ -117,22 +117,40 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def options_of(args: argparse.Namespace, **more) -> "Options":
+    """Device, dtype and layout; everything that can be wrong is checked before a measurement."""
     import torch
 
+    from .inputs import ROUTINGS
+    from .results import RESULTS
     from .run import Options
     from .timing import is_cuda
 
-    on_gpu = is_cuda(args.device)
-    if on_gpu and not torch.cuda.is_available():
-        raise bad_argument(
-            "--device", "a device that is here", args.device, "Without a GPU: --device cpu."
-        )
-    return Options(
-        device=args.device,
-        dtype=getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32")),
-        gate_up=args.gate_up,
-        **more,
-    )
+    _check_device(args.device)
+    for routing in getattr(args, "routing", ()):
+        if routing not in ROUTINGS:
+            known = f"one of {', '.join(ROUTINGS)}"
+            raise bad_argument("--routing", known, repr(routing), "Choose one.")
+    selected_cases(args)
+    if more.get("check"):
+        check_writable("--results", args.results or RESULTS)
+    dtype = args.dtype or ("bfloat16" if is_cuda(args.device) else "float32")
+    options = {"dtype": getattr(torch, dtype), "gate_up": args.gate_up}
+    return Options(device=args.device, **options, **more)
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        device = torch.device(name)
+        gpu = device.type == "cuda" and torch.cuda.is_available()
+        gpu = gpu and (device.index is None or device.index < torch.cuda.device_count())
+        here = device.type == "cpu" or gpu
+    except RuntimeError:
+        here = False
+    if not here:
+        remedy = "Without a GPU: --device cpu."
+        raise bad_argument("--device", "cpu, or a GPU that is here", repr(name), remedy)
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -189,10 +207,9 @@ def check_apart_from_times(args: argparse.Namespace, flag: str, flags: Sequence[
     """Refuse `flag` together with flags that only concern times."""
     for name in flags:
         if getattr(args, name):
-            raise bad_argument(
-                flag, "no flag that is about times beside it",
-                f"--{name.replace('_', '-')}", "Measure the two one after the other.",
-            )  # fmt: skip
+            other = f"--{name.replace('_', '-')}"
+            remedy = "Measure the two one after the other."
+            raise bad_argument(flag, "no flag that is about times beside it", other, remedy)
 
 
 def _cases_of_extras(args: argparse.Namespace) -> list[Case]:
@@ -206,16 +223,11 @@ def _only_extras(args: argparse.Namespace) -> bool:
     if args.no_times:
         check_apart_from_times(args, "--no-times", ("kernels",))
         if not _cases_of_extras(args):
-            raise bad_argument(
-                "--no-times",
-                "--host, --cold or --modes beside it",
-                "none",
-                "Leave it out for times.",
-            )
+            needed, remedy = "--host, --cold or --modes beside it", "Leave it out for times."
+            raise bad_argument("--no-times", needed, "none", remedy)
         if args.routing != ["uniform"]:
-            raise bad_argument(
-                "--no-times", "uniform routing", " ".join(args.routing), "Leave --routing out."
-            )
+            got = " ".join(args.routing)
+            raise bad_argument("--no-times", "uniform routing", got, "Leave --routing out.")
         return True
     needs_case = ("suite", "case", "shape", "cold", "modes", "kernels")
     plain = args.routing == ["uniform"] and not any(getattr(args, name) for name in needs_case)
@@ -267,16 +279,15 @@ def run_tune(args: argparse.Namespace) -> int:
     from .timing import is_cuda
 
     if not (is_cuda(args.device) and torch.cuda.is_available()):
-        raise bad_argument(
-            "--device", "a GPU that is here", args.device,
-            "Configurations are measured on the GPU that will run them: start it there. "
-            "`sonicmoe doctor` says what this machine lacks.",
-        )  # fmt: skip
+        remedy = "Configurations are measured on the GPU that will run them: start it there. "
+        remedy += "`sonicmoe doctor` says what this machine lacks."
+        raise bad_argument("--device", "a GPU that is here", args.device, remedy)
     if not (args.case or args.shape or args.suite):
-        raise bad_argument(
-            "--case", "the shapes to tune for", "none",
-            "Name some: --case olmoe, or --shape T,H,I,E,K.",
-        )  # fmt: skip
+        remedy = "Name some: --case olmoe, or --shape T,H,I,E,K."
+        raise bad_argument("--case", "the shapes to tune for", "none", remedy)
+    for flag, folder in (("--out", args.out and args.out.parent), ("--results", args.results)):
+        if folder is not None:
+            check_writable(flag, folder)
     outcome = tune_run.tune_cases(
         selected_cases(args), options_of(args), args.product or NAMES, args.out
     )
@@ -293,7 +304,8 @@ def run_cost(args: argparse.Namespace) -> int:
 
     gpu = cost.find_gpu(args.gpu)
     itemsize = 4 if args.dtype == "float32" else 2
-    m = args.tile_m or tile_m(itemsize)
+    m = tile_m(itemsize) if args.tile_m is None else args.tile_m
+    check_size("--tile-m", m)
     for case in selected_cases(args):
         print(cost_report(case, gpu, itemsize, m))
     return 0

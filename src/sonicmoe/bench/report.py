@@ -13,10 +13,8 @@ from .verify import Check
 def layer_table(records: Sequence[Record]) -> str:
     columns = ("fwd_ms", "bwd_ms", "fwd_bwd_ms", "fwd_bwd_tflops", "dense_share", "busy_fwd_bwd_ms")
     memory = ("kept_mib", "peak_mib")
-    head = (
-        "candidate", "router", "fwd ms", "bwd ms", "fwd+bwd ms", "TFLOP/s", "fraction of dense",
-        "GPU busy ms", "kept MiB", "peak MiB",
-    )  # fmt: skip
+    times = ("fwd ms", "bwd ms", "fwd+bwd ms", "TFLOP/s", "fraction of dense", "GPU busy ms")
+    head = ("candidate", "router", *times, "kept MiB", "peak MiB")
     rows = [
         [record["candidate"], record["router"], *(record.get(name) for name in columns + memory)]
         for record in records

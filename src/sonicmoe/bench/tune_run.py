@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from ..errors import bad_argument
@@ -73,12 +74,14 @@ def tune_cases(
 def _measure(case: Case, new: list[Product], target: Target, timer: Timer) -> list[Finding]:
     bar = Bar(sum(steps(product, target) for product in new))
     try:
-        return [
-            tune(product, target, timer, lambda what: bar(f"{case.name} {what}"))
-            for product in new
-        ]  # fmt: skip
+        step = partial(_step, bar, case.name)
+        return [tune(product, target, timer, step) for product in new]
     finally:
         bar.close()
+
+
+def _step(bar: Bar, case: str, what: str) -> None:
+    bar(f"{case} {what}")
 
 
 def _wrong(inputs: Inputs, options: Options, findings: dict[Key, Finding]) -> str | None:
@@ -91,14 +94,15 @@ def _wrong(inputs: Inputs, options: Options, findings: dict[Key, Finding]) -> st
 
 def _table(findings: Sequence[Finding]) -> str:
     rows = [
-        [
-            f.name, describe(f.default), f"{f.default_ms:.4f}", describe(f.best),
-            f"{f.best_ms:.4f}", f"{f.flops / f.best_ms / 1e9:.0f}", f"{f.gain:+.1%}",
-            "taken" if f.replaces else "default stays",
-        ]
+        (f.name, describe(f.default), f"{f.default_ms:.4f}", describe(f.best), *_gains(f))
         for f in findings
-    ]  # fmt: skip
+    ]
     return tables.table(("product", "default", "ms", "best", "ms", "TFLOP/s", "gain", ""), rows)
+
+
+def _gains(f: Finding) -> tuple[str, ...]:
+    verdict = "taken" if f.replaces else "default stays"
+    return f"{f.best_ms:.4f}", f"{f.flops / f.best_ms / 1e9:.0f}", f"{f.gain:+.1%}", verdict
 
 
 def _record(case: Case, options: Options, f: Finding) -> Record:

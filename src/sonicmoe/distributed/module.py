@@ -73,14 +73,19 @@ class ExpertParallelMoE(MoE):
         return _SumOfGradients.apply(_local(self.router.weight), self.mesh.get_group())
 
 
-def parallelize(moe: MoE, mesh: DeviceMesh) -> ExpertParallelMoE:
-    """Spread the experts of `moe` over the ranks of a one-dimensional mesh, in place.
+def parallelize(moe: MoE, mesh: DeviceMesh | dist.ProcessGroup) -> ExpertParallelMoE:
+    """Spread the experts of `moe` over the ranks of a one-dimensional mesh or a group, in place.
 
     Parameters become DTensors with the values of the first rank: the experts' sharded by expert,
     the router's replicated. Their names, and so checkpoints, do not change.
     """
     if type(moe) is not MoE:
         raise bad_argument("moe", "a sonicmoe.MoE", type(moe).__name__, "Call it once, on a MoE.")
+    if isinstance(mesh, dist.ProcessGroup):
+        mesh = DeviceMesh.from_group(mesh, moe.router.weight.device.type)
+    if not isinstance(mesh, DeviceMesh):
+        expected, remedy = "a DeviceMesh or a ProcessGroup", "Build one with init_device_mesh."
+        raise bad_argument("mesh", expected, type(mesh).__name__, remedy)
     if mesh.ndim != 1:
         raise bad_argument(
             "mesh", "one dimension", f"{mesh.ndim} dimensions", "Pick one: mesh['expert']."

@@ -11,11 +11,16 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.config import derive, override
-from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.overrides.fused_swiglu import FusedGroupedExperts, fused_grouped_experts
 
+from ..extras import missing
 from ..functional import grouped_experts
+
+try:
+    from torchtitan.config import derive, override
+    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.overrides.fused_swiglu import FusedGroupedExperts, fused_grouped_experts
+except ImportError as error:
+    raise missing("torchtitan", "sonicmoe.integrations.torchtitan") from error
 
 
 class Experts(GroupedExperts):

@@ -12,13 +12,18 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from ..errors import bad_argument
+from ..extras import missing
 from ..functional import experts
 from .lora import LowRank, lora_experts
 from .recognition import activation_of, gate_up_of
+
+try:
+    from transformers import PreTrainedModel
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+except ImportError as error:
+    raise missing("transformers", "sonicmoe.integrations.transformers") from error
 
 _KEEP = "Or keep 'sonicmoe_experts'."
 

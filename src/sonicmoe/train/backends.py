@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from ..enums import KernelBackendMoE
 from ..errors import bad_argument
+from ..extras import need
 from ..functional import topk_scores
 from ..moe import MoE
-from .extras import need
 
 _LAYER = {"auto": None, "sonicmoe": KernelBackendMoE.sonicmoe, "torch": KernelBackendMoE.torch}
 
@@ -29,10 +29,9 @@ def check_backend(backend: str, config_router: str) -> None:
     if backend not in BACKENDS:
         raise bad_argument("backend", f"one of {', '.join(BACKENDS)}", repr(backend), "See --help.")
     if backend in _PEERS and config_router != "softmax_over_topk":
-        raise bad_argument(
-            "backend", "auto, sonicmoe or torch with this router", f"{backend} and {config_router}",
-            "Peers are compared with router=softmax_over_topk.",
-        )  # fmt: skip
+        expected, got = f"{', '.join(_LAYER)} with this router", f"{backend} and {config_router}"
+        remedy = "Peers are compared with router=softmax_over_topk."
+        raise bad_argument("backend", expected, got, remedy)
     if backend == "scattermoe":
         need("scattermoe.mlp", "backend=scattermoe")
 

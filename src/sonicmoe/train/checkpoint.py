@@ -133,10 +133,8 @@ def load_latest(
                     say(f"{message}, falling back to step {step}.")
                 return state
         damaged.append(f"Checkpoint {path} is damaged: {fault}")
-    raise bad_argument(
-        "checkpoint", f"a sound checkpoint in {folder}", "; ".join(damaged) or "none",
-        "Check the path, or start a new run.",
-    )  # fmt: skip
+    got, remedy = "; ".join(damaged) or "none", "Check the path, or start a new run."
+    raise bad_argument("checkpoint", f"a sound checkpoint in {folder}", got, remedy)
 
 
 def _path(folder: Path, step: int) -> Path:
@@ -229,10 +227,8 @@ def restore(
     state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, world: World
 ) -> None:
     """The inverse of `gather`."""
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-        options=StateDictOptions(full_state_dict=True),
-    )  # fmt: skip
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **states, options=StateDictOptions(full_state_dict=True))
     torch.set_rng_state(state["rng"].cpu())
     if world.device.type == "cuda" and "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"].cpu(), world.device)

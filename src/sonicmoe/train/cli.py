@@ -2,20 +2,18 @@
 
 import argparse
 import shlex
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import bad_argument
-from .extras import MissingExtra
+from .presets import PRESETS
 
 _RUNS = Path("runs")
 # Flags for what is changed most; everything else is --set key=value.
 _FLAGS = (
     ("steps", int, "optimizer steps"),
     ("batch", int, "sequences a step"),
-    ("micro-batch", int, "sequences at a time on one device"),
+    ("micro-batch", int, "sequences at a time on one device, at most"),
     ("learning-rate", float, "peak learning rate"),
     ("seed", int, "of weights and batches"),
     ("device", str, "auto, cpu or cuda"),
@@ -26,57 +24,32 @@ _FLAGS = (
 
 def register(subparsers: Any) -> None:
     """Add the subcommands; each sets `run` to a function of the parsed arguments."""
-    for name, help_text, add_arguments, run in (
+    for name, about, add_arguments, run in (
         ("train", "train a Mixture-of-Experts language model", _train_arguments, _train),
-        ("compare", "one training under several routers or backends", _compare_arguments, _compare),
+        ("compare", "train once per router, backend and seed", _compare_arguments, _compare),
         ("generate", "continue a text with a trained model", _generate_arguments, _generate),
         ("export", "write a trained model as a Hugging Face folder", _export_arguments, _export),
         ("plan", "predict memory, communication and tokens a day", _plan_arguments, _plan),
-    ):  # fmt: skip
-        parser = subparsers.add_parser(name, help=help_text, description=help_text + ".")
+    ):
+        description = f"{about[0].upper()}{about[1:]}. More: docs/training.md."
+        parser = subparsers.add_parser(name, help=about, description=description)
         add_arguments(parser)
-        parser.set_defaults(run=_reporting(run))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sonicmoe.train.cli")
-    register(parser.add_subparsers(required=True, metavar="command"))
-    args = parser.parse_args(arguments)
-    return args.run(args)
-
-
-def _reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Mistakes of the caller end as one sentence and status 2, not as a traceback."""
-
-    def guarded(args: argparse.Namespace) -> int:
-        try:
-            return run(args)
-        except (ValueError, MissingExtra, FloatingPointError, OSError) as error:
-            print(f"sonicmoe: {error}", file=sys.stderr)
-            return 2
-
-    return guarded
+        parser.set_defaults(run=run)
 
 
 # --- train ----------------------------------------------------------------------------------------
 def _configuration_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--preset", help="demo, small, 0.5B, 1.4B or 7B (small with a GPU, else demo)"
-    )
+    texts = "text files, folders or a Hugging Face dataset; default: text on this machine"
+    presets = f"{', '.join(PRESETS)}; default: small with a GPU, else demo"
+    parser.add_argument("--preset", help=presets)
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
-    parser.add_argument(
-        "--data", nargs="+", metavar="PATH",
-        help="text files, folders or a Hugging Face dataset; default: text on this machine",
-    )  # fmt: skip
+    parser.add_argument("--data", nargs="+", metavar="PATH", help=texts)
     for name, kind, help_text in _FLAGS:
         parser.add_argument(f"--{name}", type=kind, help=help_text)
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help="any other setting, repeatable; an unknown key lists all of them",
-    )  # fmt: skip
+    either = argparse.BooleanOptionalAction
+    parser.add_argument("--compile", action=either, default=None, help="torch.compile")
+    others = "any other setting, repeatable; an unknown key lists all of them"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=others)
     parser.add_argument("--runs", type=Path, help="where runs are kept; default: runs")
     parser.add_argument("--name", help="folder below --runs; default: the preset")
     parser.add_argument("--cache", type=Path, help="where tokenised text is kept")
@@ -97,14 +70,10 @@ def _overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _configuration_arguments(parser)
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="continue the run in this folder"
-    )
-    for name, kind, help_text in (
-        ("router", str, "how tokens choose experts, a name that MoE(router=…) knows"),
-        ("backend", str, "auto, sonicmoe, torch, grouped_mm or scattermoe"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, help=help_text)
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in there")
+    router = "how tokens choose experts, a name that MoE(router=…) knows"
+    parser.add_argument("--router", help=router)
+    parser.add_argument("--backend", help="auto, sonicmoe, torch, grouped_mm or scattermoe")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -121,7 +90,7 @@ def _train(args: argparse.Namespace) -> int:
     else:
         preset = overrides.pop("preset", None)
         config = run.configure(args.preset or preset, overrides)
-        folder = (args.runs or _RUNS) / (args.name or config.preset)
+        folder = _folder(args, config.preset)
         cache = args.cache or run.default_cache()
     numbers = run.train(config, folder, cache, bool(args.resume), numbered=not args.resume)
     folder = Path(numbers["folder"])
@@ -132,31 +101,37 @@ def _train(args: argparse.Namespace) -> int:
         print(f"Stopped after step {numbers['steps']} {saved if config.keep else '(keep=0).'}")
         return 130
     reached, sentence = summary.verdict(numbers)
-    print("\n".join(filter(None, [
-        "", summary.text(numbers), "", summary.overfitting(numbers), sentence,
-        f"Kept in {folder}: loss.png, log.jsonl, summary.md, checkpoints. "
-        f"Next: sonicmoe generate {folder}",
-    ])))  # fmt: skip
+    notes = filter(None, (summary.overfitting(numbers), sentence))
+    print("", summary.text(numbers), *notes, sep="\n")
+    print(f"Kept in {folder}: loss.png, log.jsonl, summary.md, checkpoints.")
+    print(f"Next: sonicmoe generate {folder}")
     return 0 if reached else 1
+
+
+def _folder(args: argparse.Namespace, name: str) -> Path:
+    """Where the runs go: --runs and --name, or their defaults."""
+    name = name if args.name is None else args.name
+    if name != Path(name).name:
+        raise bad_argument("--name", "the name of one folder", repr(name), "Set --runs as well.")
+    return (args.runs or _RUNS) / name
 
 
 def _refuse_with_resume(args: argparse.Namespace) -> None:
     for flag in ("preset", "name", "runs"):
         if getattr(args, flag) is not None:
-            raise bad_argument(
-                f"--{flag}", "to be absent with --resume, which names the folder of the run",
-                getattr(args, flag), f"Leave --{flag} out, or start a new run without --resume.",
-            )  # fmt: skip
+            expected = "to be absent with --resume, which names the folder of the run"
+            remedy = f"Leave --{flag} out, or start a new run without --resume."
+            raise bad_argument(f"--{flag}", expected, getattr(args, flag), remedy)
 
 
 # --- compare --------------------------------------------------------------------------------------
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     _configuration_arguments(parser)
-    parser.add_argument("--routers", default="softmax_over_topk,topk_over_softmax",
-                        help="names for MoE(router=…), with commas")  # fmt: skip
-    parser.add_argument("--backends", default="auto",
-                        help="auto, sonicmoe, torch, grouped_mm, scattermoe; commas")  # fmt: skip
-    parser.add_argument("--seeds", default=None, help="integers, with commas; default: the seed")
+    routers, backends = "softmax_over_topk,topk_over_softmax", "auto"
+    parser.add_argument("--routers", default=routers, help="for MoE(router=…), with commas")
+    known = "auto, sonicmoe, torch, grouped_mm, scattermoe, with commas"
+    parser.add_argument("--backends", default=backends, help=known)
+    parser.add_argument("--seeds", help="integers, with commas; default: the seed")
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -165,7 +140,7 @@ def _compare(args: argparse.Namespace) -> int:
     overrides = _overrides(args)
     config = run.configure(args.preset or overrides.pop("preset", None), overrides)
     variants = compare.variants(config, args.routers, args.backends, args.seeds)
-    folder = run.fresh_folder(args.runs or _RUNS, args.name or f"compare-{config.preset}")
+    folder = _folder(args, f"compare-{config.preset}")
     print(compare.compare(variants, folder, args.cache or run.default_cache()))
     return 0
 
@@ -176,20 +151,17 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="The ", help="text to continue")
     parser.add_argument("--tokens", type=int, default=100, help="how many to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    parser.add_argument(
-        "--top-p", type=float, default=0.95, help="share of probability to draw from"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    share = "share of probability to draw from"
+    parser.add_argument("--top-p", type=float, default=0.95, help=share)
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
 
 def _generate(args: argparse.Namespace) -> int:
     from . import generate
 
-    print(generate.from_run(
-        args.run_folder, args.prompt, args.tokens, temperature=args.temperature, top_p=args.top_p,
-        seed=args.seed, device=args.device,
-    ))  # fmt: skip
+    options = {name: getattr(args, name) for name in ("temperature", "top_p", "seed", "device")}
+    print(generate.from_run(args.run_folder, args.prompt, args.tokens, **options))
     return 0
 
 
@@ -202,8 +174,8 @@ def _export(args: argparse.Namespace) -> int:
     from . import export
 
     export.export(args.run_folder, args.output)
-    print(f"Written to {args.output}. Load it: "
-          f"transformers.AutoModelForCausalLM.from_pretrained({str(args.output)!r})")  # fmt: skip
+    load = f"transformers.AutoModelForCausalLM.from_pretrained({str(args.output)!r})"
+    print(f"Written to {args.output}. Load it: {load}")
     return 0
 
 
@@ -219,7 +191,3 @@ def _plan(args: argparse.Namespace) -> int:
 
     print(plan.from_arguments(args))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,8 +13,8 @@ import torch
 
 from ..bench.tables import table
 from ..errors import bad_argument
-from . import plots, run, runlog, summary
-from .backends import check_backend
+from ..validation import check_writable
+from . import parallel, plots, run, runlog, summary
 from .config import TrainConfig
 from .progress import count, human_bytes
 
@@ -33,14 +33,24 @@ def variants(
     for values in itertools.product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
         variant = config.override({**chosen, "target_loss": None})
-        check_backend(variant.backend, variant.model.router)
         labels = (f"seed {chosen[k]}" if k == "seed" else chosen[k] for k in varying)
         found[", ".join(labels)] = variant
     return found
 
 
 def compare(configs: dict[str, TrainConfig], folder: Path, cache: Path) -> str:
-    """Train every variant in a folder of its own below `folder`; return the table."""
+    """Train every variant in a folder of its own below `folder`; return the table.
+
+    All are checked before the first one is trained.
+    """
+    for config in configs.values():
+        run.check(config, parallel.start(config.device))
+    check_writable("--runs", folder.parent)
+    with run.new_folder(folder) as folder:
+        return _compare(configs, folder, cache)
+
+
+def _compare(configs: dict[str, TrainConfig], folder: Path, cache: Path) -> str:
     results = dict(train_each(configs, folder, cache))
     text = _table(results)
     (folder / "compare.json").write_text(json.dumps(results, indent=1))
@@ -50,9 +60,8 @@ def compare(configs: dict[str, TrainConfig], folder: Path, cache: Path) -> str:
         _, line = summary.title(first)
         logs = {name: runlog.read(folder / slug(name)) for name in results}
         plots.comparison(folder / "compare.png", logs, _title(results), _shared(line))
-    return (
-        f"\n{text}\n\nKept in {folder}: compare.png, compare.md, compare.json and a folder a run."
-    )
+    files = "compare.png, compare.md, compare.json and a folder a run"
+    return f"\n{text}\n\nKept in {folder}: {files}."
 
 
 def train_each(
@@ -83,23 +92,14 @@ def _table(results: dict[str, dict[str, Any]]) -> str:
     base = next(iter(results.values()))
     rows = []
     for name, r in results.items():
-        change = r["validation_loss"] / base["validation_loss"] - 1
-        rows.append(
-            (
-                name,
-                f"{r['validation_loss']:.4f}",
-                "" if r is base else f"{change:+.2%}",
-                f"{math.exp(min(r['validation_loss'], 700)):.2f}",
-                f"{r['last_loss']:.4f}",
-                count(r["tokens_per_second"]),
-                f"{r['tokens_per_second'] / base['tokens_per_second']:.2f}",
-                human_bytes(r["peak_memory"]),
-                f"{r['seconds']:.0f} s",
-            )
-        )
-    header = ("run", "validation loss", "change", "perplexity", "training loss", "tokens/s",
-              "speed", "peak memory", "time")  # fmt: skip
-    return table(header, rows)
+        loss, speed = r["validation_loss"], r["tokens_per_second"]
+        change = "" if r is base else f"{loss / base['validation_loss'] - 1:+.2%}"
+        losses = (f"{loss:.4f}", change, f"{math.exp(min(loss, 700)):.2f}", f"{r['last_loss']:.4f}")
+        speeds = (count(speed), f"{speed / base['tokens_per_second']:.2f}")
+        costs = (human_bytes(r["peak_memory"]), f"{r['seconds']:.0f} s")
+        rows.append((name, *losses, *speeds, *costs))
+    losses = ("validation loss", "change", "perplexity", "training loss")
+    return table(("run", *losses, "tokens/s", "speed", "peak memory", "time"), rows)
 
 
 def _title(results: dict[str, dict[str, Any]]) -> str:

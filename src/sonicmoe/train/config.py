@@ -43,29 +43,20 @@ class ModelConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in _INTEGERS_OF_MODEL:
-            _positive(name, getattr(self, name))
+        for f in dataclasses.fields(self):
+            if f.type is int:
+                _positive(f.name, getattr(self, f.name))
         for name in ("hidden_size", "intermediate_size"):
             _multiple(name, getattr(self, name), 8)
         _multiple("head_dim", self.head_dim, 2)
         _multiple("num_heads", self.num_heads, self.num_kv_heads, "num_kv_heads")
         if self.experts_per_token > self.num_experts:
-            raise bad_argument(
-                "experts_per_token", f"at most num_experts ({self.num_experts})",
-                self.experts_per_token, "Choose fewer experts per token or more experts.",
-            )  # fmt: skip
+            most, remedy = f"at most num_experts ({self.num_experts})", "Add experts, or use fewer."
+            raise bad_argument("experts_per_token", most, self.experts_per_token, remedy)
 
 
-_INTEGERS_OF_MODEL = (
-    "vocab_size", "context", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
-    "num_experts", "experts_per_token", "intermediate_size", "rounding_tile",
-)  # fmt: skip
-
-
-_INTEGERS_OF_RUN = (
-    "steps", "batch", "micro_batch", "log_every", "validate_every", "validation_sequences",
-    "checkpoint_every", "expert_parallel",
-)  # fmt: skip
+_POSITIVE = ["steps", "batch", "micro_batch", "log_every", "validate_every", "expert_parallel"]
+_POSITIVE += ["validation_sequences", "checkpoint_every"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,26 +106,20 @@ class TrainConfig:
     target_loss: float | None = None
 
     def __post_init__(self) -> None:
-        for name in _INTEGERS_OF_RUN:
+        for name in _POSITIVE:
             _positive(name, getattr(self, name))
         if self.keep < 0:
             raise bad_argument("keep", "0 or more", self.keep, "0 writes no checkpoints.")
         _multiple("batch", self.batch, self.micro_batch, "micro_batch")
         if self.precision not in PRECISIONS:
-            raise bad_argument(
-                "precision", " or ".join(PRECISIONS), repr(self.precision),
-                "; ".join(f"{k}: {v}" for k, v in PRECISIONS.items()) + ".",
-            )  # fmt: skip
+            remedy = "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
+            raise bad_argument("precision", " or ".join(PRECISIONS), self.precision, f"{remedy}.")
         if self.warmup_steps < 0 or self.warmup_steps >= self.steps:
-            raise bad_argument(
-                "warmup_steps", f"from 0 to below steps ({self.steps})", self.warmup_steps,
-                "Warm up for a few percent of the steps.",
-            )  # fmt: skip
+            below, remedy = f"from 0 to below steps ({self.steps})", "Use a few percent of them."
+            raise bad_argument("warmup_steps", below, self.warmup_steps, remedy)
         if not 0 < self.validation_fraction < 0.5:
-            raise bad_argument(
-                "validation_fraction", "between 0 and 0.5", self.validation_fraction,
-                "0.05 holds out every twentieth document.",
-            )  # fmt: skip
+            got, remedy = self.validation_fraction, "0.05 holds out every twentieth document."
+            raise bad_argument("validation_fraction", "between 0 and 0.5", got, remedy)
         if self.learning_rate <= 0:
             raise bad_argument("learning_rate", "> 0", self.learning_rate, "Try 1e-3.")
 
@@ -222,7 +207,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise bad_argument("--config", "valid TOML", f"{path}: {error}", "Mend the file.") from None
+        raise bad_argument("--config", "valid TOML", f"{path}: {error}", "Correct it.") from None
     flat: dict[str, Any] = {}
     for key, value in document.items():
         flat.update(value if isinstance(value, dict) else {key: value})

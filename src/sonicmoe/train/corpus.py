@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from ..errors import bad_argument
+from ..extras import need
+from ..validation import check_writable
 from . import text
 from .config import TrainConfig
-from .extras import need
 
 END_OF_TEXT = "<|endoftext|>"
 _FORMAT = 2
@@ -58,8 +59,8 @@ class Corpus:
 
     def describe(self) -> str:
         train, held = self.found["train"], self.found["validation"]
-        lines = [f"  {bytes_ / 1e6:7.2f} MB  {n:6d} documents  {kind}"
-                 for kind, (n, bytes_) in self.found["kinds"].items()]  # fmt: skip
+        kinds = self.found["kinds"].items()
+        lines = [f"  {size / 1e6:7.2f} MB  {n:6d} documents  {kind}" for kind, (n, size) in kinds]
         lines.append(
             f"  duplicates left out: {self.found['duplicate_bytes'] / 1e6:.2f} MB; training "
             f"{train['tokens'] / 1e6:.2f}M tokens of {train['documents']} documents, validation "
@@ -69,6 +70,17 @@ class Corpus:
         if skipped := self.found["not_text"]:
             lines.append(f"  not UTF-8 text, left out: {len(skipped)} files, first {skipped[0]!r}")
         return "\n".join(lines)
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse what no corpus can be made of, before any work: sources, vocabulary, packages."""
+    need("tokenizers", "Training on text")
+    for source in config.data:
+        text.check(source)
+    size = config.model.vocab_size
+    if size < _SMALLEST_VOCABULARY:
+        least = f"at least {_SMALLEST_VOCABULARY}: the bytes and an end of text"
+        raise bad_argument("vocab_size", least, size, "1024 serves small models.")
 
 
 def prepare(
@@ -103,12 +115,10 @@ def prepare(
 def _check_can_build(key: str | None, wanted: str, cache: Path, fault: str | None) -> None:
     """A run that continues must get the corpus that it began with."""
     if key and key != wanted:
-        raise bad_argument(
-            "data", f"the corpus {key} of the run in {cache}",
-            f"{f'a damaged one ({fault})' if fault else 'none'}, and its text has changed or is "
-            "gone",
-            "Start a new run, restore the text, or point --cache at the folder that holds it.",
-        )  # fmt: skip
+        found = f"a damaged one ({fault})" if fault else "none"
+        got = f"{found}, and its text has changed or is gone"
+        remedy = "Start a new run, restore the text, or point --cache at the folder that holds it."
+        raise bad_argument("data", f"the corpus {key} of the run in {cache}", got, remedy)
 
 
 def _load(folder: Path) -> tuple[Corpus | None, str | None]:
@@ -140,8 +150,11 @@ def _sha256_of(*values: Any) -> str:
 @contextlib.contextmanager
 def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Let one process at a time build the corpus in `folder`."""
+    check_writable("--cache", folder.parent)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".lock-{folder.name}", "w") as file:
+    lock = folder.parent / f".lock-{folder.name}"
+    with contextlib.ExitStack() as failed, open(lock, "w") as file:
+        failed.callback(lock.unlink, missing_ok=True)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -150,6 +163,7 @@ def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         except OSError:
             pass  # a network file system without locks: the text may be prepared twice
         yield
+        failed.pop_all()  # another process may wait for this file
 
 
 def unique(documents: Iterable[text.Document]) -> Iterator[tuple[text.Document, int]]:
@@ -204,9 +218,8 @@ def _build(config: TrainConfig, folder: Path) -> Corpus:
     try:
         tokenizer = _train_tokenizer(splits["train"], config.model.vocab_size)
         tokenizer.save(str(work / "tokenizer.json"))
-        found: dict[str, Any] = {
-            "kinds": kinds, "duplicate_bytes": duplicate, "not_text": not_text,
-        }  # fmt: skip
+        found: dict[str, Any] = {"kinds": kinds, "duplicate_bytes": duplicate}
+        found["not_text"] = not_text
         for name, documents in splits.items():
             tokens = _encode(tokenizer, documents, work / f"{name}.tokens")
             found[name] = {"tokens": tokens, "documents": len(documents)}
@@ -234,12 +247,6 @@ def _rename(work: Path, folder: Path) -> None:
 
 
 def _train_tokenizer(documents: list[str], vocab_size: int):
-    need("tokenizers", "Training on text")
-    if vocab_size < _SMALLEST_VOCABULARY:
-        raise bad_argument(
-            "vocab_size", f"at least {_SMALLEST_VOCABULARY}: the bytes and an end of text",
-            vocab_size, "1024 serves small models.",
-        )  # fmt: skip
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -285,10 +292,9 @@ def _check_enough(config: TrainConfig, corpus: Corpus) -> None:
 
 def _key(config: TrainConfig) -> str:
     """A name for the corpus: it changes when the text, the split or the vocabulary would."""
-    what = [
-        _FORMAT, [_fingerprint(s) for s in config.data], config.include_code,
-        config.data_megabytes, config.validation_fraction, config.model.vocab_size,
-    ]  # fmt: skip
+    c, sources = config, [_fingerprint(s) for s in config.data]
+    what = [_FORMAT, sources, c.include_code, c.data_megabytes, c.validation_fraction]
+    what.append(c.model.vocab_size)
     return _digest(json.dumps(what)).hex()
 
 

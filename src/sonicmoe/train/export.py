@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from ..errors import bad_argument
+from ..extras import need
+from ..validation import check_writable
 from . import checkpoint
 from .config import ModelConfig
 from .corpus import END_OF_TEXT
-from .extras import need
 from .run import load_config
 
 # Whether a token's scores sum to one, by the name of the router.
@@ -38,6 +39,7 @@ def export(folder: Path, output: Path) -> None:
     """Write the newest sound checkpoint of the run in `folder` to `output`."""
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise bad_argument("output", "a new or empty folder", str(output), "Choose another name.")
+    check_writable("output", output.parent)
     safetensors = need("safetensors.torch", "Exporting")
     config = load_config(folder)
     dtype = "bfloat16" if config.precision == "bf16" else "float32"
@@ -96,10 +98,9 @@ def _block(prefix: str, rest: str, tensor: torch.Tensor) -> dict[str, torch.Tens
 def hf_config(m: ModelConfig, dtype: str, end: int) -> dict[str, Any]:
     """config.json."""
     if m.router not in _NORMALISED:
-        raise bad_argument(
-            "router", f"one that Qwen3-MoE has ({', '.join(_NORMALISED)})", repr(m.router),
-            "Other routers have no place in a Qwen3-MoE configuration.",
-        )  # fmt: skip
+        expected = f"one that Qwen3-MoE has ({', '.join(_NORMALISED)})"
+        remedy = "Other routers have no place in a Qwen3-MoE configuration."
+        raise bad_argument("router", expected, repr(m.router), remedy)
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from ..errors import bad_argument
+from ..extras import need
 from . import checkpoint, parallel
 from .config import ModelConfig
 from .corpus import END_OF_TEXT
-from .extras import need
 from .model import Decoder
 from .run import load_config
 

@@ -1,6 +1,7 @@
 """The training loop: one step after the other, and what surrounds it."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -21,7 +22,7 @@ from .backends import check_backend
 from .batches import Batches
 from .config import TrainConfig
 from .corpus import Corpus
-from .model import Decoder
+from .model import Decoder, check_router
 from .presets import PRESETS
 from .progress import Plain, human_bytes
 from .runlog import RunLog
@@ -43,10 +44,8 @@ class Trainer:
         display: Plain,
         resume: bool = False,
     ) -> None:
-        check_backend(config.backend, config.model.router)
-        parallel.check_expert_parallel(config, world)
-        _check_batch(config, world)
-        _check_memory(config, world)
+        check(config, world)
+        self.micro_batch = min(config.micro_batch, config.batch // world.size)
         self.config, self.folder, self.world, self.display = config, folder, world, display
         self.corpus_key = corpus.key
         self.step = 0
@@ -115,7 +114,7 @@ class Trainer:
         c = self.config
         inputs, targets = self.batches.step(self.step, self.world.rank, self.world.size)
         inputs, targets = inputs.to(self.world.device), targets.to(self.world.device)
-        pieces = list(zip(inputs.split(c.micro_batch), targets.split(c.micro_batch), strict=True))
+        pieces = list(zip(*(t.split(self.micro_batch) for t in (inputs, targets)), strict=True))
         self.model.train()
         total = torch.zeros(2, device=self.world.device)
         for i, (x, y) in enumerate(pieces):
@@ -170,7 +169,7 @@ class Trainer:
         c = self.config
         self.model.eval()
         total = torch.zeros(2, device=self.world.device, dtype=torch.float64)
-        per_call = c.micro_batch * self.world.size
+        per_call = self.micro_batch * self.world.size
         for x, y in self.held_out.spread(c.validation_sequences, per_call):
             mine = slice(self.world.rank, None, self.world.size)
             if x.shape[0] < self.world.size:  # every rank must take part in the collectives
@@ -260,15 +259,13 @@ class Trainer:
 
     def _load(self, state: dict[str, Any]) -> None:
         if state["corpus"] != self.corpus_key:
-            raise bad_argument(
-                "data", f"the corpus {state['corpus']} of the checkpoint", self.corpus_key,
-                "Continue with the data the run began with.",
-            )  # fmt: skip
+            expected = f"the corpus {state['corpus']} of the checkpoint"
+            remedy = "Continue with the data the run began with."
+            raise bad_argument("data", expected, self.corpus_key, remedy)
         if state["step"] > self.config.steps:
-            raise bad_argument(
-                "steps", f"at least {state['step']}, which the run has done already",
-                self.config.steps, "Leave --steps out, or ask for more.",
-            )  # fmt: skip
+            done = f"at least {state['step']}, which the run has done already"
+            remedy = "Leave --steps out, or ask for more."
+            raise bad_argument("steps", done, self.config.steps, remedy)
         checkpoint.restore(state, self.model, self.optimizer, self.world)
         self.step, self.seconds = state["step"], state["seconds"]
         self.pending = list(state["pending"].to(self.world.device))
@@ -317,28 +314,37 @@ def _what_builds_code(config: TrainConfig, device: torch.device) -> str:
     return ""
 
 
+def check(config: TrainConfig, world: parallel.World) -> None:
+    """Refuse what these ranks cannot train: the backend, the router, the batch, the memory."""
+    check_backend(config.backend, config.model.router)
+    check_router(config.model)
+    parallel.check_expert_parallel(config, world)
+    _check_batch(config, world)
+    _check_memory(config, world)
+
+
 def _check_batch(config: TrainConfig, world: parallel.World) -> None:
-    if config.batch % (config.micro_batch * world.size):
-        raise bad_argument(
-            "batch", f"a multiple of micro_batch · ranks = {config.micro_batch} · {world.size}",
-            config.batch, "Set batch or micro_batch.",
-        )  # fmt: skip
+    """A rank's share of the batch is less than a micro-batch, or a multiple of it."""
+    share, rest = divmod(config.batch, world.size)
+    if rest or share % min(config.micro_batch, max(share, 1)):
+        unit = f"a multiple of micro_batch · ranks = {config.micro_batch} · {world.size}"
+        raise bad_argument("batch", unit, config.batch, "Set batch or micro_batch.")
 
 
 def _check_memory(config: TrainConfig, world: parallel.World) -> None:
     """Say beforehand what does not fit, with the numbers, instead of failing minutes later."""
     if world.device.type != "cuda":
         return
-    need = accounting.memory(config, world.size)
+    micro_batch = min(config.micro_batch, config.batch // world.size)
+    need = accounting.memory(dataclasses.replace(config, micro_batch=micro_batch), world.size)
     have = torch.cuda.get_device_properties(world.device).total_memory
     if need.total > have:
-        raise bad_argument(
-            "preset", f"a run that fits {human_bytes(have)} a GPU",
-            f"{human_bytes(need.total)} by estimate (weights and optimizer "
-            f"{human_bytes(need.state)}, kept for backward {human_bytes(need.kept)}, head "
-            f"{human_bytes(need.head)})",
-            "Lower micro_batch, set recompute=true or precision=bf16, or use torchrun.",
-        )  # fmt: skip
+        parts = {"weights and optimizer": need.state, "kept for backward": need.kept}
+        parts["head"] = need.head
+        listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in parts.items())
+        got = f"{human_bytes(need.total)} by estimate ({listed})"
+        remedy = "Lower micro_batch, set recompute=true or precision=bf16, or use torchrun."
+        raise bad_argument("preset", f"a run that fits {human_bytes(have)} a GPU", got, remedy)
 
 
 def share_of_peak(flops: float, device: torch.device) -> float | None:

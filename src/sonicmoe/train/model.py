@@ -4,6 +4,8 @@ It is the architecture of Qwen3-MoE to the letter (heads normalised before the r
 concatenated, tied head), so that a trained model exports without a change of its numbers.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..enums import ActivationType
 from ..moe import MoE
-from ..routing import Router, TokenRounding
+from ..routing import Router, TokenRounding, make_router
 from .backends import run_layer
 from .config import ModelConfig
 
@@ -80,6 +82,11 @@ def _router(c: ModelConfig) -> str | Router:
     )
 
 
+def check_router(c: ModelConfig) -> None:
+    """ValueError if there is no such router for these sizes."""
+    make_router(_router(c), c.num_experts, c.experts_per_token)
+
+
 class Block(nn.Module):
     """`recompute` checkpoints it from the inside: compiled like that it computes no output again,
     which a checkpoint of a compiled block does."""
@@ -90,12 +97,10 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.attention = Attention(c)
         self.moe_norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.moe = MoE(
-            c.num_experts, c.experts_per_token, c.hidden_size, c.intermediate_size,
-            ActivationType.SWIGLU, False, c.init_std,
-            router=_router(c), gate_up="concatenated",
-            aux_loss_coef=c.aux_loss_coef, z_loss_coef=c.z_loss_coef,
-        )  # fmt: skip
+        sizes = (c.num_experts, c.experts_per_token, c.hidden_size, c.intermediate_size)
+        options: dict[str, Any] = {"router": _router(c), "gate_up": "concatenated"}
+        options |= {"aux_loss_coef": c.aux_loss_coef, "z_loss_coef": c.z_loss_coef}
+        self.moe = MoE(*sizes, ActivationType.SWIGLU, False, c.init_std, **options)
 
     def forward(self, x, cos, sin, past=None, keep=False):
         if self.recompute and self.training and not keep:

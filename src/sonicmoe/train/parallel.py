@@ -175,17 +175,13 @@ def check_expert_parallel(config: TrainConfig, world: World) -> None:
     if ranks == 1:
         return
     if world.size % ranks:
-        raise bad_argument(
-            "expert_parallel", f"a divisor of the {world.size} process(es)", ranks,
-            f"Start with torchrun --nproc-per-node {ranks} -m sonicmoe train …",
-        )  # fmt: skip
+        remedy = f"Start with torchrun --nproc-per-node {ranks} -m sonicmoe train …"
+        processes = f"a divisor of the {world.size} process(es)"
+        raise bad_argument("expert_parallel", processes, ranks, remedy)
     if config.model.num_experts % ranks:
-        raise bad_argument(
-            "expert_parallel", f"a divisor of num_experts = {config.model.num_experts}", ranks,
-            "Every rank holds the same number of experts.",
-        )  # fmt: skip
+        divisor = f"a divisor of num_experts = {config.model.num_experts}"
+        remedy = "Every rank holds the same number of experts."
+        raise bad_argument("expert_parallel", divisor, ranks, remedy)
     if config.backend not in LAYER_BACKENDS:
-        raise bad_argument(
-            "backend", f"{', '.join(LAYER_BACKENDS)} with expert_parallel", repr(config.backend),
-            "Peers are compared without it.",
-        )  # fmt: skip
+        ours = f"{', '.join(LAYER_BACKENDS)} with expert_parallel"
+        raise bad_argument("backend", ours, repr(config.backend), "Peers are compared without it.")

@@ -6,6 +6,7 @@ nothing.
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,14 +59,12 @@ class Layout:
             if getattr(self, name) < 1:
                 raise bad_argument(name, "at least 1", getattr(self, name), "Use 1 for none.")
         if self.gpus % self.shard:
-            raise bad_argument(
-                "shard", f"a divisor of gpus = {self.gpus}", self.shard, "Change one."
-            )
+            divisor = f"a divisor of gpus = {self.gpus}"
+            raise bad_argument("shard", divisor, self.shard, "Change one.")
         if self.shard % self.expert_parallel:
-            raise bad_argument(
-                "expert_parallel", f"a divisor of shard = {self.shard}", self.expert_parallel,
-                "The GPUs that share experts also share the rest of the weights.",
-            )  # fmt: skip
+            divisor = f"a divisor of shard = {self.shard}"
+            remedy = "The GPUs that share experts also share the rest of the weights."
+            raise bad_argument("expert_parallel", divisor, self.expert_parallel, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +85,27 @@ class Prediction:
 def moe_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
     """One layer, forward and backward: all of its products, ten passes over rows of H, six over Z,
     three over all weights."""
-    return eff.layer_fixed + _part_of_layer(
-        m, tokens, device, eff, flops=18, rows_of_h=10, rows_of_z=6, weights=9
-    )
+    return eff.layer_fixed + _part_of_layer(m, tokens, device, eff, 18, passes=(10, 6, 9))
 
 
 def moe_recomputed_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
     """What a checkpoint runs again: the routing, half of what is fixed by guess, and up, which
     reads X and W1, writes Z and A."""
-    return eff.layer_fixed / 2 + _part_of_layer(
-        m, tokens, device, eff, flops=4, rows_of_h=1, rows_of_z=1.5, weights=2
-    )
+    return eff.layer_fixed / 2 + _part_of_layer(m, tokens, device, eff, 4, passes=(1, 1.5, 2))
 
 
 def _part_of_layer(
-    m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency, *,
-    flops: int, rows_of_h: int, rows_of_z: float, weights: int,
-) -> float:  # fmt: skip
+    m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency, flops: int, passes: Sequence[float]
+) -> float:
     """Products with their padding, `flops` for an element of a row's weights, and what they leave
     visible of the traffic: passes over rows of H, over Z, and over E·H·I weights."""
+    rows_of_h, rows_of_z, weights = passes
     rows = tokens * m.experts_per_token
     padding = 1 + eff.empty * 64 * m.num_experts / rows  # half a tile of 128 rows an expert
     matrix = m.hidden_size * m.intermediate_size
     products = flops * rows * matrix * padding / (eff.grouped * device.half)
-    passes = rows * (rows_of_h * m.hidden_size + rows_of_z * 2 * m.intermediate_size)
-    traffic = eff.uncovered * 2 * (passes + weights * m.num_experts * matrix)
+    elements = rows * (rows_of_h * m.hidden_size + rows_of_z * 2 * m.intermediate_size)
+    traffic = eff.uncovered * 2 * (elements + weights * m.num_experts * matrix)
     return products + traffic / (eff.copy * device.bandwidth)
 
 
@@ -246,10 +241,9 @@ def report(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) ->
         f"{config.preset}: {counted(count.total)} parameters, {counted(count.active)} met by a "
         f"token; {layout.gpus} {device.name}"
     )
-    return "\n\n".join(
-        [title, table(("prediction", "value"), rows), _sensitivities(config, device, layout, eff),
-         _paper(eff), _assumptions(config, device, layout, eff)]
-    )  # fmt: skip
+    what_if = _sensitivities(config, device, layout, eff)
+    assumed = _assumptions(config, device, layout, eff)
+    return "\n\n".join([title, table(("prediction", "value"), rows), what_if, _paper(eff), assumed])
 
 
 def alternatives(
@@ -257,16 +251,15 @@ def alternatives(
 ) -> dict[str, float]:
     """Tokens a day if one assumption were another."""
     recompute = "nothing is recomputed" if config.recompute else "blocks are recomputed"
+    attention = replace(eff, attention_64=0.4, attention_128=0.4)
     changed = {
         "as assumed": (config, eff),
         "no transfer is hidden": (config, replace(eff, overlap=0.0)),
         recompute: (config.override({"recompute": not config.recompute}), eff),
-        "attention reaches 40% of peak": (
-            config, replace(eff, attention_64=0.4, attention_128=0.4)
-        ),
+        "attention reaches 40% of peak": (config, attention),
         "all products reach 50% of peak": (config, replace(eff, grouped=0.5, dense=0.5)),
         "nothing of the layer's traffic is hidden": (config, replace(eff, uncovered=1.0)),
-    }  # fmt: skip
+    }
     return {name: predict(c, device, layout, e).tokens_per_day for name, (c, e) in changed.items()}
 
 
@@ -344,19 +337,17 @@ def _ms(seconds: float) -> str:
 # --- command line ---------------------------------------------------------------------------------
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="7B", help=f"one of {', '.join(PRESETS)}")
-    parser.add_argument("--gpu", default="H100", help=f"one of {', '.join(GPUS)}")
-    parser.add_argument("--gpus", type=int, default=64)
-    parser.add_argument(
-        "--shard", type=int, help="GPUs that share a copy of the weights; default: all"
-    )
-    parser.add_argument(
-        "--expert-parallel", type=int, default=1, help="GPUs that share the experts"
-    )
+    parser.add_argument("--gpu", default="h100", help=f"one of {', '.join(GPUS)}")
+    parser.add_argument("--gpus", type=int, default=64, help="how many; default: 64")
+    shared = "GPUs that share a copy of the weights; default: all"
+    parser.add_argument("--shard", type=int, help=shared)
+    experts = "GPUs that share the experts"
+    parser.add_argument("--expert-parallel", type=int, default=1, help=experts)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
-    parser.add_argument("--moe-efficiency", type=float, metavar="SHARE",
-                        help="measured share of peak of the grouped products")  # fmt: skip
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="micro_batch, recompute, context, …")  # fmt: skip
+    share = "measured share of peak of the grouped products"
+    parser.add_argument("--moe-efficiency", type=float, metavar="SHARE", help=share)
+    keys = "micro_batch, recompute, context, …"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=keys)
 
 
 def from_arguments(args: Any) -> str:

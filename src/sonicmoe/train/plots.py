@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .extras import have, need
+from ..extras import have, need
 
 _INK, _MUTED, _GRID = "#1f2430", "#6b7280", "#e5e7eb"
 _COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#be185d")
+_POINTS = {"textcoords": "offset points"}
 Records = Sequence[Mapping[str, Any]]
 Curve = Sequence[tuple[float, float]]  # (step, loss)
 
@@ -17,32 +18,28 @@ def available() -> bool:
     return have("matplotlib") is not None
 
 
-def loss_curve(path: Path, records: Records, title: str, subtitle: str, vocab_size: int,
-               target: float | None = None) -> None:  # fmt: skip
+def loss_curve(
+    path: Path, records: Records, title: str, subtitle: str, vocab_size: int, target: float | None
+) -> None:
     """Training and validation loss against the step."""
     figure, (axes,) = _figure(1, (8, 5))
-    steps, losses = _series(records, "train", "step")
-    axes.plot(
-        steps, losses, color=_COLOURS[0], linewidth=1.6, label="training (mean of the interval)"
-    )
-    v_steps, v_losses = _series(records, "validation", "step")
-    if v_steps:
-        axes.plot(v_steps, v_losses, color=_COLOURS[1], linewidth=1.2, marker="o", markersize=5,
-                  label="validation (held-out documents)")  # fmt: skip
-        axes.annotate(
-            f"{v_losses[-1]:.2f}", (v_steps[-1], v_losses[-1]), xytext=(6, 6),
-            textcoords="offset points", color=_COLOURS[1], fontweight="bold", ha="left",
-        )  # fmt: skip
+    blue, orange, green = _COLOURS[:3]
+    label = "training (mean of the interval)"
+    axes.plot(*_series(records, "train", "step"), color=blue, linewidth=1.6, label=label)
+    steps, losses = _series(records, "validation", "step")
+    if steps:
+        style = {"color": orange, "linewidth": 1.2, "marker": "o", "markersize": 5}
+        axes.plot(steps, losses, **style, label="validation (held-out documents)")
+        end, style = (steps[-1], losses[-1]), {"color": orange, "fontweight": "bold"}
+        axes.annotate(f"{losses[-1]:.2f}", end, xytext=(6, 6), **_POINTS, **style, ha="left")
     guess = math.log(vocab_size)
     axes.axhline(guess, color=_MUTED, linewidth=1, linestyle=":")
-    axes.annotate(
-        f"guessing evenly among {vocab_size} tokens: {guess:.2f}", (1, guess),
-        xycoords=("axes fraction", "data"), xytext=(-4, 4), textcoords="offset points",
-        color=_MUTED, fontsize=9, ha="right",
-    )  # fmt: skip
+    text = f"guessing evenly among {vocab_size} tokens: {guess:.2f}"
+    place = {"xycoords": ("axes fraction", "data"), "xytext": (-4, 4), "ha": "right"} | _POINTS
+    axes.annotate(text, (1, guess), **place, color=_MUTED, fontsize=9)
     if target is not None:
-        axes.axhline(target, color=_COLOURS[2], linewidth=1, linestyle="--",
-                     label=f"goal of this run: {target:g}")  # fmt: skip
+        label = f"goal of this run: {target:g}"
+        axes.axhline(target, color=green, linewidth=1, linestyle="--", label=label)
     axes.set_xlim(left=0)
     axes.margins(x=0.04)
     _label(axes, "step", "loss (nats a token)")
@@ -55,15 +52,12 @@ def comparison(path: Path, runs: Mapping[str, Records], title: str, subtitle: st
     figure, (by_step, by_time) = _figure(2, (12, 5.2))
     lowest, highest = math.inf, 0.0
     for i, (name, records) in enumerate(runs.items()):
-        colour = _COLOURS[i % len(_COLOURS)]
-        # Curves that coincide stay visible: each later one is drawn with longer gaps.
-        style = "-" if i == 0 else (0, (5, 1.5 + 1.5 * i))
+        colour = _line(i)["color"]
         for axes, against in ((by_step, "step"), (by_time, "seconds")):
             axes.plot(*_series(records, "train", against), color=colour, linewidth=0.8, alpha=0.35)
             x, y = _series(records, "validation", against)
             label = f"{name}: {y[-1]:.3f}" if y and axes is by_step else None
-            axes.plot(x, y, color=colour, linestyle=style, marker="o", markersize=3.5,
-                      linewidth=1.8, label=label)  # fmt: skip
+            axes.plot(x, y, **_line(i), linewidth=1.8, label=label)
         trained = _series(records, "train", "step")[1]
         lowest, highest = min([lowest, *trained, *y]), max([highest, *trained[2:], *y])
     for axes in (by_step, by_time):
@@ -73,11 +67,9 @@ def comparison(path: Path, runs: Mapping[str, Records], title: str, subtitle: st
     _label(by_step, "step", "loss (nats a token)")
     _label(by_time, "training time (s)", "")
     by_step.legend(frameon=False, title="validation loss at the end", alignment="left")
-    by_time.annotate(
-        "dots: validation, always with plain top-K\nthin lines: training", (1, 1),
-        xycoords="axes fraction", xytext=(-6, -6), textcoords="offset points", ha="right", va="top",
-        color=_MUTED, fontsize=9,
-    )  # fmt: skip
+    text = "dots: validation, always with plain top-K\nthin lines: training"
+    corner = {"xycoords": "axes fraction", "xytext": (-6, -6), "ha": "right", "va": "top"} | _POINTS
+    by_time.annotate(text, (1, 1), **corner, color=_MUTED, fontsize=9)
     _finish(figure, path, title, subtitle)
 
 
@@ -87,9 +79,7 @@ def against_first(path: Path, curves: Mapping[str, Sequence[Curve]], title: str,
     figure, (loss, change) = _figure(2, (12, 5.4))
     base, first = next(iter(curves.items()))
     for i, (name, seeds) in enumerate(curves.items()):
-        colour = _COLOURS[i % len(_COLOURS)]
-        # Curves that coincide stay visible: each later one is drawn with longer gaps.
-        style = "-" if i == 0 else (0, (5, 1.5 + 1.5 * i))
+        colour = _line(i)["color"]
         changes = [
             [(step, 100 * (y / z - 1)) for (step, y), (_, z) in zip(seed, other, strict=True)]
             for seed, other in zip(seeds, first, strict=True)
@@ -98,9 +88,8 @@ def against_first(path: Path, curves: Mapping[str, Sequence[Curve]], title: str,
             mean = _mean(runs)
             for run in runs:
                 axes.plot(*zip(*run, strict=True), color=colour, linewidth=0.8, alpha=0.45)
-            axes.plot(*zip(*mean, strict=True), color=colour, linestyle=style, linewidth=2,
-                      marker="o", markersize=3.5,
-                      label=f"{name}: {mean[-1][1]:{digits}}")  # fmt: skip
+            label = f"{name}: {mean[-1][1]:{digits}}"
+            axes.plot(*zip(*mean, strict=True), **_line(i), linewidth=2, label=label)
     scale = "%"
     if max(map(abs, change.get_ylim())) > 4:  # one is far off, the others should stay apart
         scale = "%, logarithmic beyond ±1"
@@ -123,20 +112,26 @@ def on_top(path: Path, curves: Mapping[str, Curve], title: str, subtitle: str) -
     *others, last = curves
     for i, (name, curve) in enumerate(curves.items()):
         # Broad below and thin above, so that equal curves are all seen.
-        width = 1.2 + 3 * (len(curves) - 1 - i)
-        loss.plot(*zip(*curve, strict=True), color=_COLOURS[i], linewidth=width,
-                  alpha=1 if name == last else 0.4, label=name)  # fmt: skip
+        style = {"linewidth": 1.2 + 3 * (len(curves) - 1 - i), "alpha": 1 if name == last else 0.4}
+        loss.plot(*zip(*curve, strict=True), color=_COLOURS[i], **style, label=name)
     for i, name in enumerate(others):
         difference = [(s, a - b) for (s, a), (_, b) in zip(curves[name], curves[last], strict=True)]
         largest = max(abs(d) for _, d in difference)
-        apart.plot(*zip(*difference, strict=True), color=_COLOURS[i], linewidth=1.2,
-                   label=f"{name}: at most {largest:.2g}")  # fmt: skip
+        label = f"{name}: at most {largest:.2g}"
+        apart.plot(*zip(*difference, strict=True), color=_COLOURS[i], linewidth=1.2, label=label)
     apart.axhline(0, color=_MUTED, linewidth=0.8)
     _label(loss, "step", "training loss (nats a token)")
     _label(apart, "step", f"difference from {last} (nats a token)")
     for axes in (loss, apart):
         axes.legend(frameon=False)
     _finish(figure, path, title, subtitle)
+
+
+def _line(i: int) -> dict[str, Any]:
+    """The i-th of several curves. Those that coincide stay visible: later ones have longer gaps."""
+    style = "-" if i == 0 else (0, (5, 1.5 + 1.5 * i))
+    colour = _COLOURS[i % len(_COLOURS)]
+    return {"color": colour, "linestyle": style, "marker": "o", "markersize": 3.5}
 
 
 def _mean(runs: Sequence[Curve]) -> list[tuple[float, float]]:

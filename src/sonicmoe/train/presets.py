@@ -5,75 +5,56 @@ reaches the parameter count in the name.
 """
 
 from ..errors import bad_argument
-from .config import ModelConfig, TrainConfig
+from .config import TrainConfig
 
-# A minute on two CPU cores, on the text that any Python installation carries.
-_DEMO = TrainConfig(
-    preset="demo",
-    model=ModelConfig(
-        vocab_size=1024, context=128, num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=4,
-        head_dim=32, num_experts=8, experts_per_token=2, intermediate_size=128, init_std=0.05,
-    ),
-    data_megabytes=4, validation_fraction=0.05,
-    steps=300, batch=8, micro_batch=8, learning_rate=6e-3, warmup_steps=20,
-    log_every=10, validate_every=50, validation_sequences=64, checkpoint_every=100,
-    target_loss=5.0,
-)  # fmt: skip
+# The batches divide over 8 ranks. A micro-batch of the larger three has T = 24576, 40960 and 24576
+# tokens, as in the paper.
+_SIZES = ["vocab_size", "context", "num_layers", "hidden_size", "num_heads", "num_kv_heads"]
+_SIZES += ["head_dim", "num_experts", "experts_per_token", "intermediate_size", "init_std"]
+_MODELS = {
+    "demo": (1024, 128, 2, 128, 4, 4, 32, 8, 2, 128, 0.05),
+    "small": (16384, 1024, 8, 512, 8, 8, 64, 32, 4, 256, 0.02),
+    "0.5B": (50304, 4096, 12, 768, 12, 12, 64, 64, 8, 256, 0.02),
+    "1.4B": (50304, 4096, 18, 768, 12, 12, 64, 128, 8, 256, 0.02),
+    "7B": (50304, 4096, 44, 1536, 12, 12, 128, 128, 8, 256, 0.02),
+}
+_LENGTHS = ["steps", "batch", "micro_batch", "learning_rate", "warmup_steps", "validate_every"]
+_LENGTHS += ["validation_sequences", "checkpoint_every", "log_every"]
+_RUNS = {
+    "demo": (300, 8, 8, 6e-3, 20, 50, 64, 100, 10),
+    "small": (2000, 64, 64, 1e-3, 100, 200, 256, 500, 10),
+    "0.5B": (10000, 96, 12, 6e-4, 500, 500, 128, 500, 10),
+    "1.4B": (20000, 160, 10, 5e-4, 1000, 500, 128, 500, 10),
+    "7B": (50000, 384, 6, 3e-4, 2000, 500, 96, 500, 10),
+}
+_LARGE: dict[str, object] = {
+    "include_code": True,
+    "data_megabytes": 2048,
+    "validation_fraction": 0.005,
+    "precision": "autocast",
+    "compile": True,
+    "loss_chunk": 8192,
+}
+_OTHERS: dict[str, dict[str, object]] = {
+    # A minute on two CPU cores, on the text that any Python installation carries.
+    "demo": {"data_megabytes": 4, "validation_fraction": 0.05, "target_loss": 5.0},
+    # Minutes on one GPU.
+    "small": _LARGE | {"data_megabytes": 256, "validation_fraction": 0.01, "loss_chunk": 0},
+    "0.5B": _LARGE,
+    "1.4B": _LARGE,
+    # On one GPU of 141 GB the weights and the optimizer's state must be bfloat16 (8 bytes a
+    # parameter); sharded, `autocast` is better.
+    "7B": _LARGE | {"precision": "bf16"},
+}
 
-# About 100M parameters: minutes on one GPU.
-_SMALL = TrainConfig(
-    preset="small",
-    model=ModelConfig(
-        vocab_size=16384, context=1024, num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=8,
-        head_dim=64, num_experts=32, experts_per_token=4, intermediate_size=256,
-    ),
-    include_code=True, data_megabytes=256, validation_fraction=0.01,
-    steps=2000, batch=64, micro_batch=64, learning_rate=1e-3, warmup_steps=100,
-    precision="autocast", compile=True,
-    log_every=10, validate_every=200, validation_sequences=256, checkpoint_every=500,
-)  # fmt: skip
 
-# T,H,I,E,K = 24576,768,256,64,8 a micro-batch.
-_HALF_BILLION = TrainConfig(
-    preset="0.5B",
-    model=ModelConfig(
-        vocab_size=50304, context=4096, num_layers=12, hidden_size=768, num_heads=12,
-        num_kv_heads=12, head_dim=64, num_experts=64, experts_per_token=8, intermediate_size=256,
-    ),
-    include_code=True, data_megabytes=2048, validation_fraction=0.005,
-    steps=10000, batch=120, micro_batch=12, learning_rate=6e-4, warmup_steps=500,
-    precision="autocast", compile=True, loss_chunk=8192,
-    log_every=10, validate_every=500, validation_sequences=128, checkpoint_every=500,
-)  # fmt: skip
+def _preset(name: str) -> TrainConfig:
+    model = dict(zip(_SIZES, _MODELS[name], strict=True))
+    run = dict(zip(_LENGTHS, _RUNS[name], strict=True))
+    return TrainConfig(preset=name).override(model | run | _OTHERS[name])
 
-# T,H,I,E,K = 40960,768,256,128,8 a micro-batch.
-_1_4_BILLION = TrainConfig(
-    preset="1.4B",
-    model=ModelConfig(
-        vocab_size=50304, context=4096, num_layers=18, hidden_size=768, num_heads=12,
-        num_kv_heads=12, head_dim=64, num_experts=128, experts_per_token=8, intermediate_size=256,
-    ),
-    include_code=True, data_megabytes=2048, validation_fraction=0.005,
-    steps=20000, batch=120, micro_batch=10, learning_rate=5e-4, warmup_steps=1000,
-    precision="autocast", compile=True, loss_chunk=8192,
-    log_every=10, validate_every=500, validation_sequences=128, checkpoint_every=500,
-)  # fmt: skip
 
-# T,H,I,E,K = 24576,1536,256,128,8 a micro-batch. On one GPU of 141 GB the weights and the
-# optimizer's state must be bfloat16 (8 bytes a parameter); sharded, `autocast` is better.
-_7_BILLION = TrainConfig(
-    preset="7B",
-    model=ModelConfig(
-        vocab_size=50304, context=4096, num_layers=44, hidden_size=1536, num_heads=12,
-        num_kv_heads=12, head_dim=128, num_experts=128, experts_per_token=8, intermediate_size=256,
-    ),
-    include_code=True, data_megabytes=2048, validation_fraction=0.005,
-    steps=50000, batch=384, micro_batch=6, learning_rate=3e-4, warmup_steps=2000,
-    precision="bf16", compile=True, loss_chunk=8192,
-    log_every=10, validate_every=500, validation_sequences=96, checkpoint_every=500,
-)  # fmt: skip
-
-PRESETS = {c.preset: c for c in (_DEMO, _SMALL, _HALF_BILLION, _1_4_BILLION, _7_BILLION)}
+PRESETS = {name: _preset(name) for name in _MODELS}
 
 
 def preset(name: str) -> TrainConfig:

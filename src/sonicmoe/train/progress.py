@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from .extras import have
+from ..extras import have
 
 
 def human(value: float, unit: str = "", digits: int = 3) -> str:
@@ -61,8 +61,8 @@ class Plain:
         )
 
     def validation(self, record: dict[str, Any]) -> None:
-        self.say(f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  "
-                 f"validation loss {record['loss']:.3f}")  # fmt: skip
+        step = f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"
+        self.say(f"{step}  validation loss {record['loss']:.3f}")
 
     def stop(self) -> None:
         pass
@@ -74,10 +74,9 @@ class Live(Plain):
     def start(self, first_step: int, steps: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._bar = Progress(
-            TextColumn("[bold]{task.completed}/{task.total}"), BarColumn(bar_width=24),
-            TimeRemainingColumn(), TextColumn("{task.description}"),
-        )  # fmt: skip
+        done, what = TextColumn("[bold]{task.completed}/{task.total}"), "{task.description}"
+        columns = (done, BarColumn(bar_width=24), TimeRemainingColumn(), TextColumn(what))
+        self._bar = Progress(*columns)
         super().start(first_step, steps)
         self._held = ""
         self._task = self._bar.add_task("", total=steps, completed=first_step)

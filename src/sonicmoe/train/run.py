@@ -5,13 +5,15 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import bad_argument
-from . import checkpoint, parallel, plots, progress, runlog, summary
+from ..validation import check_writable
+from . import checkpoint, loop, parallel, plots, progress, runlog, summary
 from . import corpus as corpora
 from .config import TrainConfig
 from .loop import Trainer
@@ -19,13 +21,10 @@ from .presets import preset
 
 # What may change when a run continues. Anything else would make it another run, or is part of the
 # optimizer's state (weight_decay, beta1, beta2) and comes from the checkpoint.
-_CHANGEABLE = {
-    "steps", "learning_rate", "final_learning_rate_ratio", "warmup_steps", "gradient_clip",
-    "log_every", "validate_every", "checkpoint_every", "keep", "tensorboard", "device",
-    "expert_parallel",
-}  # fmt: skip
+_SCHEDULE = {"steps", "learning_rate", "final_learning_rate_ratio", "warmup_steps"}
 # What leaves the goal of a preset meaningful.
 _HARMLESS = {"device", "tensorboard", "log_every", "validate_every", "checkpoint_every", "keep"}
+_CHANGEABLE = _SCHEDULE | _HARMLESS | {"gradient_clip", "expert_parallel"}
 
 
 def default_cache() -> Path:
@@ -46,6 +45,12 @@ def configure(preset_name: str | None, overrides: dict[str, Any]) -> TrainConfig
     return base.override(overrides)
 
 
+def check(config: TrainConfig, world: parallel.World) -> None:
+    """Refuse what cannot run, before any text is prepared and any folder is created."""
+    loop.check(config, world)
+    corpora.check(config)
+
+
 def train(
     config: TrainConfig,
     folder: Path,
@@ -62,16 +67,19 @@ def train(
     display = progress.display(world.first)
     with contextlib.ExitStack() as held:
         held.callback(parallel.stop, world)
+        check(config, world)
         if resume:
             world.from_first(lambda: _lock(folder, held))
-        key = _record(folder)["corpus"] if resume else None
+        else:
+            check_writable("--runs", folder.parent)
+        key = _record(folder)[1] if resume else None
         if not world.first:
             world.wait()  # the first rank prepares the text, the others find it in the cache
         corpus = corpora.prepare(config, cache, display.say, key)
         if world.first:
             world.wait()
         if not resume:
-            folder = world.from_first(lambda: _new_folder(folder, numbered, held))
+            folder = world.from_first(lambda: _locked_folder(folder, numbered, held))
         return _train(config, folder, cache, corpus, resume, picture, world, display)
 
 
@@ -93,10 +101,9 @@ def _train(config, folder, cache, corpus, resume, picture, world, display) -> di
     if world.first:
         summary.write(folder, numbers)
         if picture and plots.available():
-            plots.loss_curve(
-                folder / "loss.png", runlog.read(folder), head, line.replace("; ", "\n", 1),
-                config.model.vocab_size, config.target_loss,
-            )  # fmt: skip
+            texts, sizes = (head, line.replace("; ", "\n", 1)), config.model.vocab_size
+            log = runlog.read(folder)
+            plots.loss_curve(folder / "loss.png", log, *texts, sizes, config.target_loss)
         elif picture:
             display.say("No picture: pip install matplotlib draws loss.png.")
     return numbers
@@ -104,38 +111,37 @@ def _train(config, folder, cache, corpus, resume, picture, world, display) -> di
 
 def load_config(folder: Path) -> TrainConfig:
     """The configuration of an earlier run."""
-    return TrainConfig.from_dict(_record(folder)["config"])
+    return _record(folder)[0]
 
 
 def cache_of(folder: Path) -> Path:
     """Where an earlier run kept its tokenised text, if that folder still exists."""
-    path = Path(_record(folder).get("cache", ""))
+    path = _record(folder)[2]
     return path if path.is_absolute() and path.is_dir() else default_cache()
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _record(folder: Path) -> tuple[TrainConfig, str, Path]:
+    """What run.json says: the configuration, the name of the corpus and where that was cached."""
     path = folder / "run.json"
     if not path.is_file():
-        raise bad_argument(
-            "run", "the folder of an earlier run", repr(str(folder)), "Look below runs/."
-        )
-    with contextlib.suppress(ValueError):
+        got = repr(str(folder))
+        raise bad_argument("run", "the folder of an earlier run", got, "Look below runs/.")
+    try:
         record = json.loads(path.read_bytes())
-        if isinstance(record, dict) and {"config", "corpus"} <= record.keys():
-            return record
-    raise bad_argument(
-        "run", "a run.json with a configuration", str(path), "The file is damaged: restore it."
-    )
+        config = TrainConfig.from_dict(record["config"])
+        return config, str(record["corpus"]), Path(record.get("cache", ""))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        got, remedy = f"{path} ({error!r})", "The file is damaged: restore it."
+        raise bad_argument("run", "a run.json with a configuration", got, remedy) from None
 
 
 def continued(folder: Path, overrides: dict[str, Any]) -> TrainConfig:
     """The configuration of an earlier run with what may change changed."""
     fixed = sorted(set(overrides) - _CHANGEABLE)
     if fixed:
-        raise bad_argument(
-            "--resume", f"no change but of {', '.join(sorted(_CHANGEABLE))}", ", ".join(fixed),
-            "Start a new run for other settings.",
-        )  # fmt: skip
+        allowed = f"no change but of {', '.join(sorted(_CHANGEABLE))}"
+        remedy = "Start a new run for other settings."
+        raise bad_argument("--resume", allowed, ", ".join(fixed), remedy)
     return load_config(folder).override(overrides)
 
 
@@ -151,17 +157,32 @@ def fresh_folder(runs: Path, name: str) -> Path:
             folder = runs / f"{name}-{number}"
 
 
-def _new_folder(folder: Path, numbered: bool, held: contextlib.ExitStack) -> Path:
-    """Create and lock the folder of a new run."""
+@contextlib.contextmanager
+def new_folder(folder: Path, numbered: bool = True) -> Iterator[Path]:
+    """Create `folder`, or the next free number of it. Removed again if no run starts in it."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     if numbered:
         folder = fresh_folder(folder.parent, folder.name)
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        if (numbered or folder in made) and not any(folder.rglob("run.json")):
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in made:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+        raise
+
+
+def _locked_folder(folder: Path, numbered: bool, held: contextlib.ExitStack) -> Path:
+    """Create and lock the folder of a new run."""
+    folder = held.enter_context(new_folder(folder, numbered))
     _lock(folder, held)
     if checkpoint.steps(folder / "checkpoints"):
-        raise bad_argument(
-            "folder", "one without checkpoints for a new run", str(folder),
-            "Continue that run with resume, or choose another folder.",
-        )  # fmt: skip
+        remedy = "Continue that run with resume, or choose another folder."
+        expected = "one without checkpoints for a new run"
+        raise bad_argument("folder", expected, str(folder), remedy)
     return folder
 
 
@@ -171,10 +192,8 @@ def _lock(folder: Path, held: contextlib.ExitStack) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise bad_argument(
-            "run", "a folder in which no other process trains", str(folder),
-            "Wait for the other training or stop it.",
-        ) from None  # fmt: skip
+        expected, remedy = "a folder in which no other process trains", "Wait for it or stop it."
+        raise bad_argument("run", expected, str(folder), remedy) from None
     except OSError as error:  # some network file systems have no locks
         print(f"{folder} is not locked ({error.strerror}): do not train in it twice at a time.")
 

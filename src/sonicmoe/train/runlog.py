@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .extras import have
+from ..extras import have
 
 _NAME = "log.jsonl"
 

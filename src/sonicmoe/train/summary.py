@@ -54,23 +54,23 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
 
 def text(numbers: dict[str, Any]) -> str:
     """The final table."""
-    saved = numbers["gathered_bytes"] - numbers["kept_bytes"]
+    n = numbers
+    saved = n["gathered_bytes"] - n["kept_bytes"]
+    active, share = counted(n["active_parameters"]), saved / n["gathered_bytes"]
     rows = [
-        ("parameters (met by a token)",
-         f"{counted(numbers['parameters'])} ({counted(numbers['active_parameters'])})"),
-        ("tokens", f"{counted(numbers['tokens'])} ({numbers['epochs']:.2f} passes over the text)"),
-        ("training time", f"{numbers['seconds']:.1f} s"),
-        ("first loss", f"{numbers['first_loss']:.3f}"),
-        ("last loss", f"{numbers['last_loss']:.3f}"),
-        ("validation loss", f"{numbers['validation_loss']:.3f}"),
-        ("tokens/s", counted(numbers["tokens_per_second"])),
-        ("model FLOP/s", human(numbers["flops_per_second"])),
-        ("peak memory", human_bytes(numbers["peak_memory"])),
-        ("kept for backward by the MoE layers", human_bytes(numbers["kept_bytes"])),
-        ("… if rows were gathered (X, A, Y too)", human_bytes(numbers["gathered_bytes"])),
-        ("saved by the layer",
-         f"{human_bytes(saved)} ({saved / numbers['gathered_bytes']:.0%})"),
-    ]  # fmt: skip
+        ("parameters (met by a token)", f"{counted(n['parameters'])} ({active})"),
+        ("tokens", f"{counted(n['tokens'])} ({n['epochs']:.2f} passes over the text)"),
+        ("training time", f"{n['seconds']:.1f} s"),
+        ("first loss", f"{n['first_loss']:.3f}"),
+        ("last loss", f"{n['last_loss']:.3f}"),
+        ("validation loss", f"{n['validation_loss']:.3f}"),
+        ("tokens/s", counted(n["tokens_per_second"])),
+        ("model FLOP/s", human(n["flops_per_second"])),
+        ("peak memory", human_bytes(n["peak_memory"])),
+        ("kept for backward by the MoE layers", human_bytes(n["kept_bytes"])),
+        ("… if rows were gathered (X, A, Y too)", human_bytes(n["gathered_bytes"])),
+        ("saved by the layer", f"{human_bytes(saved)} ({share:.0%})"),
+    ]
     return table([f"{numbers['preset']} on {numbers['device']}", "value"], rows)
 
 

@@ -18,26 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import bad_argument
-from .extras import need
+from ..extras import need
 
 _PROSE = {".txt", ".md", ".rst", ".text", ".tex", ".org", ".adoc", ".pod"}
-_PROSE_NAMES = ("readme", "license", "licence", "copying", "notice", "copyright", "news",
-                "metadata", "authors", "contributing", "howto", "faq")  # fmt: skip
-_CODE = {
-    ".py",
-    ".pyi",
-    ".c",
-    ".h",
-    ".cpp",
-    ".hpp",
-    ".cu",
-    ".cuh",
-    ".js",
-    ".ts",
-    ".rs",
-    ".go",
-    ".java",
-}
+_LEGAL = ("license", "licence", "copying", "notice", "copyright", "authors")
+_PROSE_NAMES = (*_LEGAL, "readme", "news", "metadata", "contributing", "howto", "faq")
+_CODE = {".py", ".pyi", ".c", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
+_CODE |= {".js", ".ts", ".rs", ".go", ".java"}
 _DOCSTRING = re.compile(
     r"""(?:\A(?:\s*\#[^\n]*\n|\s)*|:[ \t]*\n\s*)[rR]?"""
     r"""(?P<quote>\"{3}|'{3})(?P<text>.*?)(?P=quote)""",
@@ -70,17 +57,23 @@ def documents(
     Files of a folder that are not UTF-8 text are left out; their names are added to `not_text`.
     """
     for source in sources:
+        check(source)
         if source == "local":
             yield from installation(include_code)
         elif Path(source).expanduser().exists():
             yield from files(Path(source).expanduser(), not_text)
-        elif source.count("/") == 1 and not source.startswith((".", "/", "~")):
-            yield from dataset(source)
         else:
-            raise bad_argument(
-                "data", "'local', a file, a folder or a dataset name owner/name", repr(source),
-                "Check the path.",
-            )  # fmt: skip
+            yield from dataset(source)
+
+
+def check(source: str) -> None:
+    """ValueError if there is no such source; datasets are only looked for when they are read."""
+    if source == "local" or Path(source).expanduser().exists():
+        return
+    if source.count("/") != 1 or source.startswith((".", "/", "~")):
+        expected = "'local', a file, a folder or a dataset name owner/name"
+        raise bad_argument("data", expected, repr(source), "Check the path.")
+    need("datasets", f"data={source} (no file of that name exists)")
 
 
 def installation(include_code: bool) -> Iterator[Document]:
@@ -122,17 +115,25 @@ def files(path: Path, not_text: list[str] | None = None) -> Iterator[Document]:
 
 def dataset(name: str) -> Iterator[Document]:
     """`owner/name` or `owner/name:configuration`, streamed; the column `text` is read."""
-    library = need("datasets", f"data={name} (no file of that name exists)")
-    path, _, configuration = name.partition(":")
-    stream = library.load_dataset(path, configuration or None, split="train", streaming=True)
-    for i, row in enumerate(stream):
+    for i, row in enumerate(_rows(name)):
         if "text" not in row:
-            raise bad_argument(
-                "data", "a dataset with a column named text", f"{name} with {', '.join(row)}",
-                "Save the column you want as text files and pass the folder.",
-            )  # fmt: skip
+            got = f"{name} with {', '.join(row)}"
+            remedy = "Save the column you want as text files and pass the folder."
+            raise bad_argument("data", "a dataset with a column named text", got, remedy)
         text = io.IncrementalNewlineDecoder(None, translate=True).decode(row["text"], final=True)
         yield from _document("dataset", f"{name}#{i}", text)
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    """What the library raises depends on its version, the hub and the network: one error here."""
+    library = need("datasets", f"data={name}")
+    path, _, configuration = name.partition(":")
+    try:
+        yield from library.load_dataset(path, configuration or None, split="train", streaming=True)
+    except Exception as error:
+        got = f"{name} ({' '.join(str(error).split()) or type(error).__name__})"
+        remedy = "Check the name and the network, or pass text files."
+        raise bad_argument("data", "a dataset that can be loaded", got, remedy) from error
 
 
 def read_pieces(path: Path) -> Iterator[str]:
@@ -153,18 +154,14 @@ def read_pieces(path: Path) -> Iterator[str]:
                     raise _not_text(path)
                 size += len(data)
                 if is_gzip and size > LARGEST_UNPACKED:
-                    raise bad_argument(
-                        "data", f"gzip files that unpack to at most {LARGEST_UNPACKED:,} bytes",
-                        f"{path}, which unpacks to more",
-                        "If it is meant to be that long, unpack it with gunzip and pass the text.",
-                    )  # fmt: skip
+                    most = f"gzip files that unpack to at most {LARGEST_UNPACKED:,} bytes"
+                    remedy = "If it is meant to be that long, unpack it with gunzip."
+                    raise bad_argument("data", most, f"{path}, which unpacks to more", remedy)
                 yield decoder.decode(data)
             yield decoder.decode(b"", final=True)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise bad_argument(
-            "data", "sound gzip files", f"{path}, which is damaged or cut short ({error})",
-            "Fetch it again, or remove it.",
-        ) from error  # fmt: skip
+        got, remedy = f"{path}, which is damaged or cut short ({error})", "Fetch it again."
+        raise bad_argument("data", "sound gzip files", got, remedy) from error
     except OSError as error:
         raise bad_argument(
             "data", "files that can be read", f"{path} ({error.strerror})", "Check its permissions."

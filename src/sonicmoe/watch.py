@@ -1,0 +1,235 @@
+"""How evenly tokens spread over the experts of a model, per layer, while it trains.
+
+Hooks count the rows of each expert on the device; nothing waits for it until `Watch.read`. Layers
+are ours (`MoE`) and those of transformers: experts that receive the choice as `top_k_index`, or
+routers that return their logits last.
+"""
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from . import ops
+from .errors import bad_argument
+from .extras import need
+from .moe import MoE
+from .routing import Routing
+from .shapes import check_size
+from .validation import check_writable, resolve_backend
+
+__all__ = ["JsonLines", "Load", "TensorBoard", "Wandb", "Watch", "watch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The rows (E,) that each expert of a layer received in an interval; int64, on the CPU."""
+
+    rows: torch.Tensor
+
+    @property
+    def violation(self) -> float:
+        """Largest rows of an expert over the mean, minus 1: 0 is even, E − 1 is one expert."""
+        total = int(self.rows.sum())
+        return int(self.rows.max()) * len(self.rows) / total - 1 if total else 0.0
+
+    @property
+    def dead(self) -> list[int]:
+        """Experts without a row."""
+        return (self.rows == 0).nonzero().flatten().tolist()
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the experts' shares of the rows over log E: 1 is even, 0 is one expert."""
+        if len(self.rows) == 1 or not self.rows.any():
+            return 1.0
+        share = self.rows.double() / self.rows.sum()
+        return -torch.xlogy(share, share).sum().item() / math.log(len(self.rows))
+
+
+Writer = Callable[[int, dict[str, Load]], None]
+
+
+def watch(
+    model: nn.Module,
+    *writers: Writer,
+    every: int = 100,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> "Watch":
+    """Count the rows of each expert in every Mixture-of-Experts layer of `model` from now on.
+
+    `Watch.read` returns them. `Watch.step`, called after each optimizer step, reads every `every`
+    steps and passes the result to the writers: `JsonLines`, `TensorBoard`, `Wandb`, or a function.
+    `all_reduce` may map a rank's rows (layers · experts,) to those of all ranks.
+    """
+    check_size("every", every)
+    return Watch(model, writers, every, all_reduce)
+
+
+class Watch:
+    """Made by `watch`. Every forward pass counts; what a checkpoint recomputes does not."""
+
+    def __init__(self, model, writers, every, all_reduce) -> None:
+        self.writers, self.every, self.all_reduce = writers, every, all_reduce
+        self.steps = 0
+        self._rows: dict[str, torch.Tensor] = {}
+        self._hooks = [self._hook(*layer) for layer in _layers(model)]
+        if not self._hooks:
+            expected = "a model with sonicmoe.MoE or experts of transformers in it"
+            remedy = "Its experts must receive top_k_index, or its routers return their logits."
+            raise bad_argument("model", expected, type(model).__name__, remedy)
+
+    def read(self) -> dict[str, Load]:
+        """The load of each layer since the last call; waits for the device, once."""
+        if not self._rows:
+            return {}
+        device = next(iter(self._rows.values())).device
+        rows = torch.cat([r.to(device) for r in self._rows.values()])
+        if self.all_reduce is not None:
+            rows = self.all_reduce(rows)
+        parts = rows.cpu().split([len(r) for r in self._rows.values()])
+        for r in self._rows.values():
+            r.zero_()
+        return {name: Load(part) for name, part in zip(self._rows, parts, strict=True)}
+
+    def step(self) -> dict[str, Load] | None:
+        """Call it after each optimizer step; what was read in this one, otherwise None."""
+        self.steps += 1
+        if self.steps % self.every:
+            return None
+        loads = self.read()
+        for write in self.writers:
+            write(self.steps, loads)
+        return loads
+
+    def close(self) -> None:
+        """Remove the hooks; close the writers that have a `close`."""
+        for hook in self._hooks:
+            hook.remove()
+        for writer in self.writers:
+            getattr(writer, "close", lambda: None)()
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _hook(self, name: str, layer: nn.Module) -> RemovableHandle:
+        if _receives_ids(layer):
+            hook = partial(self._before_experts, name, _num_experts(layer))
+            return layer.register_forward_pre_hook(hook, with_kwargs=True)
+        return layer.register_forward_hook(partial(self._after_router, name))
+
+    def _after_router(self, name: str, router: Any, args: tuple, output: Any) -> None:
+        if isinstance(output, Routing):
+            self._count(name, output.ids, output.logits.shape[1])
+        else:
+            logits = output[-1].detach()
+            self._count(name, logits.topk(router.top_k, dim=-1).indices, logits.shape[-1])
+
+    def _before_experts(self, name: str, experts: int, module, args: tuple, kwargs: dict) -> None:
+        ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        self._count(name, ids, experts)
+
+    @torch.no_grad()
+    def _count(self, name: str, ids: torch.Tensor, experts: int) -> None:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint runs the forward pass again, inside the backward pass
+        counts = ops.count(ids, experts, resolve_backend(None, ids))
+        if name not in self._rows:
+            self._rows[name] = torch.zeros_like(counts, dtype=torch.int64)
+        self._rows[name] += counts
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name of each layer, and the module to hook: its experts, or its router."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        if isinstance(module, MoE):
+            yield name or kind.__name__, module.routing
+        elif _receives_ids(module):
+            yield name, module
+        elif kind.__name__.endswith(("Router", "Gating")) and hasattr(module, "top_k"):
+            siblings = model.get_submodule(name.rpartition(".")[0]).children()
+            if not any(_receives_ids(sibling) for sibling in siblings):
+                yield name, module
+
+
+def _receives_ids(module: nn.Module) -> bool:
+    return "top_k_index" in inspect.signature(type(module).forward).parameters
+
+
+def _num_experts(experts: nn.Module) -> int:
+    """Of experts of transformers, where models differ in the name."""
+    for name in ("num_experts", "total_experts", "num_local_experts", "n_routed_experts"):
+        if isinstance(found := getattr(experts, name, None), int):
+            return found
+    remedy = "Call watch on the layers one by one, without this one."
+    raise bad_argument("model", "experts with num_experts", type(experts).__name__, remedy)
+
+
+class JsonLines:
+    """Appends one line for each layer to a file: step, layer, rows, violation, dead, entropy."""
+
+    def __init__(self, path: str | Path) -> None:
+        check_writable("path", Path(path).parent)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 closed by close()
+
+    def __call__(self, step: int, loads: dict[str, Load]) -> None:
+        for layer, load in loads.items():
+            about = {"step": step, "layer": layer, "rows": load.rows.tolist(), "dead": load.dead}
+            about |= {"violation": load.violation, "entropy": load.entropy}
+            self._file.write(json.dumps(about) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Writes scalars and, of the rows, a histogram; to a folder or to a SummaryWriter of yours."""
+
+    def __init__(self, target: Any) -> None:
+        self._own = isinstance(target, str | Path)
+        if self._own:
+            need("tensorboard", "sonicmoe.watch.TensorBoard")
+            target = need("torch.utils.tensorboard", "It").SummaryWriter(str(target))
+        self._board = target
+
+    def __call__(self, step: int, loads: dict[str, Load]) -> None:
+        for name, value in _scalars(loads).items():
+            self._board.add_scalar(name, value, step)
+        for layer, load in loads.items():
+            self._board.add_histogram(f"load/{layer}/rows", load.rows, step)
+
+    def close(self) -> None:
+        if self._own:
+            self._board.close()
+
+
+class Wandb:
+    """Logs scalars to a run of Weights & Biases; by default the current one."""
+
+    def __init__(self, run: Any = None) -> None:
+        self._run = run or need("wandb", "sonicmoe.watch.Wandb")
+
+    def __call__(self, step: int, loads: dict[str, Load]) -> None:
+        self._run.log(_scalars(loads), step=step)
+
+
+def _scalars(loads: dict[str, Load]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for layer, load in loads.items():
+        found[f"load/{layer}/violation"] = load.violation
+        found[f"load/{layer}/dead"] = len(load.dead)
+        found[f"load/{layer}/entropy"] = load.entropy
+    return found
