@@ -111,7 +111,7 @@ def test_cost_accepts_the_shapes_that_verify_accepts(sizes, nothing_runs, capsys
 
 
 def test_cost_wants_tiles_with_rows(capsys):
-    assert "--tile-height" in refused(["cost", "--case", "olmoe", "--tile-height", "0"], capsys)
+    assert "--tile-m" in refused(["cost", "--case", "olmoe", "--tile-m", "0"], capsys)
 
 
 # --- what can go wrong later ----------------------------------------------------------------------

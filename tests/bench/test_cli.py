@@ -65,8 +65,8 @@ def test_the_host_alone(quick, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", ["bench", "verify"])
 def test_no_figure_from_a_wrong_layer(command, quick, tmp_path, capsys, monkeypatch):
-    right = sonicmoe.functional._layer
-    monkeypatch.setattr(sonicmoe.functional, "_layer", lambda *given: right(*given) * 1.001)
+    right = sonicmoe.layer.finish
+    monkeypatch.setattr(sonicmoe.layer, "finish", lambda *given: right(*given) * 1.001)
     more = ["--results", str(tmp_path)] if command == "bench" else []
     assert main([command, *TINY, *more]) == 1
     captured = capsys.readouterr()
@@ -186,11 +186,11 @@ def test_modes(quick, tmp_path, capsys, monkeypatch):
 
 
 def test_a_mode_that_is_wrong_is_not_timed(monkeypatch):
-    from sonicmoe import autograd
+    from sonicmoe import checkpoint
     from sonicmoe.bench.cases import Case
     from sonicmoe.bench.modes import measure_modes
 
-    monkeypatch.setattr(autograd.Rest, "backward", lambda ctx, dout: (1.1 * dout, None))
+    monkeypatch.setattr(checkpoint.Output, "backward", lambda ctx, dout: (1.1 * dout, None))
     with pytest.raises(RuntimeError, match="checkpointed: the gradient of x is off"):
         measure_modes(Case.of_shape("64,32,16,4,2"), "cpu", torch.float32)
 
