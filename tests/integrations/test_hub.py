@@ -1,21 +1,20 @@
 """The build for the Hugging Face `kernels` loader, in one process with the installed package."""
 
 import ast
-import importlib.util
-import json
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
 from collections import Counter
-from inspect import getsource
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from helpers import Case, compare, make_inputs, plain, run, same_bits
+from hub_builds import load
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -23,17 +22,7 @@ import sonicmoe
 from sonicmoe.integrations import hub
 
 PACKAGE = Path(sonicmoe.__file__).parent
-
-
-def load(folder: Path):
-    """Import a build as the loader does: under the id in its metadata."""
-    variant = folder / "build" / "torch-universal"
-    name = json.loads((variant / "metadata.json").read_text())["id"]
-    spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +39,12 @@ def kernel(folder):
 
 def in_fresh_python(program: str, folder: Path, *, by_hand: bool = True, **environment: str) -> str:
     """The output of a program in a process of its own; `kernel` is the build, loaded by hand."""
-    lines = ["import sys, torch"]
+    lines = ["import sys, torch", "from pathlib import Path", "folder = Path(sys.argv[1])"]
     if by_hand:
-        lines += ["import json, importlib.util", "from pathlib import Path", getsource(load)]
-        lines += ["kernel = load(Path(sys.argv[1]))"]
+        lines += ["from hub_builds import load", "kernel = load(folder)"]
     source = "\n".join([*lines, textwrap.dedent(program)])
-    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    folders = [str(PACKAGE.parent), str(TESTS), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, "-c", source, str(folder)],
         env=os.environ | environment | {"PYTHONPATH": path},
@@ -209,9 +198,8 @@ def test_the_loader_accepts_it_offline(folder, kernel):
     """`LOCAL_KERNELS` puts a folder in the place of a repository."""
     pytest.importorskip("kernels", reason="the loader (pip install kernels) is not installed")
     program = """
-        from pathlib import Path
         import kernels, sonicmoe
-        kernel = kernels.get_local_kernel(Path(sys.argv[1]))
+        kernel = kernels.get_local_kernel(folder)
         assert kernels.get_kernel("kernels-community/sonic-moe", version=1) is kernel
         moe, same = (package.MoE(4, 2, 16, 8) for package in (sonicmoe, kernel))
         same.load_state_dict(moe.state_dict())
