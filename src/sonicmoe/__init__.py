@@ -1,5 +1,6 @@
 """SonicMoE: Mixture-of-Experts layers for training language models on GPUs."""
 
+from . import enums as enums
 from .enums import ActivationType, KernelBackendMoE
 from .functional import (
     experts,

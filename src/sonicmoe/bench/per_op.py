@@ -8,9 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..ops.registry import NAMESPACE
 from .timing import is_cuda, median_ms
-
-NAMESPACE = "sonicmoe"
 
 
 @dataclass(frozen=True, slots=True)

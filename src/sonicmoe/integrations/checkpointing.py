@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..errors import bad_argument
+from ..ops.registry import NAMESPACE
 
 FORWARD = ("topk", "sigmoid_topk", "balance", "permute", "tiles", "up", "down", "combine")
 
@@ -23,7 +24,8 @@ def save_operators(*names: str) -> Callable:
             raise bad_argument(
                 "names", f"operators among {', '.join(FORWARD)}", repr(name), "Leave out for all."
             )
-    saved = {getattr(torch.ops.sonicmoe, name).default for name in names or FORWARD}
+    operators = getattr(torch.ops, NAMESPACE)
+    saved = {getattr(operators, name).default for name in names or FORWARD}
     return partial(create_selective_checkpoint_contexts, partial(_policy, saved))
 
 

@@ -1,5 +1,8 @@
 """Registration of operators as `torch.ops.sonicmoe.<name>`, each from one typed declaration.
 
+The namespace is the name under which the package is imported, so that a copy under another name
+can be used in the same process.
+
 The signature of a declaration is the operator's schema. Its body returns empty tensors with the
 shapes and dtypes of the results: PyTorch's fake implementation. The implementations have the same
 name and parameters, without `backend`: in `reference/` for "torch", in `launch/` for "triton".
@@ -8,6 +11,7 @@ Operators have no autograd of their own: `autograd.py` calls them.
 """
 
 import enum
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from importlib import import_module
@@ -21,7 +25,8 @@ from .layout import Layout
 
 Mutated = Annotated[torch.Tensor, "the operator adds to it"]
 
-_library = torch.library.Library("sonicmoe", "DEF")
+NAMESPACE = re.sub(r"\W", "_", __name__.removesuffix(".ops.registry"))
+_library = torch.library.Library(NAMESPACE, "DEF")
 _SCHEMA_TYPES = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
@@ -117,7 +122,7 @@ def operator(
         name = declaration.__name__
         signature = Signature(declaration)
         _library.define(signature.schema(name), tags=(torch.Tag.needs_exact_strides,))
-        packet = getattr(torch.ops.sonicmoe, name)
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
         overload = packet.default
         layout = Layout(signature.tensors) if launch else None
 
@@ -155,7 +160,7 @@ def operator(
             return function(*prepared)
 
         _library.impl(name, dispatched, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"sonicmoe::{name}", fake, lib=_library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         if flops is not None:
             register_flop_formula(packet)(flop_formula)
         return call
