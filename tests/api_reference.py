@@ -26,8 +26,7 @@ BEGINNING = """\
 # API reference
 
 How do I call it? Letters are in the [glossary](glossary.md); `help(name)` prints all types and
-details; `make api` writes this file. The usage lines are one program. It begins with the lines
-below, and each section with `from … import *`.
+details. The usage lines follow these, and in each section `from … import *`:
 
 """
 SHARED = """
@@ -86,8 +85,12 @@ def _entry(name: str, node: ast.stmt, usage: dict[str, str]) -> str:
     if use:
         lines.append(textwrap.indent(_with_shapes(use, shapes.removeprefix("→ ")), 2 * INDENT))
     for method in _methods(node):
-        returns = None if told else method.returns
-        call = _call(f".{method.name}", method.args, returns, skip_self=True)
+        if any(ast.unparse(d) == "property" for d in method.decorator_list):
+            assert method.returns is not None
+            call = f".{method.name}: {ast.unparse(method.returns)}"
+        else:
+            returns = None if told else method.returns
+            call = _call(f".{method.name}", method.args, returns, skip_self=True)
         lines += [textwrap.indent(call, INDENT), _indented(_paragraph(method), 2)]
     return "\n".join(lines)
 
@@ -223,7 +226,7 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 def _wrap(beginning: str, items: Any, end: str, width: int = 96) -> str:
     """One line, or the items on lines of their own, as many on each as fit."""
     items = list(items)
-    end = end.replace("torch.Tensor", "Tensor")
+    end = end.replace("torch.Tensor", "Tensor").replace("'", "")
     line = beginning + ", ".join(items) + end
     if len(line) <= width:
         return line

@@ -35,7 +35,7 @@ def test_usage_lines_run_and_shapes_are_right():
         for module in MODULES:
             exec(f"from {api_reference.dotted(module)} import *", names)
             for name, usage in api_reference.usages(module).items():
-                exec(usage.get("use") or usage.get("run", ""), names)
+                exec(usage.get("run", "") + "\n" + usage.get("use", ""), names)
                 checked = check_shapes(usage.get("shapes", ""), names)
                 assert checked == len(re.findall(r"\(", usage.get("shapes", ""))), (module, name)
     finally:

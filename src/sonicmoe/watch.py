@@ -31,13 +31,13 @@ __all__ = ["JsonLines", "Load", "TensorBoard", "Wandb", "Watch", "watch"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The rows (E,) that each expert of a layer received in an interval; int64, on the CPU."""
+    """Rows (E,) of each expert of a layer in an interval; int64, on the CPU."""
 
     rows: torch.Tensor
 
     @property
     def violation(self) -> float:
-        """Largest rows of an expert over the mean, minus 1: 0 is even, E − 1 is one expert."""
+        """Largest rows of an expert over the mean, minus 1: 0 is even."""
         total = int(self.rows.sum())
         return int(self.rows.max()) * len(self.rows) / total - 1 if total else 0.0
 
@@ -48,7 +48,7 @@ class Load:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the experts' shares of the rows over log E: 1 is even, 0 is one expert."""
+        """Entropy of the experts' shares of the rows over log E: 1 is even."""
         if len(self.rows) == 1 or not self.rows.any():
             return 1.0
         share = self.rows.double() / self.rows.sum()
@@ -64,7 +64,7 @@ def watch(
     every: int = 100,
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> "Watch":
-    """Count the rows of each expert in every Mixture-of-Experts layer of `model` from now on.
+    """Count the rows of each expert in every MoE layer of `model` from now on.
 
     `Watch.read` returns them. `Watch.step`, called after each optimizer step, reads every `every`
     steps and passes the result to the writers: `JsonLines`, `TensorBoard`, `Wandb`, or a function.
@@ -88,7 +88,7 @@ class Watch:
             raise bad_argument("model", expected, type(model).__name__, remedy)
 
     def read(self) -> dict[str, Load]:
-        """The load of each layer since the last call; waits for the device, once."""
+        """Return the load of each layer since the last call; waits for the device once."""
         if not self._rows:
             return {}
         device = next(iter(self._rows.values())).device
@@ -101,7 +101,7 @@ class Watch:
         return {name: Load(part) for name, part in zip(self._rows, parts, strict=True)}
 
     def step(self) -> dict[str, Load] | None:
-        """Call it after each optimizer step; what was read in this one, otherwise None."""
+        """Call it after each optimizer step; returns the loads if this step reads them."""
         self.steps += 1
         if self.steps % self.every:
             return None
@@ -178,7 +178,7 @@ def _num_experts(experts: nn.Module) -> int:
 
 
 class JsonLines:
-    """Appends one line for each layer to a file: step, layer, rows, violation, dead, entropy."""
+    """Appends a line per layer to a file: step, layer, rows, violation, dead, entropy."""
 
     def __init__(self, path: str | Path) -> None:
         check_writable("path", Path(path).parent)
@@ -196,7 +196,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes scalars and, of the rows, a histogram; to a folder or to a SummaryWriter of yours."""
+    """Writes scalars and a histogram of the rows to a folder or a SummaryWriter."""
 
     def __init__(self, target: Any) -> None:
         self._own = isinstance(target, str | Path)
@@ -217,7 +217,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs scalars to a run of Weights & Biases; by default the current one."""
+    """Logs scalars to a run of Weights & Biases, by default the current one."""
 
     def __init__(self, run: Any = None) -> None:
         self._run = run or need("wandb", "sonicmoe.watch.Wandb")

@@ -24,7 +24,7 @@ _NAME = "sonicmoe_experts"
 
 
 def use_lora_experts(model: nn.Module) -> int:
-    """Run the LoRA adapters of a PEFT model's experts through `lora_experts`; returns the layers.
+    """Run the LoRA on a PEFT model's experts through `lora_experts`; return the number of layers.
 
     Call it after `get_peft_model` or `PeftModel.from_pretrained`. The model's experts run by our
     implementation from then on, also where adapters are disabled or merged. Any number of active
