@@ -21,6 +21,7 @@ MODULES += [f"integrations.{m}" for m in ("transformers", "lora", "checkpointing
 INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}
 OBVIOUS |= {"ActivationType", "KernelBackendMoE", "dist.ProcessGroup", "torch.Generator", "None"}
+OBVIOUS |= {"torch.device", "torch.dtype"}
 BEGINNING = """\
 # API reference
 
