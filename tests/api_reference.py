@@ -17,7 +17,8 @@ DOCUMENT = TESTS.parent / "docs" / "api.md"
 PACKAGE = TESTS.parent / "src" / "sonicmoe"
 USAGE: dict[str, Any] = tomllib.loads((TESTS / "api_usage.toml").read_text())
 MODULES = ["sonicmoe", "enums", "routing", "distributed"]
-MODULES += [f"integrations.{m}" for m in ("transformers", "lora", "checkpointing", "torchtitan")]
+MODULES += [f"integrations.{m}" for m in ("transformers", "convert", "lora", "checkpointing")]
+MODULES.append("integrations.torchtitan")
 INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}
 OBVIOUS |= {"ActivationType", "KernelBackendMoE", "dist.ProcessGroup", "torch.Generator", "None"}
