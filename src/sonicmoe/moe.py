@@ -78,9 +78,10 @@ class MoE(nn.Module):
     those of the global batch.
 
     State-dict keys: `router.weight` (E, H), `c_fc.weight` (E, 2I, H), `c_proj.weight` (E, H, I);
-    with `router_bias` also `router.bias`, with `add_bias` `c_fc.bias` and `c_proj.bias`; of the
-    shared expert `shared_expert.c_fc.weight` (2I, H), `shared_expert.c_proj.weight` (H, I) and
-    `shared_expert.gate.weight` (1, H), which has no biases.
+    with `router_bias` also `router.bias`, with `add_bias` also `c_fc.bias` and `c_proj.bias`. The
+    shared expert has no biases, and S = shared_intermediate_size: `shared_expert.c_fc.weight`
+    (2S, H), ordered by `gate_up` too, `shared_expert.c_proj.weight` (H, S) and, with `shared_gate`,
+    `shared_expert.gate.weight` (1, H).
     """
 
     def __init__(
