@@ -17,11 +17,12 @@ DOCUMENT = TESTS.parent / "docs" / "api.md"
 PACKAGE = TESTS.parent / "src" / "sonicmoe"
 USAGE: dict[str, Any] = tomllib.loads((TESTS / "api_usage.toml").read_text())
 MODULES = ["sonicmoe", "enums", "routing", "watch", "distributed"]
-ADAPTERS = ("transformers", "lora", "peft", "checkpointing", "torchtitan")
+ADAPTERS = ("transformers", "convert", "lora", "peft", "checkpointing", "torchtitan")
 MODULES += [f"integrations.{module}" for module in ADAPTERS]
 INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}
 OBVIOUS |= {"ActivationType", "KernelBackendMoE", "dist.ProcessGroup", "torch.Generator", "None"}
+OBVIOUS |= {"torch.device", "torch.dtype"}
 BEGINNING = """\
 # API reference
 

@@ -34,9 +34,31 @@ MODELS: dict[str, dict] = {
     ),
 }  # fmt: skip
 
+_QWEN = {
+    "intermediate_size": 24,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+# Their experts are Qwen3-MoE's; what else is in their layer matters to converted weights only.
+WITH_GATED_SHARED_EXPERT: dict[str, dict] = {
+    "Qwen2Moe": {**_QWEN, "norm_topk_prob": False},
+    "Qwen3Next": {
+        **_QWEN,
+        "norm_topk_prob": True,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+
 
 def small(name: str, **changes):
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name], **changes})
+    options = {**COMMON, **(MODELS | WITH_GATED_SHARED_EXPERT)[name], **changes}
+    config = getattr(transformers, f"{name}Config")(**options)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():

@@ -257,6 +257,7 @@ def lora(options: Options) -> Outcome:
     for s in (
         candidate("lora_experts", ours),
         candidate("W + scale·B·A, experts", written_out),
+        candidate("PEFT, use_lora_experts", _peft(i, up, down, ours=True)),
         candidate(PEFT, _peft(i, up, down)),
     ):
         _measured("lora", case, s, _checks(s, exact, plain), outcome)
@@ -296,11 +297,15 @@ def _checks(candidate: Candidate, exact: dict, plain: dict) -> list[Check]:
     return checks
 
 
-def _peft(i: Inputs, up: LowRank, down: LowRank) -> Callable[[], torch.Tensor]:
+def _peft(i: Inputs, up: LowRank, down: LowRank, ours: bool = False) -> Callable[[], torch.Tensor]:
     """PEFT's wrapper around the experts of transformers, with our factors in it."""
     import peft
 
-    block = _block(i, "grouped_mm").requires_grad_(False)
+    if ours:
+        from sonicmoe.integrations.transformers import register
+
+        register()
+    block = _block(i, "sonicmoe_experts" if ours else "grouped_mm").requires_grad_(False)
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     config = peft.LoraConfig(r=RANK, lora_alpha=int(SCALE * RANK), target_parameters=targets)
     outer: Any = peft.inject_adapter_in_model(config, block).experts
@@ -308,6 +313,10 @@ def _peft(i: Inputs, up: LowRank, down: LowRank) -> Callable[[], torch.Tensor]:
         factors = up if wrapper.parameter_name == "gate_up_proj" else down
         wrapper.lora_A["default"].weight = factors.a
         wrapper.lora_B["default"].weight = factors.b
+    if ours:
+        from sonicmoe.integrations.peft import use_lora_experts
+
+        use_lora_experts(block)
     ids = i.ids.long()
     return lambda: outer(i.x, ids, i.scores)
 

@@ -1,6 +1,7 @@
 """The modules: `Experts` holds the weights of one grouped GEMM, `MoE` is the layer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from .layer import experts, needs_backward, permute, prepare, router_logits, sco
 from .precompile import precompile_step
 from .routing import Router, Routing, auxiliary_loss, make_router
 from .shapes import check_size
+from .shared import SharedExpert
 from .validation import (
     check_activation,
     check_floating,
@@ -36,14 +38,21 @@ class Experts(nn.Module):
         out_features: int,
         add_bias: bool = True,
         std: float | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.in_features = in_features
         self.out_features = out_features
         self.std = std
-        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if add_bias else None
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.weight = parameter(num_experts, out_features, in_features)
+        self.bias = parameter(num_experts, out_features) if add_bias else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -62,9 +71,17 @@ class MoE(nn.Module):
     """A Mixture-of-Experts layer: router, experts and the weighted sum of their outputs.
 
     `router` is a name in `sonicmoe.routing.ROUTERS`, or a `Router` with options; a forward
-    hook on `moe.routing` sees what it decides. `forward` returns the output and the auxiliary loss,
-    aux_loss_coef · (Switch load-balancing loss) + z_loss_coef · mean(logsumexp(logits)²), for which
-    `all_reduce_counts` may map a rank's rows of each expert to those of the global batch.
+    hook on `moe.routing` sees what it decides. With `shared_intermediate_size`, a dense MLP runs on
+    every token and is added; `shared_gate` multiplies it by a sigmoid. `forward` returns the output
+    and the auxiliary loss, aux_loss_coef · (Switch load-balancing loss) + z_loss_coef ·
+    mean(logsumexp(logits)²), for which `all_reduce_counts` may map a rank's rows of each expert to
+    those of the global batch.
+
+    State-dict keys: `router.weight` (E, H), `c_fc.weight` (E, 2I, H), `c_proj.weight` (E, H, I);
+    with `router_bias` also `router.bias`, with `add_bias` also `c_fc.bias` and `c_proj.bias`. The
+    shared expert has no biases, and S = shared_intermediate_size: `shared_expert.c_fc.weight`
+    (2S, H), ordered by `gate_up` too, `shared_expert.c_proj.weight` (H, S) and, with `shared_gate`,
+    `shared_expert.gate.weight` (1, H).
     """
 
     def __init__(
@@ -79,10 +96,15 @@ class MoE(nn.Module):
         *,
         router: str | Router = "softmax_over_topk",
         gate_up: str = "interleaved",
+        router_bias: bool = False,
         fp32_router_logits: bool = False,
+        shared_intermediate_size: int = 0,
+        shared_gate: bool = False,
         aux_loss_coef: float = 1.0,
         z_loss_coef: float = 0.0,
         all_reduce_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_activation(activation_function)
@@ -91,6 +113,15 @@ class MoE(nn.Module):
         check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
         check_size("hidden_size", hidden_size, multiple=8)
         check_size("intermediate_size", intermediate_size, multiple=8)
+        if shared_intermediate_size:
+            check_size("shared_intermediate_size", shared_intermediate_size, multiple=8)
+        elif shared_gate:
+            raise bad_argument(
+                "shared_gate",
+                "False without a shared expert",
+                shared_gate,
+                "Set shared_intermediate_size.",
+            )
         self.num_experts = num_experts
         self.top_k = num_experts_per_tok
         self.hidden_size = hidden_size
@@ -104,10 +135,37 @@ class MoE(nn.Module):
         self.all_reduce_counts = all_reduce_counts
 
         columns = 2 * intermediate_size if activation_function.is_gated else intermediate_size
-        self.router = nn.Linear(hidden_size, num_experts, bias=False)
+        self.router = nn.Linear(
+            hidden_size, num_experts, bias=router_bias, device=device, dtype=dtype
+        )
         self.routing = make_router(router, num_experts, num_experts_per_tok)
-        self.c_fc = Experts(num_experts, hidden_size, columns, add_bias, std)
-        self.c_proj = Experts(num_experts, intermediate_size, hidden_size, add_bias, std)
+        if device is not None or dtype is not None:
+            self.routing.to(device=device, dtype=dtype)
+        self.c_fc = Experts(
+            num_experts, hidden_size, columns, add_bias, std, device=device, dtype=dtype
+        )
+        self.c_proj = Experts(
+            num_experts, intermediate_size, hidden_size, add_bias, std, device=device, dtype=dtype
+        )
+        self.shared_expert: SharedExpert | None = None
+        if shared_intermediate_size:
+            self.shared_expert = SharedExpert(
+                hidden_size,
+                shared_intermediate_size,
+                activation_function,
+                gate=shared_gate,
+                gate_up=gate_up,
+                std=std,
+                device=device,
+                dtype=dtype,
+            )
+
+    def reset_parameters(self) -> None:
+        """Initialize all parameters and the router's state, for example after `to_empty`."""
+        for module in self.children():
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
 
     def forward(
         self,
@@ -123,6 +181,8 @@ class MoE(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
             is_flat = hidden_states.dim() == 2  # a view would cost the host a node each way
             x = hidden_states if is_flat else hidden_states.reshape(-1, self.hidden_size)
+            # First, so that a checkpoint need not run the experts again to get at it.
+            shared = None if self.shared_expert is None else self._shared_output(x)
             logits, x = self._router_logits(x)
             r = self.routing(logits, backend=name)
             ids, scores = _checked_slots(x, r)
@@ -146,6 +206,8 @@ class MoE(nn.Module):
             deferred = deferred_output()
             out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], act, gate_up, backend, deferred)
             out = finish(out, deferred)
+            if shared is not None:
+                out = out + shared
         return out if is_flat else out.view(hidden_states.shape), aux_loss
 
     def _checked_backend(
@@ -175,7 +237,7 @@ class MoE(nn.Module):
                 check_router_dtype("router.weight", weight, x)
             return router_logits(x, weight, fp32_logits=fp32)
         if not fp32:
-            return self.router(x), x
+            return self._call_router(x), x
         check_floating("hidden_states", x)
         if any(p.dtype in (torch.bfloat16, torch.float16) for p in self.router.parameters()):
             raise bad_argument(
@@ -185,7 +247,14 @@ class MoE(nn.Module):
                 "Call moe.router.float().",
             )
         with torch.autocast(x.device.type, enabled=False):
-            return self.router(x.to(torch.promote_types(x.dtype, torch.float32))), x
+            return self._call_router(x.to(torch.promote_types(x.dtype, torch.float32))), x
+
+    def _call_router(self, x: torch.Tensor) -> torch.Tensor:
+        return self.router(x)
+
+    def _shared_output(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.shared_expert is not None
+        return self.shared_expert(x)
 
     def _router_weight(self) -> torch.Tensor:
         return self.router.weight
@@ -215,11 +284,16 @@ class MoE(nn.Module):
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether reading `weight` does the same as calling `module`: no bias, subclass or hook."""
+    return is_linear(module) and module.bias is None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether `module` is an `nn.Linear` without hooks, and nothing derived from it."""
     forward_hooks = module._forward_hooks or module._forward_pre_hooks
     backward_hooks = module._backward_hooks or module._backward_pre_hooks
     if type(module) is not nn.Linear or "forward" in module.__dict__:
         return False
-    return module.bias is None and not forward_hooks and not backward_hooks
+    return not forward_hooks and not backward_hooks
 
 
 def _checked_slots(x: torch.Tensor, r: Routing) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from sonicmoe.routing import ROUTERS
 # Uneven on purpose; a rank without tokens, and one that has all of them.
 TWO = [[7, 5], [0, 12], [12, 0], [0, 0]]
 FOUR = [[5, 1, 0, 6], [0, 0, 12, 0], [3, 3, 3, 3]]
+SHARED = {"router_bias": True, "shared_intermediate_size": 24, "shared_gate": True}
 ROUTINGS = ["uniform", "one_expert", "empty_experts", "dropped", "duplicates", "all_dropped"]
 
 
@@ -58,14 +59,22 @@ def test_layer_with_other_options(two):
     two.run(ranks.layer_equals_one_process, [7, 0], options)
 
 
+@pytest.mark.tries("expert parallelism", "router bias, shared expert")
+@pytest.mark.parametrize("fp32", [False, True], ids=["", "fp32_router_logits"])
+@pytest.mark.parametrize("tokens", TWO[:2], ids=str)
+def test_layer_with_router_bias_and_shared_expert(two, tokens, fp32):
+    two.run(ranks.layer_equals_one_process, tokens, {**SHARED, "fp32_router_logits": fp32})
+
+
 def test_layer_on_four_ranks(four):
     four.run(ranks.layer_equals_one_process, [5, 1, 0, 6], {})
 
 
 @pytest.mark.tries("expert parallelism", "FSDP2 on the other dimension of a mesh")
+@pytest.mark.parametrize("options", [{}, SHARED], ids=["plain", "shared"])
 @pytest.mark.parametrize("tokens", [[3, 4, 5, 2], [0, 6, 0, 1]], ids=str)
-def test_layer_with_fsdp_on_the_other_dimension(four, tokens):
-    four.run(ranks.layer_with_fsdp_on_the_other_dimension, tokens)
+def test_layer_with_fsdp_on_the_other_dimension(four, tokens, options):
+    four.run(ranks.layer_with_fsdp_on_the_other_dimension, tokens, options)
 
 
 def test_checkpointed_layer(two):
@@ -126,5 +135,5 @@ def test_comparing_settings_costs_no_collective(two):
 
 
 def test_a_router_that_is_not_plain_is_refused_on_every_rank(two):
-    for message in two.run(ranks.router_with_a_bias):
-        assert message.startswith("router: expected nn.Linear without bias or hooks"), message
+    for message in two.run(ranks.router_with_a_hook):
+        assert message.startswith("router: expected nn.Linear without hooks"), message

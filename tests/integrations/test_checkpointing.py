@@ -20,12 +20,14 @@ def step(moe, x, **options):
 
 
 MOE = MoE(4, 2, 16, 8, add_bias=True)
+SHARED = MoE(4, 2, 16, 8, shared_intermediate_size=8, shared_gate=True)
 OUTPUT = ("down", "combine")  # the backward pass needs nothing that they return
 
 
 @pytest.mark.tries("activation checkpointing", "plain")
 @pytest.mark.parametrize(
-    "moe", [MOE, MoE(4, 2, 16, 8, router="sigmoid"), MoE(4, 2, 16, 8, router="token_rounding")]
+    "moe",
+    [MOE, SHARED, MoE(4, 2, 16, 8, router="sigmoid"), MoE(4, 2, 16, 8, router="token_rounding")],
 )
 def test_plain(runs, moe):
     """Everything runs again but what the output alone needs."""

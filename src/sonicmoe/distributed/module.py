@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
 
 from ..enums import KernelBackendMoE
 from ..errors import bad_argument
-from ..moe import MoE, is_plain_linear
+from ..moe import MoE, is_linear
 from .agreement import raise_on_all_ranks
 from .layer import experts
 
@@ -19,8 +20,9 @@ from .layer import experts
 class ExpertParallelMoE(MoE):
     """A `MoE` with its experts spread over `mesh`; each rank passes its own tokens.
 
-    Gradients, also the router's, are summed over the ranks of the mesh dimension: they are those
-    of one layer on the tokens of all these ranks. The auxiliary loss counts a rank's own tokens.
+    Gradients, also those of the router and the shared expert, are summed over the ranks of the mesh
+    dimension: they are those of one layer on the tokens of all these ranks. The auxiliary loss
+    counts a rank's own tokens.
     """
 
     mesh: DeviceMesh
@@ -36,6 +38,7 @@ class ExpertParallelMoE(MoE):
             backend = self._checked_backend(hidden_states, kernel_backend_moe)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
             x = hidden_states.reshape(-1, self.hidden_size)
+            shared = None if self.shared_expert is None else self._shared_output(x)
             logits, x = self._router_logits(x)
             r = self.routing(logits, backend=backend)
             # Counts of this rank's tokens, which its own experts do not know.
@@ -53,14 +56,16 @@ class ExpertParallelMoE(MoE):
                 gate_up=gate_up,
                 backend=backend,
             )
+            if shared is not None:
+                out = out + shared
         return out.view(hidden_states.shape), aux_loss
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with self._raise_on_all_ranks():
-            if not is_plain_linear(self.router):
+            if not is_linear(self.router):
                 raise bad_argument(
                     "router",
-                    "nn.Linear without bias or hooks under expert parallelism",
+                    "nn.Linear without hooks under expert parallelism",
                     type(self.router).__name__,
                     "Its gradients are summed over the ranks.",
                 )
@@ -70,14 +75,29 @@ class ExpertParallelMoE(MoE):
         return raise_on_all_ranks(self.mesh.get_group(), _local(self.c_fc.weight))
 
     def _router_weight(self) -> torch.Tensor:
-        return _SumOfGradients.apply(_local(self.router.weight), self.mesh.get_group())
+        return self._replicated(self.router)["weight"]
+
+    def _call_router(self, x: torch.Tensor) -> torch.Tensor:
+        return functional_call(self.router, self._replicated(self.router), (x,))
+
+    def _shared_output(self, x: torch.Tensor) -> torch.Tensor:
+        module = self.shared_expert
+        assert module is not None
+        with self._raise_on_all_ranks():
+            return functional_call(module, self._replicated(module), (x,))
+
+    def _replicated(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """This rank's copies of the parameters, with gradients that are summed over the ranks."""
+        group = self.mesh.get_group()
+        return {n: _SumOfGradients.apply(_local(p), group) for n, p in module.named_parameters()}
 
 
 def parallelize(moe: MoE, mesh: DeviceMesh | dist.ProcessGroup) -> ExpertParallelMoE:
     """Spread the experts of `moe` over the ranks of a one-dimensional mesh or a group, in place.
 
     Parameters become DTensors with the values of the first rank: the experts' sharded by expert,
-    the router's replicated. Their names, and so checkpoints, do not change.
+    those of the router and the shared expert replicated. Their names, and so checkpoints, do not
+    change.
     """
     if type(moe) is not MoE:
         raise bad_argument("moe", "a sonicmoe.MoE", type(moe).__name__, "Call it once, on a MoE.")
@@ -98,6 +118,9 @@ def parallelize(moe: MoE, mesh: DeviceMesh | dist.ProcessGroup) -> ExpertParalle
             "Every rank holds the same number of experts.",
         )
     _distribute(moe.router, mesh, Replicate())
+    if moe.shared_expert is not None:
+        for module in moe.shared_expert.children():
+            _distribute(module, mesh, Replicate())
     _distribute(moe.c_fc, mesh, Shard(0))
     _distribute(moe.c_proj, mesh, Shard(0))
     moe.__class__ = ExpertParallelMoE

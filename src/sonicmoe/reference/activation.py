@@ -49,7 +49,8 @@ def split_gate_up(z: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, torch.Te
     if gate_up == "concatenated":
         gate, up = z.chunk(2, dim=-1)
         return gate, up
-    return z[..., ::2], z[..., 1::2]
+    gate, up = z.unflatten(-1, (-1, 2)).unbind(-1)  # backward is one stack, of slices it is five
+    return gate, up
 
 
 def join_gate_up(gate: torch.Tensor, up: torch.Tensor, gate_up: str) -> torch.Tensor:

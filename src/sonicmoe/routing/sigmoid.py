@@ -53,6 +53,12 @@ class Sigmoid(Router):
         self.register_buffer("selection_bias", torch.zeros(num_experts))
         self.register_buffer("load", torch.zeros(num_experts), persistent=False)
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set `selection_bias` and `load` to zero."""
+        self.selection_bias.zero_()
+        self.load.zero_()
+
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
         self.check(logits)
         backend = resolve_backend(backend, logits)

@@ -1,0 +1,296 @@
+"""Weights of Hugging Face models to `sonicmoe.MoE` and back, one layer at a time, bit for bit.
+
+Converting only renames, stacks, transposes and reorders. Needs no transformers: weights come as a
+dict of tensors, from a module or from a checkpoint file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..enums import ActivationType
+from ..errors import bad_argument
+from ..routing import Router, Sigmoid
+from ..validation import check_gate_up
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Names and layouts of one model type.
+
+    A checkpoint has either `experts.{e}.{gate}.weight` and so on for every expert e (`per_expert`
+    has the names of gate, up and down), or the fused `experts.gate_up_proj` and
+    `experts.down_proj`; transformers 5 has the fused ones in its modules.
+    """
+
+    router: str = "gate"
+    selection_bias: str | None = None
+    per_expert: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    shared: str | None = None
+    shared_gate: str | None = None
+    gate_up: str = "concatenated"  # of the fused weights
+    transposed: bool = False  # fused weights are (E, in, out)
+    biases: bool = False  # of router and experts
+    # Attributes of the configuration.
+    num_experts: str = "num_experts"
+    intermediate_size: str = "moe_intermediate_size"
+
+
+_QWEN_SHARED = _Family(shared="shared_expert", shared_gate="shared_expert_gate")
+_FAMILIES = {
+    "mixtral": _Family(
+        per_expert=("w1", "w3", "w2"),
+        num_experts="num_local_experts",
+        intermediate_size="intermediate_size",
+    ),
+    "qwen2_moe": _QWEN_SHARED,
+    "qwen3_moe": _Family(),
+    "qwen3_next": _QWEN_SHARED,
+    "olmoe": _Family(intermediate_size="intermediate_size"),
+    "deepseek_v3": _Family(
+        selection_bias="gate.e_score_correction_bias",
+        shared="shared_experts",
+        num_experts="n_routed_experts",
+    ),
+    "gpt_oss": _Family(
+        router="router",
+        per_expert=None,
+        gate_up="interleaved",
+        transposed=True,
+        biases=True,
+        num_experts="num_local_experts",
+        intermediate_size="intermediate_size",
+    ),
+}
+_GATED = {
+    "silu": ActivationType.SWIGLU,
+    "gelu": ActivationType.GEGLU,
+    "gelu_pytorch_tanh": ActivationType.GEGLU_TANH,
+    "relu": ActivationType.REGLU,
+}
+
+
+def from_hf(
+    state_dict: Mapping[str, torch.Tensor],
+    family: str,
+    *,
+    gate_up: str = "interleaved",
+    prefix: str = "",
+) -> dict[str, torch.Tensor]:
+    """Return the state dict of a `MoE` for the weights of one layer of a Hugging Face model.
+
+    `family` is the `model_type` of the model's configuration; `gate_up` is that of the `MoE`. Only
+    keys that begin with `prefix`, such as "model.layers.3.mlp.", are read. Experts may be fused, as
+    in the modules of transformers 5, or separate, as in checkpoints. Results may share memory with
+    `state_dict`.
+    """
+    f = _find(family, gate_up)
+    rest = {key.removeprefix(prefix): t for key, t in state_dict.items() if key.startswith(prefix)}
+
+    def take(key: str) -> torch.Tensor:
+        if key not in rest:
+            raise bad_argument(
+                "state_dict",
+                f"a key {prefix + key} for {family}",
+                f"{len(state_dict)} others" + _examples(state_dict),
+                "Pass the weights of one layer, or its prefix.",
+            )
+        return rest.pop(key)
+
+    made = {ours: take(theirs) for ours, theirs in _renamed(f).items()}
+    if f.per_expert is None or "experts.gate_up_proj" in rest:
+        w1, w2 = take("experts.gate_up_proj"), take("experts.down_proj")
+        w1, w2 = (w1.mT, w2.mT) if f.transposed else (w1, w2)
+        made["c_fc.weight"] = _reordered(w1, f.gate_up, gate_up)
+        made["c_proj.weight"] = w2
+    else:
+        numbers = range(len(made["router.weight"]))
+        gate, up, down = (
+            torch.stack([take(f"experts.{e}.{name}.weight") for e in numbers])
+            for name in f.per_expert
+        )
+        made["c_fc.weight"] = _join(gate, up, gate_up)
+        made["c_proj.weight"] = down
+    if f.biases:
+        bias = take("experts.gate_up_proj_bias")
+        made["c_fc.bias"] = _reordered(bias[..., None], f.gate_up, gate_up)[..., 0]
+    if f.shared:
+        gate, up = (take(f"{f.shared}.{name}.weight") for name in ("gate_proj", "up_proj"))
+        made["shared_expert.c_fc.weight"] = _join(gate, up, gate_up)
+    _none_left(rest, family, "from_hf")
+    return {key: t.contiguous() for key, t in made.items()}
+
+
+def to_hf(
+    state_dict: Mapping[str, torch.Tensor],
+    family: str,
+    *,
+    gate_up: str = "interleaved",
+    prefix: str = "",
+    fused: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Return the weights of one layer of a Hugging Face model for the state dict of a `MoE`.
+
+    The inverse of `from_hf`. `fused=False` gives each expert keys of its own, as checkpoints have
+    them; transformers 5 loads both.
+    """
+    f = _find(family, gate_up)
+    if f.per_expert is None and not fused:
+        raise bad_argument("fused", f"True for {family}", fused, "It has no keys for each expert.")
+    rest = dict(state_dict)
+
+    def take(key: str) -> torch.Tensor:
+        if key not in rest:
+            raise bad_argument(
+                "state_dict",
+                f"a key {key} for {family}",
+                f"{len(state_dict)} others" + _examples(state_dict),
+                "Pass moe.state_dict() of a MoE with the options of this family: moe_options.",
+            )
+        return rest.pop(key)
+
+    made = {theirs: take(ours) for ours, theirs in _renamed(f).items()}
+    w1, w2 = take("c_fc.weight"), take("c_proj.weight")
+    if f.per_expert is None or fused:
+        w1 = _reordered(w1, gate_up, f.gate_up)
+        w1, w2 = (w1.mT, w2.mT) if f.transposed else (w1, w2)
+        made |= {"experts.gate_up_proj": w1, "experts.down_proj": w2}
+    else:
+        for name, weights in zip(f.per_expert, (*_split(w1, gate_up), w2), strict=True):
+            made |= {f"experts.{e}.{name}.weight": w for e, w in enumerate(weights)}
+    if f.biases:
+        bias = take("c_fc.bias")[..., None]
+        made["experts.gate_up_proj_bias"] = _reordered(bias, gate_up, f.gate_up)[..., 0]
+    if f.shared:
+        gate, up = _split(take("shared_expert.c_fc.weight"), gate_up)
+        made |= {f"{f.shared}.gate_proj.weight": gate, f"{f.shared}.up_proj.weight": up}
+    _none_left(rest, family, "to_hf")
+    return {prefix + key: t.contiguous() for key, t in made.items()}
+
+
+def moe_options(config: Any) -> dict[str, Any]:
+    """Return the arguments of a `MoE` that computes what a layer of a Hugging Face model does.
+
+    `config` is the model's configuration, for multimodal models that of the language model. The
+    coefficients of the auxiliary loss stay those of `MoE`.
+    """
+    f = _find(config.model_type)
+    if noise := getattr(config, "router_jitter_noise", 0.0):
+        raise bad_argument("router_jitter_noise", "0", noise, "MoE has no jitter: set it to 0.")
+    options = {
+        "num_experts": getattr(config, f.num_experts),
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, f.intermediate_size),
+        "activation_function": _activation(config),
+        "add_bias": f.biases,
+        "router_bias": f.biases,
+        "router": _router(config, f),
+        "fp32_router_logits": f.selection_bias is not None,
+    }
+    if f.shared_gate:
+        options["shared_intermediate_size"] = config.shared_expert_intermediate_size
+        options["shared_gate"] = True
+    elif f.shared:
+        size = config.moe_intermediate_size * config.n_shared_experts
+        options["shared_intermediate_size"] = size
+    return options
+
+
+def _find(family: str, gate_up: str = "interleaved") -> _Family:
+    check_gate_up(gate_up)
+    if family not in _FAMILIES:
+        raise bad_argument(
+            "family",
+            f"one of {', '.join(_FAMILIES)}",
+            repr(family),
+            "Others run through sonicmoe.integrations.transformers, with their own weights.",
+        )
+    return _FAMILIES[family]
+
+
+def _renamed(f: _Family) -> dict[str, str]:
+    """Our keys and theirs of the weights that only change their name."""
+    keys = {"router.weight": f"{f.router}.weight"}
+    if f.biases:
+        keys |= {"router.bias": f"{f.router}.bias", "c_proj.bias": "experts.down_proj_bias"}
+    if f.selection_bias:
+        keys["routing.selection_bias"] = f.selection_bias
+    if f.shared:
+        keys["shared_expert.c_proj.weight"] = f"{f.shared}.down_proj.weight"
+    if f.shared_gate:
+        keys["shared_expert.gate.weight"] = f"{f.shared_gate}.weight"
+    return keys
+
+
+def _activation(config: Any) -> ActivationType:
+    if config.model_type != "gpt_oss":
+        if config.hidden_act not in _GATED:
+            raise bad_argument(
+                "hidden_act",
+                f"one of {', '.join(_GATED)}",
+                config.hidden_act,
+                "Keep the layer of transformers for this model.",
+            )
+        return _GATED[config.hidden_act]
+    clamp = getattr(config, "swiglu_limit", 7.0), getattr(config, "swiglu_alpha", 1.702)
+    if clamp != (7.0, 1.702):
+        raise bad_argument(
+            "swiglu_limit and swiglu_alpha",
+            "7.0 and 1.702",
+            clamp,
+            "SWIGLU_CLAMPED has these constants.",
+        )
+    return ActivationType.SWIGLU_CLAMPED
+
+
+def _router(config: Any, f: _Family) -> str | Router:
+    if f.selection_bias:
+        return Sigmoid(
+            getattr(config, f.num_experts),
+            config.num_experts_per_tok,
+            groups=config.n_group,
+            groups_kept=config.topk_group,
+            normalize=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        )
+    if getattr(config, "norm_topk_prob", True):  # Mixtral and gpt-oss always normalize
+        return "softmax_over_topk"
+    return "topk_over_softmax"
+
+
+def _join(gate: torch.Tensor, up: torch.Tensor, gate_up: str) -> torch.Tensor:
+    """Rows of gate and up (…, I, H) as one (…, 2I, H)."""
+    if gate_up == "concatenated":
+        return torch.cat([gate, up], dim=-2)
+    return torch.stack([gate, up], dim=-2).flatten(-3, -2)
+
+
+def _split(w1: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `_join`."""
+    if gate_up == "concatenated":
+        gate, up = w1.chunk(2, dim=-2)
+    else:
+        gate, up = w1.unflatten(-2, (-1, 2)).unbind(-2)
+    return gate, up
+
+
+def _reordered(w1: torch.Tensor, before: str, after: str) -> torch.Tensor:
+    return w1 if before == after else _join(*_split(w1, before), after)
+
+
+def _none_left(rest: Mapping[str, torch.Tensor], family: str, function: str) -> None:
+    if rest:
+        raise bad_argument(
+            "state_dict",
+            f"only the weights of one layer of {family}",
+            f"{len(rest)} more" + _examples(rest),
+            f"{function} drops nothing: remove them, and dequantize quantized weights.",
+        )
+
+
+def _examples(state_dict: Mapping[str, Any]) -> str:
+    names = list(state_dict)[:3]
+    return f": {', '.join(names)}{', …' if len(state_dict) > 3 else ''}" if names else ""
