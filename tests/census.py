@@ -170,13 +170,14 @@ def table() -> str:
         f"transformers {version('transformers')}: {number} classes of experts in "
         f"{len({e.family for e in experts()})} families.",
         "",
-        "| gate | families that agree with `eager` in the output and every gradient |",
+        "| gate | families that agree with `eager` in output and every gradient |",
         "|---|---|",
     ]
     for found_gate, families in sorted(by_gate.items(), key=lambda item: -len(item[1])):
         lines.append(f"| {found_gate} | {', '.join(dict.fromkeys(families))} |")
     lines += ["", f"Without transformers' experts interface, refused: {', '.join(refused)}."]
-    lines += [f"Gates that we do not have, refused: {', '.join(raising) or 'none'}."]
+    if raising:
+        lines += [f"Gates that we do not have, refused: {', '.join(raising)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -106,7 +106,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.tries("torch.compile", "one graph for changing T, same gradients")
+@pytest.mark.tries("torch.compile", "one graph for any T, every gradient")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiled_without_a_graph_break(compiler, fresh_compiler):
     """One graph for changing numbers of tokens, with the same results and gradients."""

@@ -19,7 +19,7 @@ def case(tokens, routing="uniform", **options) -> Case:
     return Case(f"{sum(tokens)},16,8,8,3", torch.float64, routing=routing, **options)
 
 
-@pytest.mark.tries("expert parallelism", "two processes, uneven and empty ranks, absent experts")
+@pytest.mark.tries("expert parallelism", "uneven and empty ranks, absent experts")
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", TWO, ids=str)
 def test_two_ranks(two, tokens, routing):
@@ -70,7 +70,7 @@ def test_layer_on_four_ranks(four):
     four.run(ranks.layer_equals_one_process, [5, 1, 0, 6], {})
 
 
-@pytest.mark.tries("expert parallelism", "FSDP2 on the other dimension of a mesh")
+@pytest.mark.tries("expert parallelism", "FSDP2 on another mesh dimension")
 @pytest.mark.parametrize("options", [{}, SHARED], ids=["plain", "shared"])
 @pytest.mark.parametrize("tokens", [[3, 4, 5, 2], [0, 6, 0, 1]], ids=str)
 def test_layer_with_fsdp_on_the_other_dimension(four, tokens, options):

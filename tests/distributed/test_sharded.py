@@ -15,13 +15,13 @@ def test_fully_sharded_in_bf16(two, tokens):
     two.run(ranks.fully_sharded_in_bf16, tokens)
 
 
-@pytest.mark.tries("DTensor", "experts sharded over two processes, an optimizer step")
+@pytest.mark.tries("DTensor", "sharded experts, an optimizer step")
 def test_dtensor_weights(two):
     two.run(ranks.dtensor_weights, Case("12,16,8,4,2", torch.float32, bias=True))
 
 
 @pytest.mark.tries(
-    "distributed checkpoints", "of FSDP2, loaded by expert parallelism and one process"
+    "distributed checkpoints", "of FSDP2, in expert parallelism and one process"
 )
 def test_checkpoint_of_shards_loads_anywhere(two, tmp_path):
     folder = str(tmp_path / "checkpoint")

@@ -15,14 +15,14 @@ EXCHANGES = [
 ]
 
 
-@pytest.mark.tries("torchtitan", "its expert parallelism, two processes")
+@pytest.mark.tries("torchtitan", "its expert parallelism")
 @pytest.mark.parametrize(("backend", "routing"), EXCHANGES)
 @pytest.mark.parametrize("override", titan.OVERRIDES)
 def test_experts_spread(two, override, backend, routing):
     two.run(ranks.experts_spread, override, backend, routing)
 
 
-@pytest.mark.tries("torchtitan", "FSDP2, two processes")
+@pytest.mark.tries("torchtitan", "FSDP2")
 @pytest.mark.parametrize("override", titan.OVERRIDES)
 def test_fully_sharded(two, override):
     two.run(ranks.fully_sharded, override)

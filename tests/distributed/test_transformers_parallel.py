@@ -8,7 +8,7 @@ pytest.importorskip("accelerate", reason="transformers wants it to load a model 
 import hf_parallel as ranks
 
 
-@pytest.mark.tries("Hugging Face transformers", "tensor and expert parallelism, two processes")
+@pytest.mark.tries("Hugging Face transformers", "tensor and expert parallelism")
 @pytest.mark.parametrize("layout", ranks.LAYOUTS)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
 def test_two_ranks(two, name, layout, tmp_path):

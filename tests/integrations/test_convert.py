@@ -54,7 +54,7 @@ def _step(block, x):
     return out.detach(), x.grad
 
 
-@pytest.mark.tries("Hugging Face transformers", "weights of six families in `MoE`, both ways")
+@pytest.mark.tries("Hugging Face transformers", "weights to `MoE` and back")
 @every_layout
 @every_family
 def test_the_layer_computes_what_the_model_does(models, family, gate_up):

@@ -23,7 +23,7 @@ CASES = [
 ]
 
 
-@pytest.mark.tries("LoRA", "every gradient against W + scale·B·A written out")
+@pytest.mark.tries("LoRA", "every gradient against W + scale·B·A")
 @pytest.mark.parametrize("rank", [8, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_layer_written_out(case, rank):

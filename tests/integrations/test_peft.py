@@ -74,7 +74,7 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.tries("PEFT", "its wrapper around our backend, every gradient")
+@pytest.mark.tries("PEFT", "every gradient of its own forward pass")
 def test_its_wrapper_around_our_backend():
     register()
     model = adapted()
@@ -83,7 +83,7 @@ def test_its_wrapper_around_our_backend():
     close(step(with_ours), step(model))
 
 
-@pytest.mark.tries("PEFT", "`use_lora_experts` after a plain `get_peft_model`, every gradient")
+@pytest.mark.tries("PEFT", "every gradient of `use_lora_experts`")
 @pytest.mark.parametrize("name", TARGETS)
 def test_same_gradients_as_its_own_forward_pass(name, calls):
     model = adapted(name)
@@ -126,7 +126,7 @@ def test_errs_no_more_than_its_own_forward_pass(dtype, rank):
         budget(got[n], theirs[n], exact[n], name=n, dtype=dtype, tokens=len(x))
 
 
-@pytest.mark.tries("PEFT", "one adapter alone")
+@pytest.mark.tries("PEFT", "LoRA on one weight")
 @pytest.mark.parametrize("target", [UP, DOWN])
 def test_one_of_the_two_weights(target, calls):
     model = adapted(targets=[target])
@@ -134,7 +134,7 @@ def test_one_of_the_two_weights(target, calls):
     assert calls == [1, 1]
 
 
-@pytest.mark.tries("PEFT", "several active adapters")
+@pytest.mark.tries("PEFT", "several adapters")
 def test_several_adapters(calls):
     model = adapted()
     model.add_adapter(
@@ -156,7 +156,7 @@ def test_several_adapters(calls):
     assert len(results[2]) == len(results[0]) + len(results[1]) - 2
 
 
-@pytest.mark.tries("PEFT", "saved, loaded, merged and disabled by PEFT")
+@pytest.mark.tries("PEFT", "saving, loading, merging, disabling")
 def test_saved_loaded_and_merged_by_peft(tmp_path, calls):
     model = adapted()
     with_ours = ours(model)
@@ -277,7 +277,7 @@ def test_nothing_of_the_size_of_a_weight_is_formed():
     assert sizes[0] < weight <= sizes[1]
 
 
-@pytest.mark.tries("PEFT", "gradient checkpointing and `torch.compile`")
+@pytest.mark.tries("PEFT", "gradient checkpointing, `torch.compile`")
 def test_gradient_checkpointing(calls):
     model = adapted()
     want = step(model)

@@ -29,7 +29,7 @@ def step(module, x, counts, dout) -> dict[str, torch.Tensor]:
     return {"out": out.detach(), "x": dx, **found}
 
 
-@pytest.mark.tries("torchtitan", "output and every gradient beside its `GroupedExperts`")
+@pytest.mark.tries("torchtitan", "every gradient of `GroupedExperts`")
 @pytest.mark.parametrize("tail", [0, 6])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("override", titan.OVERRIDES)
@@ -52,7 +52,7 @@ def test_output_and_every_gradient(override, counts, tail):
     titan.within_budget(got, step(stock, x[:used], counts, dout[:used]), exact, used)
 
 
-@pytest.mark.tries("torchtitan", "checkpoints of the model, both ways")
+@pytest.mark.tries("torchtitan", "model checkpoints")
 @pytest.mark.parametrize("override", titan.OVERRIDES)
 def test_state_dict_round_trip(override):
     stock, ours = titan.stock_and_ours(override)
@@ -109,7 +109,7 @@ def _named_like(module, function):
     return function
 
 
-@pytest.mark.tries("torchtitan", "the override from its command line")
+@pytest.mark.tries("torchtitan", "its command line")
 def test_the_command_of_the_readme():
     """Parsed as torchtitan does; every layer of the model gets our experts."""
     command = re.search(r"^torchrun .*?-m torchtitan\.train (.*\n(?: .*\n)*)", README, re.MULTILINE)
