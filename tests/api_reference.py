@@ -22,7 +22,7 @@ MODULES += [f"integrations.{module}" for module in ADAPTERS]
 INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}
 OBVIOUS |= {"ActivationType", "KernelBackendMoE", "dist.ProcessGroup", "torch.Generator", "None"}
-OBVIOUS |= {"torch.device", "torch.dtype"}
+OBVIOUS |= {"nn.Module", "torch.device", "torch.dtype"}
 BEGINNING = """\
 # API reference
 
@@ -209,7 +209,8 @@ def _call(
         shown.append("*")
     shown += map(_argument, args.kwonlyargs, args.kw_defaults)
     result = ast.unparse(returns) if returns else "None"
-    return _wrap(f"{name}(", shown, ")" if result == "None" else f") -> {result}")
+    obvious = result.removeprefix("torch.") in OBVIOUS
+    return _wrap(f"{name}(", shown, ")" if obvious else f") -> {result}")
 
 
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:

@@ -108,9 +108,9 @@ PACKAGE = ROOT / "src" / "sonicmoe"
 
 
 def the_map() -> list[str]:
-    """Files and folders in the order of the table in docs/design.md."""
+    """Files and folders in the order of the list in docs/design.md."""
     section = (ROOT / "docs" / "design.md").read_text().split("## The map")[1].split("\n## ")[0]
-    return re.findall(r"^\| `([\w./]+)` \|", section, re.MULTILINE)
+    return re.findall(r"^- `([\w./]+)`:", section, re.MULTILINE)
 
 
 def test_map_of_the_source_is_whole():
@@ -121,7 +121,7 @@ def test_map_of_the_source_is_whole():
 
 
 def test_imports_point_up_the_map():
-    """When a file is imported, it imports only from rows above its own."""
+    """When a file is imported, it imports only from those above it."""
     order = [name.removesuffix(".py").removesuffix("/") for name in the_map()]
     for i, name in enumerate(order):
         path = PACKAGE / name

@@ -18,7 +18,7 @@ from .layer import experts
 
 
 class ExpertParallelMoE(MoE):
-    """A `MoE` with its experts spread over `mesh`; each rank passes its own tokens.
+    """A `MoE` with its experts spread over `mesh`; every rank must call it, with its own tokens.
 
     Gradients, also those of the router and the shared expert, are summed over the ranks of the mesh
     dimension: they are those of one layer on the tokens of all these ranks. The auxiliary loss
@@ -33,7 +33,6 @@ class ExpertParallelMoE(MoE):
         kernel_backend_moe: KernelBackendMoE | None = None,
         is_inference_mode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `MoE.forward`, on this rank's tokens. Every rank must call it."""
         with self._raise_on_all_ranks():
             backend = self._checked_backend(hidden_states, kernel_backend_moe)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
