@@ -134,8 +134,8 @@ def test_another_activation():
     assert moe.activation_function is ActivationType.GEGLU_TANH
     with pytest.raises(ValueError, match=r"hidden_act: expected one of silu, .* got tanh"):
         _moe(small("Mixtral", hidden_act="tanh"))
-    with pytest.raises(ValueError, match=r"swiglu_limit and swiglu_alpha: expected 7\.0 and "):
-        _moe(small("GptOss", swiglu_limit=5.0))
+    limited = _moe(small("GptOss", swiglu_limit=5.0)).activation_function
+    assert limited is ActivationType.clamped_swiglu(5.0, alpha=1.702, offset=1.0)
 
 
 def test_jitter_is_refused():

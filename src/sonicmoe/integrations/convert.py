@@ -235,15 +235,8 @@ def _activation(config: Any) -> ActivationType:
                 "Keep the layer of transformers for this model.",
             )
         return _GATED[config.hidden_act]
-    clamp = getattr(config, "swiglu_limit", 7.0), getattr(config, "swiglu_alpha", 1.702)
-    if clamp != (7.0, 1.702):
-        raise bad_argument(
-            "swiglu_limit and swiglu_alpha",
-            "7.0 and 1.702",
-            clamp,
-            "SWIGLU_CLAMPED has these constants.",
-        )
-    return ActivationType.SWIGLU_CLAMPED
+    limit, alpha = getattr(config, "swiglu_limit", 7.0), getattr(config, "swiglu_alpha", 1.702)
+    return ActivationType.clamped_swiglu(limit, alpha=alpha, offset=1.0)
 
 
 def _router(config: Any, f: _Family) -> str | Router:
