@@ -24,7 +24,7 @@ class KernelBackendMoE(Enum):
 
 
 class Clamp(NamedTuple):
-    """A clamped SwiGLU: (up + offset) · gate · σ(alpha · gate), gate ≤ limit, |up| ≤ limit."""
+    """Constants of a clamped SwiGLU, see `ActivationType.clamped_swiglu`."""
 
     limit: float = 7.0
     alpha: float = 1.702

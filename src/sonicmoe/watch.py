@@ -111,7 +111,7 @@ class Watch:
         return loads
 
     def close(self) -> None:
-        """Remove the hooks; close the writers that have a `close`."""
+        """Remove the hooks and close the writers."""
         for hook in self._hooks:
             hook.remove()
         for writer in self.writers:

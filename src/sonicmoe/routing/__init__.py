@@ -40,7 +40,7 @@ ROUTERS: dict[str, Callable[..., Router]] = {
     "expert_choice": ExpertChoice,
     "token_rounding": TokenRounding,
 }
-"""Maps the router names that `MoE`, `route` and `make_router` accept to their constructors."""
+"""Constructors of routers by the names that `MoE` and `route` accept."""
 
 
 def make_router(router: str | Router, num_experts: int, k: int) -> Router:

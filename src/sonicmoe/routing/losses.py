@@ -17,9 +17,9 @@ def auxiliary_loss(
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return balance · `switch_loss` + z · `z_loss` in fp32, from one pass over the logits.
+    """Return balance · `switch_loss` + z · `z_loss` in fp32.
 
-    Kept for the backward pass: the logits.
+    One pass over the logits. Kept for the backward pass: the logits.
     """
     check_rank("logits", logits, "(T, E)")
     check_floating("logits", logits)
