@@ -20,9 +20,7 @@ def test_dtensor_weights(two):
     two.run(ranks.dtensor_weights, Case("12,16,8,4,2", torch.float32, bias=True))
 
 
-@pytest.mark.tries(
-    "distributed checkpoints", "of FSDP2, in expert parallelism and one process"
-)
+@pytest.mark.tries("distributed checkpoints", "of FSDP2, in expert parallelism and one process")
 def test_checkpoint_of_shards_loads_anywhere(two, tmp_path):
     folder = str(tmp_path / "checkpoint")
     two.run(ranks.save, folder)
