@@ -85,9 +85,10 @@ def test_report_agrees_with_a_disassembler(arch):
     instructions = {"mma": "HMMA", "wgmma": "HGMMA", "tcgen05": "UTCHMMA", "TMA loads": "UTMALDG"}
     hidden, intermediate = WIDE
     a, w2 = torch.zeros(64, intermediate), torch.zeros(2, hidden, intermediate)
-    start, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
+    maps, tiles = torch.zeros(64, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
+    p = Permutation(maps, maps, maps, None, None, maps[:3], tiles, 128)
     with compiling(arch) as compiled:
-        grouped_gemm.down(a.bfloat16(), w2.bfloat16(), None, None, start, tiles, 128, False)
+        grouped_gemm.down(a.bfloat16(), w2.bfloat16(), None, None, p)
         _crowded_kernel[(1,)](torch.zeros(1 << 13), 1 << 13, num_warps=1, maxnreg=64)
     for kernel, spills in zip(compiled, (False, True), strict=True):
         found, code = report(kernel), cuobjdump(kernel, "-sass")

@@ -111,12 +111,14 @@ def test_kernels_are_compiled_side_by_side(monkeypatch):
     monkeypatch.setattr(precompile, "_load", lambda kernel, index: loaded.append(kernel))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     with compiling(90) as kernels:
-        compile_together(lambda: run_step(layer), 0, lambda *of: said.append(of))
+        compile_together(
+            lambda: run_step(layer, functional.experts), 0, lambda *of: said.append(of)
+        )
     new = {k.result() for k in kernels if hasattr(k, "result")}  # others were there before
     assert new == set(loaded) and len(new) == len(loaded) >= 8
     assert [number for number, *_ in said] == list(range(1, len(loaded) + 1))
     with compiling(90) as again:
-        run_step(layer)
+        run_step(layer, functional.experts)
     assert set(again) == {k.result() if hasattr(k, "result") else k for k in kernels}
 
 
@@ -157,7 +159,7 @@ def test_the_callers_modes_see_nothing(monkeypatch):
         torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t),
         torch.no_grad(),
     ):
-        compile_together(lambda: run_step(Layer(H, I, E, K)), 0)
+        compile_together(lambda: run_step(Layer(H, I, E, K), functional.experts), 0)
     assert flops.get_total_flops() == 0 and not saved
 
 
@@ -170,7 +172,7 @@ def test_a_kernel_that_does_not_compile(monkeypatch):
     with compiling(90):
         with pytest.raises(triton.CompilationError):
             compile_together(lambda: launch(broken, (1,), meta), 0)
-        compile_together(lambda: run_step(Layer(H, I, 8, 1)), 0)
+        compile_together(lambda: run_step(Layer(H, I, 8, 1), functional.experts), 0)
 
 
 def test_python_is_left_as_it_was(monkeypatch):

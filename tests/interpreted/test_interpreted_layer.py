@@ -257,12 +257,8 @@ def test_rows_of_many_lengths_to_a_token():
     scores = torch.rand(7)
 
     def through(x, ids, scores, w1, w2, b1, b2):
-        p = sonicmoe.layer.permute(
-            expert, 3, slot_token=token, tokens=6, dtype=x.dtype, backend="triton"
-        )
-        return sonicmoe.functional._layer(
-            x, scores, w1, w2, b1, b2, p, case.activation, case.gate_up, "triton"
-        )
+        weights = (w1, w2, b1, b2)
+        return ours(case, "triton")(x, expert, scores, *weights, slot_token=token)
 
     def spread(x, ids, scores, **weights):
         """The same choice as (T, K) with room for the busiest token."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from candidate_tables import candidate_tables
 from machine_code import PROCESSORS, report
-from test_machine_code import compile_layer
+from test_machine_code import LAYOUTS, compile_layer
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.shapes import Problem
@@ -38,7 +38,9 @@ def test_candidates_compile(first, activation, other):
     tables = candidate_tables(problem, 2, HOPPER, other, only=lambda: short_blocks)
     for candidate in tables[first::3]:
         with table.using(candidate):
-            kernels = compile_layer(90, torch.bfloat16, activation, other, other, False, (H, I))
+            kernels = compile_layer(
+                90, torch.bfloat16, activation, LAYOUTS[other], other, False, (H, I)
+            )
         products = [k for k in kernels if k.metadata.name.endswith(PRODUCTS)]
         assert len(products) == 6
         for kernel in products:
