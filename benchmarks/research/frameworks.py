@@ -1,6 +1,7 @@
 """Our experts inside other frameworks, compared with what runs there by default.
 
 train   small random models of transformers: loss curves and step times from the same seed
+model   a whole OLMoE-1B-7B of transformers, forward and backward; ours also watched
 layer   one OLMoE block of transformers: its router, and our experts or `grouped_mm`
 lora    adapters on frozen experts: our products, W + scale·B·A written out, PEFT's wrapper
 join    what torchtitan's two parameters for gate and up cost beside one
@@ -10,6 +11,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,7 +25,7 @@ from sonicmoe.bench.inputs import Inputs, make_inputs
 from sonicmoe.bench.measure import measure
 from sonicmoe.bench.results import Record
 from sonicmoe.bench.tables import table
-from sonicmoe.bench.timing import wall_ms
+from sonicmoe.bench.timing import is_cuda, wall_ms
 from sonicmoe.bench.verify import (
     MARGIN,
     PEER_MARGIN,
@@ -37,6 +39,7 @@ from sonicmoe.functional import experts, grouped_experts
 from sonicmoe.integrations.lora import LowRank, lora_experts
 from sonicmoe.reference import layer as reference
 from sonicmoe.shapes import Problem
+from sonicmoe.watch import watch
 
 NAME = "sonicmoe_experts"
 LAYER = replace(find_case("olmoe-1b-7b"), name="olmoe in transformers")
@@ -163,6 +166,55 @@ def _batches(vocabulary: int, options: Options) -> Iterator[torch.Tensor]:
         for _ in range(length - 1):
             tokens.append((5 * tokens[-1] + 7) % vocabulary)
         yield torch.stack(tokens, 1).to(options.device)
+
+
+# --- model ----------------------------------------------------------------------------------------
+def model(options: Options) -> Outcome:
+    """Random weights, 4 sequences of 4096 tokens, no checkpointing, no optimizer; interleaved."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    from sonicmoe.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    config = OlmoeConfig(**(TINY | {"num_experts": 8} if options.tiny else {}))
+    with torch.device(options.device):
+        olmoe = OlmoeForCausalLM(config).to(options.dtype).train()
+        ids = torch.randint(config.vocab_size, (2, 16) if options.tiny else (4, 4096))
+
+    def step() -> None:
+        olmoe(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        olmoe.zero_grad(set_to_none=True)
+
+    times: dict[str, list[float]] = {}
+    peaks: dict[str, float] = {}
+    for _ in range(3):
+        for name in (NAME, f"{NAME}, watched", "grouped_mm"):
+            olmoe.set_experts_implementation(name.split(",")[0])
+            watched = watch(olmoe) if name.endswith("watched") else nullcontext()
+            with watched:
+                step()  # compiles
+                reset_peak(options.device)
+                times.setdefault(name, []).extend(wall_ms(step, options.device) for _ in range(3))
+            peaks[name] = peak_mib(options.device)
+    shape = f"{ids.numel()} tokens, {config.num_hidden_layers} layers"
+    records = [
+        {"part": "model", "case": "OLMoE-1B-7B", "shape": shape, "candidate": name,
+         "fwd_bwd_ms": round(statistics.median(found), 1), "peak_mib": peaks[name]}
+        for name, found in times.items()
+    ]  # fmt: skip
+    rows = [[r["candidate"], f"{r['fwd_bwd_ms']:.1f}", f"{r['peak_mib']:.0f}"] for r in records]
+    print(f"\n{shape}\n{table(('candidate', 'fwd+bwd ms', 'peak MiB'), rows)}")
+    return Outcome(records, [])
+
+
+def reset_peak(device: str) -> None:
+    if is_cuda(device):
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_mib(device: str) -> float:
+    return torch.cuda.max_memory_allocated() / 2**20 if is_cuda(device) else 0.0
 
 
 # --- layer ----------------------------------------------------------------------------------------
@@ -383,5 +435,5 @@ def _print_table(case: Case, outcome: Outcome) -> None:
 
 
 PARTS: dict[str, Callable[[Options], Outcome]] = {
-    "train": train, "layer": layer, "lora": lora, "join": join,
+    "train": train, "model": model, "layer": layer, "lora": lora, "join": join,
 }  # fmt: skip

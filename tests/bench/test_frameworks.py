@@ -49,6 +49,9 @@ def test_every_part(script, capsys):
     for record in found["train"]:
         assert len(record["losses"]) == 4 and all(map(math.isfinite, record["losses"]))
         assert record["step_ms"] > 0 and record["off_eager"] < 1e-3
+    watched = ["sonicmoe_experts", "sonicmoe_experts, watched", "grouped_mm"]
+    assert [r["candidate"] for r in found["model"]] == watched
+    assert all(r["fwd_bwd_ms"] > 0 for r in found["model"])
     assert [(r["candidate"], r["router"]) for r in found["layer"]] == [
         (name, router) for name in ("sonicmoe_experts", "grouped_mm") for router in ("out", "in")
     ]
@@ -60,7 +63,7 @@ def test_every_part(script, capsys):
         "router_w",
     }
     assert [r["candidate"] for r in found["lora"]] == [
-        "lora_experts", "W + scale·B·A, experts", "PEFT, grouped_mm"
+        "lora_experts", "W + scale·B·A, experts", "PEFT, use_lora_experts", "PEFT, grouped_mm"
     ]  # fmt: skip
     one, two = found["join"]
     assert two["kept_mib"] - one["kept_mib"] == pytest.approx(2 * 4 * 8 * 16 * 32 / 2**20, rel=1e-3)
@@ -74,8 +77,12 @@ def test_no_figure_from_a_wrong_layer(script, capsys, monkeypatch):
     code, records = script("--part", "layer", "lora")
     assert code == 1 and "is wrong in out, x" in capsys.readouterr().err
     assert [r["candidate"] for r in records] == [
-        "grouped_mm", "grouped_mm", "lora_experts", "PEFT, grouped_mm"
-    ]  # fmt: skip
+        "grouped_mm",
+        "grouped_mm",
+        "lora_experts",
+        "PEFT, use_lora_experts",
+        "PEFT, grouped_mm",
+    ]
 
 
 def test_no_figure_from_wrong_losses(script, capsys, monkeypatch):

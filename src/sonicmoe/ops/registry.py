@@ -171,7 +171,7 @@ def operator(
 def _needs_dispatcher(args: Sequence) -> bool:
     """Whether a mode, a transform, a profiler or a tensor subclass must see the operator.
 
-    Else `call` skips PyTorch's dispatcher, which takes 11 µs an operator.
+    Else `call` skips PyTorch's dispatcher: 8% of the host time at 64,128,64,8,2 in a stack (H200).
     """
     return (
         torch.compiler.is_compiling()
