@@ -137,7 +137,7 @@ def test_import_is_quick():
         import sonicmoe
         print((process_time() - before) / before)
     """
-    assert min(float(in_fresh_python(program)) for _ in range(3)) <= 0.5
+    assert float(in_fresh_python(program)) <= 0.5
 
 
 # --- the wheel ------------------------------------------------------------------------------------
