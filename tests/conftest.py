@@ -33,7 +33,11 @@ SLOW = {
     "test_machine_code.py",
     "test_package.py",
     "test_rounding_machine_code.py",
+    "test_examples.py",
+    "test_first_contact.py",
+    "test_router_in_layer.py",
     "test_rounding_script.py",
+    "test_token_rounding.py",
     "test_warmup.py",
 }
 
