@@ -1,7 +1,7 @@
 """The letters used everywhere, and the sizes of one problem.
 
 T tokens, H hidden size, I expert intermediate size, E experts, K experts per token,
-R routed rows (T·K for top-K), M the tile height in rows.
+R routed rows (T·K for top-K), M the rows of a tile (`tile_m`).
 W1 is (E, 2I, H) for gated activations and (E, I, H) for plain ones; W2 is (E, H, I).
 """
 

@@ -6,6 +6,7 @@ import torch
 from helpers import Case
 
 from sonicmoe import ActivationType
+from sonicmoe.distributed.agreement import _encode
 from sonicmoe.routing import ROUTERS
 
 # Uneven on purpose; a rank without tokens, and one that has all of them.
@@ -13,6 +14,11 @@ TWO = [[7, 5], [0, 12], [12, 0], [0, 0]]
 FOUR = [[5, 1, 0, 6], [0, 0, 12, 0], [3, 3, 3, 3]]
 SHARED = {"router_bias": True, "shared_intermediate_size": 24, "shared_gate": True}
 ROUTINGS = ["uniform", "one_expert", "empty_experts", "dropped", "duplicates", "all_dropped"]
+
+
+def test_ranks_tell_clamps_apart():
+    clamps = [ActivationType.clamped_swiglu(limit) for limit in (7.0, 10.0)]
+    assert len({_encode(setting) for setting in (*clamps, *ActivationType, "x", None)}) == 14
 
 
 def case(tokens, routing="uniform", **options) -> Case:

@@ -13,7 +13,7 @@ from .verify import Check
 def layer_table(records: Sequence[Record]) -> str:
     columns = ("fwd_ms", "bwd_ms", "fwd_bwd_ms", "fwd_bwd_tflops", "dense_share", "busy_fwd_bwd_ms")
     memory = ("kept_mib", "peak_mib")
-    times = ("fwd ms", "bwd ms", "fwd+bwd ms", "TFLOP/s", "fraction of dense", "GPU busy ms")
+    times = ("fwd ms", "bwd ms", "fwd+bwd ms", "TFLOP/s", "fraction of dense cuBLAS", "GPU busy ms")
     head = ("candidate", "router", *times, "kept MiB", "peak MiB")
     rows = [
         [record["candidate"], record["router"], *(record.get(name) for name in columns + memory)]

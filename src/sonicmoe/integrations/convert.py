@@ -12,6 +12,7 @@ import torch
 
 from ..enums import ActivationType
 from ..errors import bad_argument
+from ..reference.activation import join_gate_up, split_gate_up
 from ..routing import Router, Sigmoid
 from ..validation import check_gate_up
 
@@ -91,12 +92,8 @@ def from_hf(
 
     def take(key: str) -> torch.Tensor:
         if key not in rest:
-            raise bad_argument(
-                "state_dict",
-                f"a key {prefix + key} for {family}",
-                f"{len(state_dict)} others" + _examples(state_dict),
-                "Pass the weights of one layer, or its prefix.",
-            )
+            remedy = "Pass the weights of one layer, or its prefix."
+            raise _absent(prefix + key, family, state_dict, remedy)
         return rest.pop(key)
 
     made = {ours: take(theirs) for ours, theirs in _renamed(f).items()}
@@ -143,12 +140,8 @@ def to_hf(
 
     def take(key: str) -> torch.Tensor:
         if key not in rest:
-            raise bad_argument(
-                "state_dict",
-                f"a key {key} for {family}",
-                f"{len(state_dict)} others" + _examples(state_dict),
-                "Pass moe.state_dict() of a MoE with the options of this family: moe_options.",
-            )
+            remedy = "Pass moe.state_dict() of a MoE with the options of this family: moe_options."
+            raise _absent(key, family, state_dict, remedy)
         return rest.pop(key)
 
     made = {theirs: take(ours) for ours, theirs in _renamed(f).items()}
@@ -256,22 +249,22 @@ def _router(config: Any, f: _Family) -> str | Router:
 
 def _join(gate: torch.Tensor, up: torch.Tensor, gate_up: str) -> torch.Tensor:
     """Rows of gate and up (…, I, H) as one (…, 2I, H)."""
-    if gate_up == "concatenated":
-        return torch.cat([gate, up], dim=-2)
-    return torch.stack([gate, up], dim=-2).flatten(-3, -2)
+    return join_gate_up(gate.mT, up.mT, gate_up).mT
 
 
 def _split(w1: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse of `_join`."""
-    if gate_up == "concatenated":
-        gate, up = w1.chunk(2, dim=-2)
-    else:
-        gate, up = w1.unflatten(-2, (-1, 2)).unbind(-2)
-    return gate, up
+    gate, up = split_gate_up(w1.mT, gate_up)
+    return gate.mT, up.mT
 
 
 def _reordered(w1: torch.Tensor, before: str, after: str) -> torch.Tensor:
     return w1 if before == after else _join(*_split(w1, before), after)
+
+
+def _absent(key: str, family: str, given: Mapping[str, Any], remedy: str) -> ValueError:
+    got = f"{len(given)} others" + _examples(given)
+    return bad_argument("state_dict", f"a key {key} for {family}", got, remedy)
 
 
 def _none_left(rest: Mapping[str, torch.Tensor], family: str, function: str) -> None:
