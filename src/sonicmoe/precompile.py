@@ -27,7 +27,7 @@ from .weights import ExpertWeights
 # Tokens of a short and of a long batch: some kernels run in one of them alone. Nothing else that is
 # compiled depends on their number.
 BATCHES = (8, 2048)
-Experts = Callable[..., torch.Tensor]  # `layer.experts`
+ExpertsFunction = Callable[..., torch.Tensor]  # `layer.experts`
 Report = Callable[[int, int, float], None]  # compiled kernels, all of them, seconds
 
 
@@ -50,7 +50,7 @@ class Layer(NamedTuple):
 
 
 def precompile_step(
-    experts: Experts,
+    experts: ExpertsFunction,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: ExpertWeights,
@@ -88,7 +88,7 @@ def precompile_step(
 
 
 @cache
-def _precompile_once(index: int, layer: Layer, experts: Experts) -> None:
+def _precompile_once(index: int, layer: Layer, experts: ExpertsFunction) -> None:
     """What fails here is no error yet: the step compiles what it lacks, and raises with context."""
     try:
         compile_together(lambda: run_step(layer, experts), index)
@@ -169,7 +169,7 @@ class Slots(NamedTuple):
 
 
 def run_experts(
-    layer: Layer, experts: Experts, tokens: int, slots: Slots | None = None
+    layer: Layer, experts: ExpertsFunction, tokens: int, slots: Slots | None = None
 ) -> torch.Tensor:
     """The forward pass."""
     ids, scores, slot_token, token_start = slots or _slots(layer, tokens)
@@ -190,7 +190,7 @@ def run_experts(
     return experts(x, ids, scores, w1, w2, b1, b2, **where, **options)
 
 
-def run_step(layer: Layer, experts: Experts) -> None:
+def run_step(layer: Layer, experts: ExpertsFunction) -> None:
     """Training steps of the experts, and of the auxiliary loss where it follows.
 
     The nodes are called one by one: `backward()` imports sympy first, which takes 2.9 s, and no
