@@ -22,7 +22,11 @@ from .launcher import Bound
 
 _ROWS = 64  # rows of one consumer warpgroup
 _WIDTH = SLICE.value
-_GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_GL_DTYPE = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 _ENDLESS = 0x7FFF0000
 _ORIGIN = 1 << 30
 Launch = tuple[Bound, tuple]

@@ -1,0 +1,198 @@
+"""Launches of the experts in FP8 on Hopper.
+
+Functions without an underscore have the names, parameters and results of the operators in
+`ops.fp8`.
+"""
+
+from functools import lru_cache
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from ..enums import ActivationType
+from ..kernels.activation import value_of
+from ..kernels.hopper.fp8_gemm import fp8_gemm_kernel
+from ..kernels.hopper.fp8_up import SLICE, fp8_up_kernel
+from ..permutation import Permutation
+from ..shapes import ceil_div
+from . import memory
+from .descriptors import Boxes
+from .fp8_dz import dz_gemm
+from .fp8_wgrad import weight_gradient
+from .grouped_gemm import _zero_tail, combine
+from .grouped_gemm_hopper import _row_boxes, _z_boxes, row_boxes
+from .launcher import Bound, launch, target_of
+from .quantize import dz_scales, quantize_rows, quantize_weight
+
+__all__ = ["quantize_rows", "quantize_weight"]  # operators too
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128  # columns of A that share a scale
+_CONSUMER_M = 64
+
+
+@lru_cache(maxsize=1024)
+def _weight_boxes(shape, block_n) -> Boxes:
+    """Boxes of contiguous e4m3 weights (E, N, K)."""
+    block = [1, block_n, BLOCK]
+    _, columns, depth = shape
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
+    return Boxes(E4M3, shape, (columns * depth, depth, 1), block, layout)
+
+
+@lru_cache(maxsize=1024)
+def _gate_up_boxes(shape, gate_up) -> Boxes:
+    """Boxes of 128 gates and their ups, of contiguous e4m3 weights (E, 2I, H)."""
+    experts, columns, hidden = shape
+    inner = columns // 2
+    half, one = (inner * hidden, hidden) if gate_up == "concatenated" else (hidden, 2 * hidden)
+    block = [1, 2, BLOCK, BLOCK]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
+    shape = (experts, 2, inner, hidden)
+    return Boxes(E4M3, shape, (columns * hidden, half, one, 1), block, layout)
+
+
+@lru_cache(maxsize=1024)
+def _up(shape, activation: ActivationType, gate_up, keep_z):
+    """The kernel; boxes of W1, Z and A; columns of Z in a tile."""
+    _, columns, hidden = shape
+    inner = activation.intermediate_size(columns)
+    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation), "KEEP_Z": keep_z}
+    kernel = Bound(fp8_up_kernel, H=hidden, N=columns, STAGES=4, **options, num_warps=4)
+    gated = activation.is_gated
+    weights = _gate_up_boxes(shape, gate_up) if gated else _weight_boxes(shape, BLOCK)
+    width = 2 * SLICE.value if gate_up == "interleaved" else SLICE.value
+    z = _z_boxes(torch.bfloat16, columns, width, gate_up)
+    a = _row_boxes(E4M3, (inner,), (inner, 1), (_CONSUMER_M, BLOCK))
+    return kernel, weights, z, a, BLOCK * (1 + gated)
+
+
+def fp8_up(x8, x_scale, w8, w_scale, p: Permutation, activation: ActivationType, gate_up, keep_z):
+    rows, device = p.rows_of(x8), x8.device
+    inner = activation.intermediate_size(w8.shape[1])
+    blocks = ceil_div(inner, BLOCK)
+    z = memory.empty((rows, w8.shape[1]), torch.bfloat16, device) if keep_z else None
+    zmax = memory.empty((blocks, rows), torch.float32, device) if keep_z else None
+    a = memory.empty((rows, inner), E4M3, device)
+    a_scale = memory.empty((blocks, rows), torch.float32, device)
+    if rows == 0:
+        return z, zmax, a, a_scale
+    gate_up = gate_up if activation.is_gated else None
+    kernel, weights, z_boxes, a_boxes, width = _up(w8.shape, activation, gate_up, keep_z)
+    source = x8 if p.is_gathered else row_boxes(x8, _CONSUMER_M, BLOCK)
+    # If Z is not stored, any address of the right dtype will do.
+    z_target = memory.empty((8, 8), torch.bfloat16, device) if z is None else z
+    args = (source, p.row_token, (w8, weights), x_scale, w_scale, (z_target, z_boxes), zmax)
+    work = (p.tiles.shape[0] - 1) * ceil_div(w8.shape[1], width)
+    grid = (max(1, min(work, target_of(x8).processors)),)
+    launch(kernel, grid, *args, (a, a_boxes), a_scale, rows, p.tiles)
+    return z, zmax, a, a_scale
+
+
+@lru_cache(maxsize=1024)
+def _gemm(shape, block_n, stages, block_scales):
+    """The kernel; boxes of W and Y."""
+    _, columns, depth = shape
+    sizes = {"K": depth, "N": columns, "BLOCK_N": block_n, "STAGES": stages}
+    kernel = Bound(fp8_gemm_kernel, **sizes, BLOCK_SCALES=block_scales, num_warps=4)
+    y = _row_boxes(torch.bfloat16, (columns,), (columns, 1), (_CONSUMER_M, block_n))
+    return kernel, _weight_boxes(shape, block_n), y
+
+
+def fp8_gemm(a8, a_scale, w8, w_scale, row_scores, p: Permutation, block_n=None, stages=None):
+    """`block_n` and `stages` are there to be measured."""
+    rows, columns = a8.shape[0], w8.shape[1]
+    y = memory.empty((rows, columns), torch.bfloat16, a8.device)
+    if rows == 0:
+        return y
+    block_n = block_n or (128 if columns <= 128 else 256)
+    stages = stages or (6 if block_n == 128 else 3)
+    kernel, weights, y_boxes = _gemm(w8.shape, block_n, stages, a_scale.shape[0] > 1)
+    source = row_boxes(a8, _CONSUMER_M, BLOCK)
+    args = (source, (w8, weights), a_scale, rows, w_scale, row_scores, (y, y_boxes), p.tiles)
+    work = (p.tiles.shape[0] - 1) * ceil_div(columns, block_n)
+    launch(kernel, (max(1, min(work, target_of(a8).processors)),), *args)
+    if not p.is_gathered:
+        _zero_tail(y, p)
+    return y
+
+
+def fp8_down_backward(
+    dout,
+    z,
+    zmax,
+    a_scale,
+    x_scale,
+    w2,
+    w2_t,
+    w2_scale,
+    scores,
+    p: Permutation,
+    activation,
+    gate_up,
+    needs,
+    fp32_dw,
+):
+    dw2 = memory.empty_like(w2, torch.float32 if fp32_dw else w2.dtype) if needs.dw2 else None
+    kept = (z, zmax, a_scale, x_scale, w2_t, w2_scale, scores)
+    of_dz, dscores = _down_backward(dout, *kept, p, activation, gate_up, needs, dw2, add=False)
+    return *of_dz, dw2, dscores
+
+
+def fp8_down_backward_into(
+    main_grad,
+    dout,
+    z,
+    zmax,
+    a_scale,
+    x_scale,
+    w2_t,
+    w2_scale,
+    scores,
+    p: Permutation,
+    activation,
+    gate_up,
+    needs,
+):
+    kept = (z, zmax, a_scale, x_scale, w2_t, w2_scale, scores)
+    of_dz, dscores = _down_backward(dout, *kept, p, activation, gate_up, needs, main_grad, add=True)
+    return *of_dz, dscores
+
+
+def _down_backward(
+    dout, z, zmax, a_scale, x_scale, w2_t, w2_scale, scores, p, activation, gate_up, needs, dw2, add
+):
+    """dZ, dz_scale, dZᵀ, dz_t_scale, None where not needed; dscores. dW2 goes to `dw2`."""
+    needs = needs._replace(dw2=dw2 is not None)
+    do8, do_scale, do_norm = quantize_rows(dout)
+    factors, dz_scale, dz_t_scale, a_t_scale = dz_scales(
+        scores, do_scale, do_norm, x_scale, zmax, a_scale, w2_scale, dout.shape[1], p, activation
+    )
+    dz8, dz_t, a_t, dscores = dz_gemm(do8, factors, z, w2_t, scores, p, activation, gate_up, needs)
+    if dw2 is not None:
+        weight_gradient(do8, a_t, a_t_scale, dw2, p, add)
+    of_dz = (dz8, dz_scale if needs.dz else None, dz_t, dz_t_scale if needs.dz_t else None)
+    return of_dz, dscores
+
+
+def fp8_up_backward(
+    dz8, dz_scale, dz_t, dz_t_scale, x, w1, w1_t, w1_scale, p: Permutation, needs, fp32_dw
+):
+    dx = _dx(dz8, dz_scale, x, w1_t, w1_scale, p) if needs.dx else None
+    dw1 = None
+    if needs.dw1:
+        dw1 = memory.empty_like(w1, torch.float32 if fp32_dw else w1.dtype)
+        weight_gradient(quantize_rows(x)[0], dz_t, dz_t_scale, dw1.mT, p)
+    return dx, dw1
+
+
+def fp8_up_backward_into(
+    main_grad, dz8, dz_scale, dz_t, dz_t_scale, x, w1_t, w1_scale, p: Permutation, needs
+):
+    weight_gradient(quantize_rows(x)[0], dz_t, dz_t_scale, main_grad.mT, p, add=True)
+    return _dx(dz8, dz_scale, x, w1_t, w1_scale, p) if needs.dx else None
+
+
+def _dx(dz8, dz_scale, x, w1_t, w1_scale, p: Permutation):
+    dx = fp8_gemm(dz8, dz_scale[None], w1_t, w1_scale, None, p)
+    return combine(dx, None, p.slot_row, p.token_start, x.shape[0]) if p.is_gathered else dx

@@ -1,0 +1,86 @@
+"""The FP8 GEMMs over rows, up and down, against plain PyTorch with the same arithmetic."""
+
+import pytest
+import torch
+from fp8_cases import COUNTS, dequantized, random_e4m3, routed, row_error
+from helpers import poisoned
+
+from sonicmoe import ActivationType
+from sonicmoe.launch import fp8
+from sonicmoe.reference import fp8 as reference
+from sonicmoe.reference import grouped_gemm
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda"
+GATED, PLAIN = ActivationType.SWIGLU, ActivationType.RELU_SQ
+
+
+def exact_up(x8, x_scale, w1, w1_scale, p, activation, gate_up):
+    """Z and A in fp64."""
+    x, w = x8.double() * x_scale[:, None], w1.double() * w1_scale[:, None, None]
+    return grouped_gemm.up(x, w, None, p, activation, gate_up, True)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("sorted_rows", [False, True], ids=["gathered", "sorted"])
+@pytest.mark.parametrize(
+    ("activation", "gate_up", "sizes"),
+    [
+        (GATED, "interleaved", (272, 144)),
+        (GATED, "concatenated", (272, 144)),
+        (ActivationType.SWIGLU_CLAMPED, "interleaved", (512, 256)),
+        (ActivationType.GEGLU, "concatenated", (512, 384)),
+        (PLAIN, "interleaved", (272, 144)),
+    ],
+)
+def test_up(counts, sorted_rows, activation, gate_up, sizes):
+    hidden, inner = sizes
+    p = routed(counts, sorted_rows, CUDA)
+    tokens = sum(counts)
+    x8, x_scale = random_e4m3(tokens, hidden), 2.0 ** torch.randint(-12, 4, (tokens,), device=CUDA)
+    columns = 2 * inner if activation.is_gated else inner
+    w1, w_scale = random_e4m3(len(counts), columns, hidden), torch.full((len(counts),), 2.0**-9)
+    args = (x8, x_scale.float(), w1, w_scale.to(CUDA), p, activation, gate_up)
+    _, zmax, a, a_scale = reference.fp8_up(*args, True)
+    with poisoned():
+        got = fp8.fp8_up(*args, True)
+        without_z = fp8.fp8_up(*args, False)
+    exact = exact_up(*args)
+    assert row_error(got[0], exact[0]) < 0.005  # bf16 rounds by 0.17%, the accumulator by 0.1%
+    torch.testing.assert_close(got[1], zmax, rtol=5e-3, atol=0)
+    assert (got[3] != a_scale).float().mean() < 0.01  # a maximum next to a power of two
+    values = [dequantized(q, scale) for q, scale in ((a, a_scale), got[2:])]
+    want, found = (row_error(value, exact[1]) for value in values)
+    assert found <= 1.1 * want
+    assert without_z[0] is None and without_z[1] is None
+    assert torch.equal(without_z[2].view(torch.uint8), got[2].view(torch.uint8))
+    assert torch.equal(without_z[3], got[3])
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("sizes", [(272, 144), (512, 256), (1024, 1024), (128, 640)])
+@pytest.mark.parametrize("blocks", [False, True], ids=["row scales", "block scales"])
+@pytest.mark.parametrize("block_n", [128, 256])
+def test_gemm(counts, sizes, blocks, block_n):
+    columns, depth = sizes
+    rows = sum(counts)
+    p = routed(counts, True, CUDA)
+    a = random_e4m3(rows, depth)
+    planes = -(-depth // 128) if blocks else 1
+    a_scale = 2.0 ** torch.randint(-12, 4, (planes, rows), device=CUDA).float()
+    w, w_scale = random_e4m3(len(counts), columns, depth), torch.full((len(counts),), 2.0**-7)
+    args = (a, a_scale, w, w_scale.to(CUDA), None, p)
+    with poisoned():
+        got = fp8.fp8_gemm(*args, block_n=block_n)
+    # bf16 rounds by 0.17%, the accumulator by 0.13%.
+    assert row_error(got, reference.fp8_gemm(*args)) < 0.005
+
+
+def test_gemm_multiplies_by_the_scores():
+    p = routed((100, 28), True, CUDA)
+    args = (random_e4m3(128, 256), torch.ones(2, 128, device=CUDA), random_e4m3(2, 256, 256))
+    scores = torch.rand(128, device=CUDA)
+    ones = torch.ones(2, device=CUDA)
+    want = fp8.fp8_gemm(*args, ones, None, p).float() * scores[:, None]
+    got = fp8.fp8_gemm(*args, ones, scores, p).float()
+    torch.testing.assert_close(got, want, rtol=0.01, atol=0)
