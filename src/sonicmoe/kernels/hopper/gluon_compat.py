@@ -20,3 +20,12 @@ def reinterpreted(smem, shape: gl.constexpr, descriptor):
         return smem.reinterpret(smem.dtype, shape, descriptor.layout)
     else:
         return smem._reinterpret(smem.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
+def reinterpreted_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory with another dtype, shape and layout."""
+    if _REINTERPRET_RENAMED:
+        return smem.reinterpret(dtype, shape, layout)
+    else:
+        return smem._reinterpret(dtype, shape, layout)
