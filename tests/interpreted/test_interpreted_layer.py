@@ -130,9 +130,10 @@ def _groups_kernel(expert_start, num_experts, span, groups, out):
         here = group < num_experts
         start = tl.load(expert_start + group, mask=here, other=0)
         end = tl.load(expert_start + group + 1, mask=here, other=0)
-        start, end = spans.rows_of(group, start, end, expert_start, num_experts, span)
-        tl.store(out + 2 * group, start)
-        tl.store(out + 2 * group + 1, end)
+        expert, start, end = spans.rows_of(group, start, end, expert_start, num_experts, span)
+        tl.store(out + 3 * group, expert)
+        tl.store(out + 3 * group + 1, start)
+        tl.store(out + 3 * group + 2, end)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -143,12 +144,13 @@ def test_every_row_is_summed_once_and_no_span_is_long(seed):
     starts = [0, *itertools.accumulate(counts)]
     places = (starts[-1] + draw.choice([0, 7])) // span
     groups = len(counts) + places
-    out = torch.empty(groups, 2, dtype=torch.int32)
+    out = torch.empty(groups, 3, dtype=torch.int32)
     _groups_kernel[(1,)](torch.tensor(starts, dtype=torch.int32), len(counts), span, groups, out)
     summed = []
-    for group, (start, end) in enumerate(out.tolist()):
+    for group, (expert, start, end) in enumerate(out.tolist()):
         if start < 0:
             continue
+        assert starts[expert] <= start and end <= starts[expert + 1]
         if group < len(counts):
             assert (start, end) == (starts[group], starts[group + 1])
         assert end - start < 2 * span

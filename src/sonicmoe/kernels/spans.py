@@ -41,22 +41,23 @@ def _spans_at(place, expert_start, num_experts, span):
 
 @triton.jit
 def rows_of(group, start, end, expert_start, num_experts, span):
-    """First and end row that a group sums over; -1 and -1 if it has nothing to do.
+    """The expert of a group, first and end row that it sums over; -1 and -1 if there are none.
 
     Group e < E is a whole expert, with rows from `start` to `end`; group E + c is the span in
     place c.
     """
+    expert = group
     if group < num_experts:
         whole = end - start < 2 * span
         start = tl.where(whole, start, -1)
         end = tl.where(whole, end, -1)
     else:
         place = group - num_experts
-        _, first, last, spans = _spans_at(place, expert_start, num_experts, span)
+        expert, first, last, spans = _spans_at(place, expert_start, num_experts, span)
         i = place - first // span
         start = tl.where(spans > 0, first + i * span, -1)
         end = tl.where(spans > 0, tl.where(i == spans - 1, last, first + (i + 1) * span), -1)
-    return start, end
+    return expert, start, end
 
 
 @triton.jit

@@ -359,18 +359,18 @@ class Spans(NamedTuple):
     places: int = 0
 
 
-def _spans(rows: int, shape, tiles: int, programs: int, device) -> Spans:
-    """Spans of a quarter of the rows that a program gets with balanced routing; none if one expert
-    has tiles for all programs. The partial sums take at most four fp32 tiles per program, 69 MB on
-    an H200."""
+def _spans(rows: int, shape, tiles: int, programs: int, device, block_k: int = 64) -> Spans:
+    """Spans of a quarter of the rows that a program gets with balanced routing, in multiples of
+    `block_k`; none if one expert has tiles for all programs. The partial sums take at most four
+    fp32 tiles per program, 69 MB on an H200."""
     if tiles >= programs:
         return Spans()
     experts, m, n = shape
-    span = max(SHORTEST_SPAN, 64 * ceil_div(rows * tiles, 4 * 64 * programs))
+    span = max(SHORTEST_SPAN, block_k * ceil_div(rows * tiles, 4 * block_k * programs))
     work = experts * tiles
     if work >= 0.9 * programs * ceil_div(work, programs):
         # Balanced experts keep all programs busy without spans: split only much longer ones.
-        span = max(span, 64 * ceil_div(5 * rows, 8 * 64 * experts))
+        span = max(span, block_k * ceil_div(5 * rows, 8 * block_k * experts))
     places = rows // span
     return Spans(memory.empty((max(places, 1), m * n), torch.float32, device), span, places)
 

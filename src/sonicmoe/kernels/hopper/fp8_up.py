@@ -152,7 +152,8 @@ def _consumer(
         # A takes the place of a slice of Z: of the one before the last, or of both if plain.
         tma.store_wait(PARTS if KEEP_Z and GATED else 0)
         BUFFERS: gl.constexpr = 4 if GATED else 2
-        staged = reinterpreted(out_smem, [BUFFERS, 1, 1, CONSUMER_M, BLOCK_I], a)
+        SHAPE: gl.constexpr = [BUFFERS, 1, 1, CONSUMER_M, BLOCK_I]
+        staged = reinterpreted(out_smem, a.dtype, SHAPE, a.layout)
         staged = staged.index(CONSUMER * (BUFFERS // 2))
         staged.reshape([CONSUMER_M, BLOCK_I]).store(quantized)
         fence_async_shared()

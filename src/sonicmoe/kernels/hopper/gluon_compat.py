@@ -14,9 +14,9 @@ copy_gathered = async_copy.async_load if _GATHER_RENAMED else async_copy.async_c
 
 
 @gluon.jit
-def reinterpreted(smem, shape: gl.constexpr, descriptor):
-    """The same shared memory with another shape, in the dtype and layout of `descriptor`."""
+def reinterpreted(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory with another dtype, shape and layout."""
     if _REINTERPRET_RENAMED:
-        return smem.reinterpret(descriptor.dtype, shape, descriptor.layout)
+        return smem.reinterpret(dtype, shape, layout)
     else:
-        return smem._reinterpret(descriptor.dtype, shape, descriptor.layout)
+        return smem._reinterpret(dtype, shape, layout)

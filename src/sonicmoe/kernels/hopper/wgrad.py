@@ -42,7 +42,7 @@ def _rows_of(
     Called one tile after that, since the first use of a value waits for its load.
     """
     if SPLIT and index < total:
-        start, end = rows_of(index // per_group, start, end, expert_start, num_experts, span)
+        _, start, end = rows_of(index // per_group, start, end, expert_start, num_experts, span)
     return start, end
 
 

@@ -75,7 +75,7 @@ def wgrad_kernel(
         start = tl.load(expert_start + expert)
         end = tl.load(expert_start + expert + 1)
         if partial is not None:
-            start, end = rows_of(group, start, end, expert_start, num_experts, span)
+            _, start, end = rows_of(group, start, end, expert_start, num_experts, span)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         last = start + (end - start) // BLOCK_K * BLOCK_K
         for k in tl.range(start, last, BLOCK_K):

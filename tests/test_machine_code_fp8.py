@@ -1,0 +1,75 @@
+"""The FP8 kernels compile for Hopper: tensor cores, no spills, vectorized loads and stores."""
+
+import re
+
+import pytest
+import torch
+from machine_code import bounds_from_outside, compiling, report
+
+from sonicmoe.kernels.hopper.fp8_wgrad import exchange
+from sonicmoe.launch import fp8_wgrad
+from sonicmoe.permutation import Permutation
+from sonicmoe.reference import fp8 as reference
+from sonicmoe.tuning import Target
+
+CACHE = 128 * 1024  # of instructions
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def count(kernel, pattern):
+    return len(re.findall(pattern, kernel.asm["ptx"]))
+
+
+def check(kernel):
+    found = report(kernel)
+    assert found["spills"] == 0 and found["bytes"] < CACHE, found
+    assert found["shared"] <= Target(90, 132).shared_memory, found
+    assert found["wgmma"] == count(kernel, r"wgmma\.mma_async\S*\.e4m3\.e4m3") > 0
+    assert not bounds_from_outside(kernel)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "transposed", "dtype", "add", "gathered"),
+    [
+        (2048, 2048, True, BF16, False, True),
+        (4096, 2048, False, BF16, False, True),  # tiles for all programs: no spans
+        (1536, 512, True, FP32, False, True),
+        (4096, 512, False, FP32, True, True),
+        (272, 144, True, FP32, True, False),
+        (272, 144, False, BF16, False, False),
+    ],
+    ids=str,
+)
+def test_weight_gradient(m, n, transposed, dtype, add, gathered):
+    experts, rows = 2, 64
+    rows8 = torch.zeros(rows, m, dtype=torch.float8_e4m3fn)
+    other_t = torch.zeros(n, reference.padded_rows(rows, experts), dtype=rows8.dtype)
+    row_token = torch.zeros(rows, dtype=torch.int32) if gathered else None
+    start, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
+    p = Permutation(row_token, row_token, row_token, None, None, start, tiles, 128)
+    shape = (experts, n, m) if transposed else (experts, m, n)
+    dw = torch.zeros(shape, dtype=dtype)
+    with compiling(90) as compiled:
+        scale = torch.ones(experts)
+        fp8_wgrad.weight_gradient(rows8, other_t, scale, dw.mT if transposed else dw, p, add)
+    (kernel,) = compiled
+    check(kernel)
+    # Each of two consumers loads 128×128 bytes and stores 128×128 numbers with 128 threads.
+    assert count(kernel, r"ldmatrix\S*\.x4\.trans") == 2 * 8
+    assert count(kernel, r"\bprmt\.b32 %r\d+, %r\d+, %r\d+, 0x(6420|7531);") == 2 * 32
+    assert count(kernel, r"cp\.async\.cg\.shared\.global .*, 0x10, ") == 16
+    bf16, split = dtype == BF16, n * m < 132 * 256 * 128
+    assert count(kernel, r"\bstmatrix\S*\.x4") == (2 * 16 if bf16 and not transposed else 0)
+    assert (count(kernel, r"\bst\.shared\.b32") >= 2 * 64) == (bf16 and transposed)
+    assert count(kernel, r"atom\.\S*\.add\.v2\.f32") == (2 * 64 if add else 0)
+    in_pairs = count(kernel, r"st\.global\.v2\.b32")
+    assert in_pairs == 2 * 64 * (split + (not bf16 and not add))
+    assert count(kernel, r"\b(atom|red|st\.global)\.") == in_pairs + (2 * 64 if add else 0)
+
+
+def test_order_of_rows_in_weight_gradients():
+    """Where the consumers find a row of a block is where the transposed operand has it."""
+    in_shared_memory = torch.arange(128).view(8, 2, 4, 2).permute(0, 2, 1, 3).flatten()
+    found = [exchange.fn(row) for row in in_shared_memory.tolist()]
+    assert found == reference.row_of_place().tolist()
+    assert found != in_shared_memory.tolist()
