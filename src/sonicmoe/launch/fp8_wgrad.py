@@ -18,8 +18,8 @@ from . import grouped_gemm
 from .descriptors import Boxes
 from .launcher import Bound, launch
 
-STAGES = 4
-BUFFERS = 2  # quarters of a consumer's half of a tile that can be stored at once
+STAGES = 3
+BUFFERS = 4  # quarters of a consumer's half of a tile that can be stored at once
 _M, _N, _K, _CONSUMER_M = BLOCK_M.value, BLOCK_N.value, BLOCK_K.value, CONSUMER_M.value
 
 

@@ -153,7 +153,8 @@ def _consumer(
         tma.store_wait(PARTS if KEEP_Z and GATED else 0)
         BUFFERS: gl.constexpr = 4 if GATED else 2
         SHAPE: gl.constexpr = [BUFFERS, 1, 1, CONSUMER_M, BLOCK_I]
-        staged = reinterpreted(out_smem, a.dtype, SHAPE, a.layout)
+        LAYOUT: gl.constexpr = a.layout
+        staged = reinterpreted(out_smem, a.dtype, SHAPE, LAYOUT)
         staged = staged.index(CONSUMER * (BUFFERS // 2))
         staged.reshape([CONSUMER_M, BLOCK_I]).store(quantized)
         fence_async_shared()

@@ -81,7 +81,8 @@ def _load_weights(
     if WEIGHT_LAYOUT == "kn" and GATE_UP == "concatenated":
         # Columns lie in panels of 64, so gates and ups next to each other are one tile.
         shape: gl.constexpr = [2 * STAGES, 1, BLOCK_K, 1, BLOCK_N // 2]
-        half = reinterpreted(smem, w.dtype, shape, w.layout)
+        layout: gl.constexpr = w.layout
+        half = reinterpreted(smem, w.dtype, shape, layout)
         copy_in(w, [expert, k, 0, column], barrier, half.index(2 * slot))
         copy_in(w, [expert, k, 1, column], barrier, half.index(2 * slot + 1))
     elif WEIGHT_LAYOUT == "kn":
