@@ -175,6 +175,16 @@ MUTATIONS = [
         "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
     ),
     Mutation(
+        "rows of an FP8 weight gradient in order", "kernels/hopper/fp8_wgrad.py",
+        "    return (row & ~9) | ((row & 1) << 3) | ((row >> 3) & 1)", "    return row",
+        "tests/test_machine_code_fp8.py -k order",
+    ),
+    Mutation(
+        "another expert's rows in an FP8 weight gradient", "kernels/hopper/fp8_wgrad.py",
+        "        return gl.where(row < end, row, -1)", "        return row",
+        "tests/gpu/test_gpu_fp8_wgrad.py -k nan", gpu=True,
+    ),
+    Mutation(
         "two runs get the same folder", "train/run.py",
         "            folder.mkdir(parents=True)\n",
         "            folder.mkdir(parents=True, exist_ok=True)\n",

@@ -41,11 +41,8 @@ def _kernel(dtype, shape, strides, gather, add, stages, buffers):
         return kernel, None
     block = [1, _CONSUMER_M, _N // 4]
     if transposed:
-        shape, strides, block = (
-            (experts, n, m),
-            (strides[0], strides[2], 1),
-            [1, _N // 4, _CONSUMER_M],
-        )
+        shape, strides = (experts, n, m), (strides[0], strides[2], 1)
+        block = [1, _N // 4, _CONSUMER_M]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     return kernel, Boxes(dtype, shape, strides, block, layout)
 

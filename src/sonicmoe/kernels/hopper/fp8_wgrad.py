@@ -106,8 +106,8 @@ def _producer(
             token_next = _tokens(row_token, next_row, end, GATHER)
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(slot), BLOCK_N * BLOCK_K)
-            place = [n * BLOCK_N, (tile + block) * BLOCK_K]
-            copy_in(other_t, place, full.index(slot), other_smem.index(slot))
+            corner = [n * BLOCK_N, (tile + block) * BLOCK_K]
+            copy_in(other_t, corner, full.index(slot), other_smem.index(slot))
             _gather(rows_smem.index(2 * slot), rows8, token, m0, M, L)
             _gather(rows_smem.index(2 * slot + 1), rows8, token, m0 + CONSUMER_M, M, L)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
@@ -148,7 +148,7 @@ def _transposed(smem):
 
 @gluon.jit
 def _interleaved(even, odd):
-    """The rows of two accumulators in turn: (2·ROWS, COLUMNS)."""
+    """Rows of the two accumulators, interleaved: (2·ROWS, COLUMNS)."""
     ROWS: gl.constexpr = even.shape[0]
     COLUMNS: gl.constexpr = even.shape[1]
     return gl.reshape(gl.permute(gl.join(even, odd), (0, 2, 1)), (2 * ROWS, COLUMNS))
