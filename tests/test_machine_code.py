@@ -12,7 +12,7 @@ from machine_code import bounds_from_outside, compiling, cuobjdump, report
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.gradients import DownGradients, UpGradients
-from sonicmoe.launch import grouped_gemm
+from sonicmoe.launch import grouped_gemm, quantize
 from sonicmoe.launch import routing as launch_routing
 from sonicmoe.permutation import Permutation
 from sonicmoe.tuning import Target, is_valid, row_config, tile_m, weight_config
@@ -197,6 +197,38 @@ def test_routing(arch, experts):
         found = report(kernel)
         assert found["spills"] == 0, f"{kernel.metadata.name} spills: {found}"
     assert len(compiled) == 13
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_quantizers(arch):
+    """For sm_80 the scales only: Triton has no e4m3 there."""
+
+    def kernels(tokens):
+        def new(*shape, dtype=torch.float32):
+            return torch.zeros(shape, dtype=dtype)
+
+        maps, per_token, per_row = new(2 * tokens, dtype=torch.int32), new(tokens), (8, 2 * tokens)
+        tiles = new(4, 4, dtype=torch.int32)
+        p = Permutation(maps, maps, maps, None, None, tiles[0, :3], tiles, 128)
+        with compiling(arch) as compiled:
+            for hidden in (77, 1536, 4096, 16384) if arch > 80 else ():
+                quantize.quantize_rows(new(tokens, hidden, dtype=torch.bfloat16))
+            for shape in ((512, 256), (256, 512), (77, 129)) if arch > 80 else ():
+                quantize.quantize_weight(new(2, *shape, dtype=torch.bfloat16))
+                quantize.quantize_weight(new(2, *shape).mT)
+            for activation in (ActivationType.SWIGLU, ActivationType.GELU):
+                rows = (new(tokens, 2), per_token, per_token, per_token)
+                blocks = (new(*per_row), new(*per_row), new(2))
+                quantize.dz_scales(*rows, *blocks, 1536, p, activation)
+        return compiled
+
+    compiled = kernels(496)
+    assert len(compiled) == (20 if arch > 80 else 4)
+    for kernel in compiled:
+        found = report(kernel)
+        assert found["spills"] == 0, f"{kernel.metadata.name} spills: {found}"
+    for tokens in (333, 1):
+        assert all(a is b for a, b in zip(compiled, kernels(tokens), strict=True))
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])

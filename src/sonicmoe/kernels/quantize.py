@@ -1,10 +1,187 @@
+"""Quantization to e4m3, and the scales of the FP8 backward pass: see `reference.fp8`.
+
+Largest magnitudes are compared as the integers that encode them, so that NaN is the largest.
+"""
+
 import triton
 import triton.language as tl
+
+from .tile_order import load_tile
+
+E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+# Neighbouring values that a thread holds: 16 bytes of bf16. Without this hint Triton takes the 16
+# that one store of e4m3 can write, and neighbouring threads load 32 bytes apart.
+_VECTOR: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
 def power_of_two_scale(bound):
+    """The smallest power of two s ≥ 2⁻⁷⁰ with bound ≤ 448·s; NaN if `bound` is not finite."""
     bits = bound.to(tl.int32, bitcast=True)
-    exponent = tl.minimum(tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 57), 254)
+    exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 57)  # 448 is 1.75·2⁸
     scale = (exponent << 23).to(tl.float32, bitcast=True)
-    return tl.where(bits < 0x7F800000, scale, float("nan"))
+    return tl.where((bits & 0x7F800000) != 0x7F800000, scale, float("nan"))
+
+
+@triton.jit
+def magnitude_bits(value):
+    """|value| in fp32 as the integer that encodes it."""
+    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def quantize_rows_kernel(
+    x, q, scale, norm, tokens, stride,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """q (T, H) e4m3, the scale (T,) and the Euclidean norm (T,) of each row of x.
+
+    Grid: T/BLOCK_T; a program owns BLOCK_T rows, which stay in registers.
+    """
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = tl.max_contiguous(tl.arange(0, BLOCK_H), _VECTOR)[None, :]
+    row, used = t.to(tl.int64)[:, None], t < tokens
+    inside = used[:, None] & (h < H)
+    values = tl.load(x + row * stride + h, mask=inside, other=0.0).to(tl.float32)
+    s = power_of_two_scale(tl.max(magnitude_bits(values), 1).to(tl.float32, bitcast=True))
+    scaled = values * tl.div_rn(1.0, s)[:, None]  # plain division is not exact
+    tl.store(q + row * H + h, scaled.to(q.dtype.element_ty), mask=inside)
+    tl.store(scale + t, s, mask=used)
+    tl.store(norm + t, tl.sqrt_rn(tl.sum(values * values, 1)), mask=used)
+
+
+@triton.jit
+def weight_amax_kernel(w, amax, SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """amax (E,) int32, zero before: the bits of the largest magnitude of each expert's weights.
+
+    Grid: (SIZE/(STEPS·BLOCK), E); a program reads STEPS·BLOCK of the expert's SIZE weights.
+    """
+    expert = tl.program_id(1)
+    first = tl.program_id(0) * (STEPS * BLOCK)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for step in tl.static_range(STEPS):
+        i = first + step * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(w + expert.to(tl.int64) * SIZE + i, mask=i < SIZE, other=0.0)
+        largest = tl.maximum(largest, magnitude_bits(values))
+    tl.atomic_max(amax + expert, tl.max(largest, 0), sem="relaxed")
+
+
+@triton.jit
+def quantize_weight_kernel(
+    w, amax, q, q_t, scale,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """q (E, N, K) e4m3, q_t (E, K, N) and scale (E,) of dense weights (E, N, K).
+
+    q_t holds bytes, or words of four bytes if N is a multiple of 4: transposing words takes a
+    quarter of the accesses to shared memory.
+
+    Grid: (N/BLOCK_N · K/BLOCK_K, E); a program owns one tile of q and of q_t.
+    """
+    WORD: tl.constexpr = q_t.dtype.element_ty.primitive_bitwidth // 8
+    k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    index, expert = tl.program_id(0), tl.program_id(1)
+    s = power_of_two_scale(tl.load(amax + expert).to(tl.float32, bitcast=True))
+    if index == 0:
+        tl.store(scale + expert, s)
+    word = index // k_tiles * (BLOCK_N // WORD) + tl.arange(0, BLOCK_N // WORD)
+    k = index % k_tiles * BLOCK_K + tl.max_contiguous(tl.arange(0, BLOCK_K), _VECTOR)
+    expert = expert.to(tl.int64)
+    offset = expert * (N * K) + (word * WORD).to(tl.int64)[:, None] * K + k[None, :]
+    loaded = ()  # before the first store, so that all loads are in flight at once
+    for j in tl.static_range(WORD):
+        inside = (word * WORD + j < N)[:, None] & (k < K)[None, :]
+        loaded = loaded + (tl.load(w + offset + j * K, mask=inside, other=0.0),)
+    factor = tl.div_rn(1.0, s)
+    packed = tl.zeros((BLOCK_N // WORD, BLOCK_K), q_t.dtype.element_ty)
+    for j in tl.static_range(WORD):
+        inside = (word * WORD + j < N)[:, None] & (k < K)[None, :]
+        rounded = (loaded[j].to(tl.float32) * factor).to(q.dtype.element_ty)
+        tl.store(q + offset + j * K, rounded, mask=inside)
+        packed |= rounded.to(tl.uint8, bitcast=True).to(packed.dtype) << (8 * j)
+    offset = expert * (N * K // WORD) + k.to(tl.int64)[:, None] * (N // WORD) + word[None, :]
+    inside = (k < K)[:, None] & (word < N // WORD)[None, :]
+    tl.store(q_t + offset, tl.trans(packed), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def row_bounds_kernel(
+    do_scale, do_norm, x_scale, scores, row_token, row_slot, zmax, a_scale, w2_scale, tiles,
+    factors, dz_scale, amax, slack, slope, offset, rows, num_experts,
+    J: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dz_scale (R,), the factors (5, R) without the experts' scales, and amax (2, E) int32.
+
+    |∂A/∂Z| ≤ slope · zmax + offset, or 1 if zmax is None. amax, zero before, gets the bits of the
+    largest bound on dZᵀ and on A'ᵀ of each expert.
+
+    Grid: one program per tile; it owns the tile's rows.
+    """
+    index = tl.program_id(0)
+    if index < tl.load(tiles):
+        expert, start, end, number = load_tile(tiles, index)
+        row = start + number * BLOCK_M + tl.arange(0, BLOCK_M)
+        used = row < end
+        token = row if row_token is None else tl.load(row_token + row, mask=used, other=0)
+        slot = row if row_slot is None else tl.load(row_slot + row, mask=used, other=0)
+        plane = rows.to(tl.int64)
+        z_bits = tl.zeros((BLOCK_M,), tl.int32)
+        a_bits = tl.zeros((BLOCK_M,), tl.int32)
+        for j in tl.static_range(J):
+            if zmax is not None:
+                z = tl.load(zmax + j * plane + row, mask=used, other=0.0)
+                z_bits = tl.maximum(z_bits, magnitude_bits(z))
+            a = tl.load(a_scale + j * plane + row, mask=used, other=0.0)
+            a_bits = tl.maximum(a_bits, magnitude_bits(a))
+        do = tl.load(do_scale + token, mask=used, other=0.0)
+        x = tl.load(x_scale + token, mask=used, other=0.0)
+        w2 = tl.load(w2_scale + expert)
+        if scores is None:
+            s = tl.full((BLOCK_M,), 1.0, tl.float32)
+        else:
+            s = tl.load(scores + slot, mask=used, other=0.0).to(tl.float32)
+        norm = tl.load(do_norm + token, mask=used, other=0.0)
+        bound = slack * norm * (E4M3_MAX * w2) * tl.abs(s)
+        if zmax is not None:
+            bound *= slope * z_bits.to(tl.float32, bitcast=True) + offset
+        a_bound = tl.abs(s) * do * (E4M3_MAX * a_bits.to(tl.float32, bitcast=True))
+        scale = power_of_two_scale(bound)
+        tl.store(dz_scale + row, scale, mask=used)
+        tl.store(factors + row, do * w2, mask=used)
+        tl.store(factors + plane + row, s, mask=used)
+        tl.store(factors + 2 * plane + row, tl.div_rn(1.0, scale), mask=used)
+        tl.store(factors + 3 * plane + row, x, mask=used)
+        tl.store(factors + 4 * plane + row, s * do, mask=used)
+        t_bits = tl.max(magnitude_bits(bound * x), 0)
+        tl.atomic_max(amax + expert, t_bits, sem="relaxed")
+        a_bits = tl.max(magnitude_bits(a_bound), 0)
+        tl.atomic_max(amax + num_experts + expert, a_bits, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expert_scales_kernel(
+    amax, tiles, factors, dz_t_scale, a_t_scale, rows, num_experts, BLOCK_M: tl.constexpr
+):
+    """dz_t_scale and a_t_scale (E,) of amax; divides the last two of the factors by them.
+
+    Grid: one program per tile and at least one per expert; it owns the rows of its tile and the
+    scales of its expert.
+    """
+    index = tl.program_id(0)
+    if index < num_experts:
+        tl.store(dz_t_scale + index, _scale_of(amax, index))
+        tl.store(a_t_scale + index, _scale_of(amax, num_experts + index))
+    if index < tl.load(tiles):
+        expert, start, end, number = load_tile(tiles, index)
+        row = start + number * BLOCK_M + tl.arange(0, BLOCK_M)
+        used = row < end
+        for j in tl.static_range(2):
+            ptr = factors + (3 + j) * rows.to(tl.int64) + row
+            factor = tl.load(ptr, mask=used, other=0.0)
+            scale = _scale_of(amax, j * num_experts + expert)
+            tl.store(ptr, tl.div_rn(factor, scale), mask=used)
+
+
+@triton.jit
+def _scale_of(amax, index):
+    return power_of_two_scale(tl.load(amax + index).to(tl.float32, bitcast=True))

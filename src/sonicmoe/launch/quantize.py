@@ -1,0 +1,110 @@
+"""Launches of the FP8 quantizers.
+
+Functions without an underscore have the names, parameters and results of those in `reference.fp8`.
+"""
+
+import math
+from functools import cache
+
+import torch
+
+from ..enums import ActivationType
+from ..kernels import quantize as kernels
+from ..permutation import Permutation
+from ..reference.fp8 import MIN_SCALE, SLACK
+from ..shapes import ceil_div
+from . import memory
+from .grouped_gemm import weight_layout
+from .launcher import Bound, launch, power_of_two
+
+E4M3 = torch.float8_e4m3fn
+_STEPS, _BLOCK = 4, 4096  # of a program of `weight_amax_kernel`, and weights per step
+
+
+@cache
+def _rows_kernel(hidden: int) -> tuple[int, Bound]:
+    """Rows per program, and the kernel: 32 values per thread, in at least four warps."""
+    columns = power_of_two(hidden)
+    rows = max(1, 4096 // columns)
+    warps = min(rows * columns // 1024, 32)
+    kernel = kernels.quantize_rows_kernel
+    return rows, Bound(kernel, H=hidden, BLOCK_T=rows, BLOCK_H=columns, num_warps=warps)
+
+
+def quantize_rows(x):
+    """Rows may have any stride; their values are adjacent."""
+    tokens, hidden = x.shape
+    q = memory.empty((tokens, hidden), E4M3, x.device)
+    scale, norm = (memory.empty((tokens,), torch.float32, x.device) for _ in range(2))
+    if tokens:
+        rows, kernel = _rows_kernel(hidden)
+        launch(kernel, (ceil_div(tokens, rows),), x, q, scale, norm, tokens, x.stride(0))
+    return q, scale, norm
+
+
+@cache
+def _weight_kernels(n: int, k: int) -> tuple[Bound, Bound, int]:
+    """The kernels amax and quantize, and the tiles of an expert."""
+    amax, quantize = kernels.weight_amax_kernel, kernels.quantize_weight_kernel
+    block = 128 if n % 4 == 0 else 64  # tiles of 128 × 128 bytes spill if K is odd too
+    return (
+        Bound(amax, SIZE=n * k, STEPS=_STEPS, BLOCK=_BLOCK, num_warps=8),
+        Bound(quantize, N=n, K=k, BLOCK_N=block, BLOCK_K=block, num_warps=8),
+        ceil_div(n, block) * ceil_div(k, block),
+    )
+
+
+def quantize_weight(w):
+    """w is dense, as (E, N, K) or as (E, K, N)."""
+    if weight_layout(w) == "kn":
+        q_t, q, scale = quantize_weight(w.mT)
+        return q, q_t, scale
+    experts, n, k = w.shape
+    q, q_t = (memory.empty((experts, *s), E4M3, w.device) for s in ((n, k), (k, n)))
+    scale = memory.empty((experts,), torch.float32, w.device)
+    bits = memory.empty((experts,), torch.int32, w.device).zero_()
+    amax, quantize, tiles = _weight_kernels(n, k)
+    launch(amax, (ceil_div(n * k, _STEPS * _BLOCK), experts), w, bits)
+    words = q_t.view(torch.int32 if n % 4 == 0 else torch.uint8)
+    launch(quantize, (tiles, experts), w, bits, q, words, scale)
+    return q, q_t, scale
+
+
+@cache
+def _scale_kernels(blocks: int, tile_m: int) -> tuple[Bound, Bound]:
+    options = {"BLOCK_M": tile_m, "num_warps": 4}
+    return (
+        Bound(kernels.row_bounds_kernel, J=blocks, **options),
+        Bound(kernels.expert_scales_kernel, **options),
+    )
+
+
+def _slope(activation: ActivationType) -> tuple[float, float] | None:
+    """`reference.fp8.slope_bound` is slope · zmax + offset; None where it is 1."""
+    if activation.is_gated:
+        return 1.0, abs(activation.clamp.offset) if activation.clamp else 0.0
+    return (2.0, 0.0) if activation is ActivationType.RELU_SQ else None
+
+
+def dz_scales(
+    scores, do_scale, do_norm, x_scale, zmax, a_scale, w2_scale, hidden, p: Permutation, activation
+):
+    """Rows past the last expert are not written, neither of `factors` nor of `dz_scale`."""
+    (blocks, rows), experts, device = zmax.shape, w2_scale.shape[0], zmax.device
+
+    def new(*shape):
+        return memory.empty(shape, torch.float32, device)
+
+    factors, dz_scale, dz_t_scale, a_t_scale = new(5, rows), new(rows), new(experts), new(experts)
+    if rows == 0:
+        return factors, dz_scale, dz_t_scale.fill_(MIN_SCALE), a_t_scale.fill_(MIN_SCALE)
+    amax = memory.empty((2, experts), torch.int32, device).zero_()
+    bounds, finish = _scale_kernels(blocks, p.tile_m)
+    slope = _slope(activation)
+    args = [do_scale, do_norm, x_scale, scores, p.row_token, p.row_slot]
+    args += [zmax if slope else None, a_scale, w2_scale, p.tiles, factors, dz_scale, amax]
+    numbers = (SLACK * math.sqrt(hidden), *(slope or (0.0, 0.0)), rows, experts)
+    grid = (p.tiles.shape[0] - 1,)  # at least one program per expert
+    launch(bounds, grid, *args, *numbers)
+    launch(finish, grid, amax, p.tiles, factors, dz_t_scale, a_t_scale, rows, experts)
+    return factors, dz_scale, dz_t_scale, a_t_scale

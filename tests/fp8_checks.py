@@ -1,0 +1,127 @@
+"""The FP8 quantizers in poisoned memory against `reference.fp8` on the CPU, bit by bit."""
+
+import itertools
+from typing import Any
+
+import torch
+from helpers import run_poisoned
+
+from sonicmoe.enums import ActivationType
+from sonicmoe.launch import quantize
+from sonicmoe.layer import permute
+from sonicmoe.permutation import Permutation
+from sonicmoe.reference import fp8, routing
+
+E4M3 = torch.float8_e4m3fn
+COUNTS = (0, 1, 127, 128, 129, 0)  # rows of each expert, around one tile
+
+
+def same(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    """The same bits, and NaN of any bits where NaN is wanted."""
+    got, as_int = got.cpu(), torch.uint8 if want.dtype == E4M3 else torch.int32
+    assert got.dtype == want.dtype and got.shape == want.shape, name
+    assert got.is_contiguous(), name
+    number = ~want.isnan()
+    assert torch.equal(~got.isnan(), number), f"{name}: NaN"
+    different = (got.view(as_int) != want.view(as_int)) & number
+    assert not different.any(), f"{name}: {int(different.sum())} differ"
+
+
+def check_rows(x: torch.Tensor) -> None:
+    want = fp8.quantize_rows(x.cpu())
+    got = run_poisoned(
+        lambda: dict(zip(("q", "scale", "norm"), quantize.quantize_rows(x), strict=True)),
+        x.device.type,
+    )
+    same(got["q"], want[0], "q")
+    same(got["scale"], want[1], "scale")
+    torch.testing.assert_close(got["norm"].cpu(), want[2], rtol=1e-5, atol=0, equal_nan=True)
+
+
+def check_weight(w: torch.Tensor) -> None:
+    want = dict(zip(("q", "q_t", "scale"), fp8.quantize_weight(w.cpu()), strict=True))
+    got = run_poisoned(
+        lambda: dict(zip(want, quantize.quantize_weight(w), strict=True)), w.device.type
+    )
+    for name in want:
+        same(got[name], want[name], name)
+
+
+def all_bf16() -> torch.Tensor:
+    """All bf16 values of at most 448, in rows that begin with 448: their scale is 1."""
+    positive = torch.arange(0x43E0 + 1, dtype=torch.int16).view(torch.bfloat16)
+    every = torch.cat([positive, -positive])
+    columns = torch.nn.functional.pad(every, (0, -len(every) % 4095)).view(-1, 4095)
+    return torch.nn.functional.pad(columns, (1, 0), value=448.0)
+
+
+def around_ties() -> torch.Tensor:
+    """(1, N, 3) fp32: the e4m3 values, the midpoints, and the fp32 values next to both."""
+    values = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()  # up to 448
+    values = torch.cat([values, (values[1:] + values[:-1]) / 2])
+    values = torch.cat([values, -values])
+    inward = values.nextafter(torch.zeros(()))
+    outward = values.nextafter(2 * values).clamp(-448, 448)
+    return torch.stack([values, inward, outward], -1)[None]
+
+
+def make_permutation(counts, is_gathered: bool, dropped: int) -> Permutation:
+    """Experts with these rows, of tokens with five slots, and `dropped` rows of no expert."""
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    ids = torch.cat([ids, torch.full((dropped,), -1)])
+    if not is_gathered:
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        return Permutation.of_sorted_rows(*routing.tiles(starts, len(ids), 128), 128)
+    p = permute(ids[torch.randperm(len(ids))].view(-1, 5), len(counts), backend="torch")
+    assert p.row_token is not None and p.row_slot is not None
+    for rows in (p.row_token, p.row_slot):
+        rows[sum(counts) :] = 2**30
+    return p
+
+
+def check_scales(
+    counts,
+    activation: ActivationType = ActivationType.SWIGLU,
+    *,
+    is_gathered: bool = True,
+    with_scores: bool = True,
+    blocks: int = 3,
+    dropped: int = 15,
+    bad: str | None = None,
+    device: str = "cpu",
+) -> None:
+    """`dz_scales` of random magnitudes; `bad` is an argument with NaN and infinity in it."""
+    rows, experts = sum(counts) + dropped, len(counts)
+    tokens = rows // 5 if is_gathered else rows
+
+    def powers(*shape, low=-20, high=20):
+        return torch.randint(low, high, shape).float().exp2()
+
+    zmax, a_scale = powers(blocks, rows) * torch.rand(blocks, rows), powers(blocks, rows)
+    for t in (zmax, a_scale):
+        t[:, sum(counts) :] = torch.nan
+    given: dict[str, Any] = {
+        "scores": torch.randn(tokens, rows // max(tokens, 1)) if with_scores else None,
+        "do_scale": powers(tokens, low=-70, high=30),
+        "do_norm": powers(tokens, low=-70, high=30) * torch.rand(tokens),
+        "x_scale": powers(tokens, low=-70, high=30),
+        "zmax": zmax,
+        "a_scale": a_scale,
+        "w2_scale": powers(experts),
+    }
+    if bad is not None:
+        flat = given[bad].view(-1)
+        flat[torch.randperm(len(flat))[:3]] = torch.tensor([torch.nan, -torch.nan, torch.inf])
+    p = make_permutation(counts, is_gathered, dropped)
+    want = fp8.dz_scales(**given, hidden=1536, p=p, activation=activation)
+    names = ("factors", "dz_scale", "dz_t_scale", "a_t_scale")
+    there: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in given.items()}
+    maps = [None if t is None else t.to(device) for t in p.tensors]
+    there |= {"hidden": 1536, "p": Permutation._make([*maps, p.tile_m]), "activation": activation}
+    got = run_poisoned(lambda: dict(zip(names, quantize.dz_scales(**there), strict=True)), device)
+    used = sum(counts)
+    same(got["factors"][:, :used].contiguous(), want[0][:, :used].contiguous(), "factors")
+    same(got["dz_scale"][:used], want[1][:used], "dz_scale")
+    same(got["dz_t_scale"], want[2], "dz_t_scale")
+    same(got["a_t_scale"], want[3], "a_t_scale")
+    assert bad is None or any(t.isnan().any() for t in want), "nothing was bad"

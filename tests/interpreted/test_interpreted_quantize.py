@@ -1,0 +1,113 @@
+"""The FP8 quantizers give the bits of the reference, in memory full of NaN."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from fp8_checks import COUNTS, all_bf16, around_ties, check_rows, check_scales, check_weight, same
+from helpers import ACTIVATIONS
+
+from sonicmoe.kernels.quantize import power_of_two_scale
+from sonicmoe.reference import fp8
+
+
+@triton.jit
+def _scale_kernel(bound, out, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, power_of_two_scale(tl.load(bound + i)))
+
+
+def test_scales_of_all_exponents():
+    """The bounds with each exponent that round to 448·s, those next to them, and NaN."""
+    exponent = torch.arange(256, dtype=torch.int32)[:, None] << 23
+    fraction = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF, 0x400000, 0x12345])
+    bound = (exponent + fraction).to(torch.int32).view(torch.float32).flatten()
+    bound[-1] = -torch.nan
+    out = torch.empty_like(bound)
+    _scale_kernel[(1,)](bound, out, SIZE=len(bound))
+    same(out, fp8.power_of_two_scale(bound), "scale")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden"), [(5, 77), (9, 1536), (2, 4099), (1, 16384), (67, 64), (3, 1), (0, 64)]
+)
+def test_rows(tokens, hidden):
+    x = torch.randn(tokens, hidden) * torch.randint(-60, 60, (tokens, 1)).float().exp2()
+    check_rows(x.to(torch.bfloat16))
+
+
+def test_rows_apart():
+    check_rows(torch.randn(5, 100).to(torch.bfloat16)[:, 3:80])
+
+
+def test_rows_of_special_values():
+    x = torch.randn(8, 40).to(torch.bfloat16)
+    x[0], x[1, 3], x[2, 39], x[3, 0] = 0, torch.nan, torch.inf, -torch.inf
+    x[4], x[5], x[6] = 1e-40, 3.3e38, -0.0  # denormal, the norm overflows, all -0
+    x[7] = 1e-21  # the square of the norm is denormal
+    check_rows(x)
+
+
+def test_every_bf16_value_rounds_like_pytorch():
+    check_rows(all_bf16())
+
+
+def test_fp32_values_around_ties_round_like_pytorch():
+    check_weight(around_ties())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [
+        (128, 256),
+        (132, 129),  # words of four rows, no whole tiles
+        (77, 140),  # bytes, or words of four if stored as (E, K, N)
+        (65, 67),
+        (300, 60),  # more than one program finds the largest magnitude
+    ],
+)
+def test_weights(n, k, transposed, dtype):
+    w = torch.randn(3, n, k) * torch.tensor([1e-30, 1.0, 1e20]).view(3, 1, 1)
+    w = w.to(dtype)
+    check_weight(w.mT.contiguous().mT if transposed else w)
+
+
+def test_weights_of_special_values():
+    w = torch.randn(5, 260, 68)
+    w[0], w[1, 259, 67], w[2, 0, 0], w[3, 7, 9] = 0, torch.nan, -torch.inf, -torch.nan
+    check_weight(w)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
+def test_scales(activation):
+    check_scales(COUNTS, activation)
+
+
+@pytest.mark.parametrize("with_scores", [True, False])
+@pytest.mark.parametrize("is_gathered", [True, False], ids=["gathered", "sorted"])
+@pytest.mark.parametrize(
+    ("counts", "dropped"),
+    [
+        (COUNTS, 15),
+        ((0, 0), 5),  # tiles of no expert
+        ((0, 0), 0),  # no rows
+        ((300,), 0),
+        ((2, 3) * 20, 0),
+    ],
+)
+def test_scales_of_routings(counts, dropped, is_gathered, with_scores):
+    check_scales(counts, is_gathered=is_gathered, with_scores=with_scores, dropped=dropped)
+
+
+@pytest.mark.parametrize("blocks", [1, 8, 20])
+def test_scales_of_many_blocks(blocks):
+    check_scales(COUNTS, blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    "bad", ["scores", "do_scale", "do_norm", "x_scale", "zmax", "a_scale", "w2_scale"]
+)
+def test_scales_of_nan_and_infinity(bad):
+    check_scales(COUNTS, bad=bad, dropped=0)
