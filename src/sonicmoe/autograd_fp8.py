@@ -5,13 +5,12 @@ transposed: each is the gradient of a placeholder that `Fp8Up` returns and `Fp8D
 quantized again in the backward pass.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from . import ops
 from .autograd import _needed, refuse_second_derivatives
 from .checkpoint import deferred_output, finish, placeholder
+from .fp8_weights import Fp8Weights
 from .gradients import Fp8DownGradients, Fp8UpGradients
 from .main_grad import added_to_main_grad, with_main_grad
 from .permutation import Permutation
@@ -19,22 +18,6 @@ from .reference.fp8 import padded_rows
 from .weights import ExpertWeights
 
 E4M3 = torch.float8_e4m3fn
-
-
-class Fp8Weights(NamedTuple):
-    """W1 (E, N, H) and W2 (E, H, I) in e4m3, each also transposed, and their scales (E,)."""
-
-    w1: torch.Tensor
-    w1_t: torch.Tensor
-    w1_scale: torch.Tensor
-    w2: torch.Tensor
-    w2_t: torch.Tensor
-    w2_scale: torch.Tensor
-
-
-@torch.no_grad()
-def quantize_weights(w1: torch.Tensor, w2: torch.Tensor, backend: str) -> Fp8Weights:
-    return Fp8Weights(*ops.quantize_weight(w1, backend), *ops.quantize_weight(w2, backend))
 
 
 def fp8_experts(
