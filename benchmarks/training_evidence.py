@@ -1,4 +1,4 @@
-"""Trains models to answer three questions, and keeps the tables, the pictures and every curve.
+"""Trains models to answer four questions, and keeps the tables, the pictures and every curve.
 
 python benchmarks/training_evidence.py --parts rounding --seconds-per-run 12
 """
@@ -17,7 +17,7 @@ from sonicmoe.train.compare import names
 from sonicmoe.train.config import parse_assignments
 from sonicmoe.train.run import default_cache
 
-PARTS = "rounding,throughput,agreement"
+PARTS = "rounding,throughput,agreement,precision"
 # Not part of the command that is kept: they do not change what is measured.
 PRIVATE = {
     "output": "folder of what is kept (default: benchmarks/results/<device>/training)",
@@ -37,13 +37,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--routers", default=",".join(training.ROUTERS), help="held against the first of them"
     )
-    parser.add_argument("--seeds", default="0,1", help="of each router")
+    parser.add_argument("--seeds", default="0,1", help="of each router or precision")
+    parser.add_argument(
+        "--precisions", default="autocast,fp8", help="held against the first of them"
+    )
+    parser.add_argument("--precision-steps", type=int, default=400)
     parser.add_argument(
         "--seconds-per-run", type=float, default=12, help="of the slowest router in `rounding`"
     )
     parser.add_argument("--steps", type=int, help="of each run in `rounding`, instead of seconds")
     parser.add_argument(
-        "--jobs", type=int, default=1, help="runs of `rounding` side by side on the one device"
+        "--jobs",
+        type=int,
+        default=1,
+        help="runs of `rounding` and `precision` side by side on the one device",
     )
     parser.add_argument(
         "--backends", default="sonicmoe,grouped_mm,scattermoe", help="of throughput"
@@ -101,6 +108,13 @@ def main() -> int:
         )  # fmt: skip
         for rows in map(int, names("--rows-per-expert", args.rows_per_expert)):
             jobs.append(functools.partial(rounding, rows))
+    if "precision" in parts:
+        jobs.append(
+            functools.partial(
+                training.precision, base, place, precisions=names("--precisions", args.precisions),
+                seeds=names("--seeds", args.seeds), steps=args.precision_steps, jobs=args.jobs,
+            )
+        )  # fmt: skip
     if "throughput" in parts:
         jobs.append(lambda: training.throughput(large, names("--backends", args.backends), place))
     records: list = []

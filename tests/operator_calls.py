@@ -1,11 +1,15 @@
 """Calls of every operator of torch.ops.sonicmoe."""
 
+from dataclasses import replace
+
 import torch
 from helpers import Case, Inputs, make_inputs
 
-from sonicmoe import ops
+from sonicmoe import ActivationType, ops
+from sonicmoe.gradients import Fp8DownGradients
 from sonicmoe.layer import permute
 from sonicmoe.permutation import Permutation
+from sonicmoe.reference import fp8 as reference
 
 CASE = Case("12,16,8,4,2", torch.float32, bias=True, routing="dropped")
 
@@ -16,7 +20,7 @@ def operator_calls(
     """For every operator, the arguments of at least one call in each of its modes."""
     given = make_inputs(case, device)
     with torch.device(device):
-        return _operator_calls(given, case.dtype, b)
+        return _operator_calls(given, case.dtype, b) | _fp8_calls(case, b, device)
 
 
 def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list[tuple]]:
@@ -132,5 +136,70 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
             (*up_back, False, True, False, False, b),
             (z, given.x, given.w1, *p._replace(token_start=ragged), True, True, True, False, b),
             (z, rows, transposed, *in_order, True, True, False, True, b),
+        ],
+    }
+
+
+def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
+    given = make_inputs(
+        replace(case, shape="12,16,16,4,2", dtype=torch.bfloat16, bias=False), device
+    )
+    x, w1, w2, dout = given.x, given.w1, given.w2, given.dout
+    p = permute(given.ids, 4, backend=b)
+    in_order = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
+    rows = torch.randn(24, 16, dtype=torch.bfloat16)
+    (x8, x_scale, _), (rows8, rows_scale, _) = (reference.quantize_rows(t) for t in (x, rows))
+    w1_8, w1_t, w1_scale = reference.quantize_weight(w1)
+    w2_8, w2_t, w2_scale = reference.quantize_weight(w2)
+    up = (x8, x_scale, w1_8, w1_scale, *p, "swiglu", "interleaved")
+    up_rows = (rows8, rows_scale, w1_8, w1_scale, *in_order)
+    with_p = (x8, x_scale, w1_8, w1_scale, p, ActivationType.SWIGLU, "interleaved", True)
+    z, zmax, a8, a_scale = reference.fp8_up(*with_p)
+    act = (ActivationType.SWIGLU, "interleaved")
+    every, dx_alone, dw1_alone = (
+        Fp8DownGradients(*needs)
+        for needs in ((True,) * 4, (True, False, False, False), (False, True, False, False))
+    )
+    kept = (z, zmax, a_scale, x_scale)
+    quantized = (w2_t, w2_scale, given.scores)
+    dz = reference.fp8_down_backward(dout, *kept, w2, *quantized, p, *act, every, False)[:4]
+    sorted_rows = (w2_t, w2_scale, None, *in_order, "swiglu", "concatenated")
+    of_rows = (z, zmax, a_scale, rows_scale)
+    grad1, grad2 = (torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2))
+    down_back = (*p, "swiglu", "interleaved")
+    of_w1 = (w1_t, w1_scale, *p)
+    return {
+        "quantize_rows": [(x, b), (x[:0], b)],
+        "quantize_weight": [(w1, b), (w2.float().mT.contiguous().mT, b)],
+        "fp8_up": [
+            (*up, True, b),
+            (*up, False, b),
+            (*up_rows, "relu_sq", "interleaved", True, b),
+            (*up_rows, "geglu", "concatenated", True, b),
+        ],
+        "fp8_gemm": [
+            (a8, a_scale, w2_8, w2_scale, None, *p, b),
+            (a8, a_scale, w2_8, w2_scale, torch.rand(24), *in_order, b),
+        ],
+        "fp8_down_backward": [
+            (dout, *kept, w2, *quantized, *down_back, *every, False, b),
+            (dout, *kept, w2.mT.contiguous().mT, *quantized, *down_back, *every, True, b),
+            (dout, *kept, w2, *quantized, *down_back, *dx_alone, False, b),
+            (dout, *kept, w2, *quantized, *down_back, *dw1_alone, False, b),
+            (rows, *of_rows, w2, *sorted_rows, True, True, True, False, False, b),
+        ],
+        "fp8_down_backward_into": [
+            (grad2.clone(), dout, *kept, *quantized, *down_back, *every, b),
+            (grad2.clone(), dout, *kept, *quantized, *down_back, False, False, True, False, b),
+        ],
+        "fp8_up_backward": [
+            (*dz, x, w1, *of_w1, True, True, False, b),
+            (*dz, x, w1.mT.contiguous().mT, *of_w1, True, True, True, b),
+            (*dz[:2], None, None, x, w1, *of_w1, True, False, False, b),
+            (None, None, *dz[2:], x, w1, *of_w1, False, True, False, b),
+        ],
+        "fp8_up_backward_into": [
+            (grad1.clone(), *dz, x, *of_w1, True, True, b),
+            (grad1.clone(), None, None, *dz[2:], x, *of_w1, False, True, b),
         ],
     }

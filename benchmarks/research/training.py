@@ -1,8 +1,9 @@
-"""What the layer does to a training: three experiments whose numbers are kept.
+"""What the layer does to a training: four experiments whose numbers are kept.
 
 rounding    does token rounding cost quality, at few and at many rows an expert?
 throughput  tokens/s and peak memory of a whole model, beside PyTorch's own grouped products
 agreement   does a model train on the kernels as it trains on plain PyTorch?
+precision   does a model train with experts in FP8 as it trains in bf16?
 """
 
 import contextlib
@@ -166,6 +167,28 @@ def agreement(base: TrainConfig, backends: Sequence[str], place: Place) -> list[
         for name in backends
     }  # fmt: skip
     return _trained("agreement", configs, place.runs / "agreement", place.cache)
+
+
+# --- precision ------------------------------------------------------------------------------------
+def precision(
+    base: TrainConfig,
+    place: Place,
+    *,
+    precisions: Sequence[str],
+    seeds: Sequence[str],
+    steps: int,
+    jobs: int = 1,
+) -> list[dict[str, Any]]:
+    """Each precision from the same seeds; the first is the one that the others are held against."""
+    timed = base.override({
+        "steps": steps, "log_every": max(1, steps // 60), "validate_every": max(1, steps // 10),
+    })  # fmt: skip
+    configs = {
+        f"{name}, seed {seed}": timed.override({"precision": name, "seed": seed})
+        for name in precisions
+        for seed in seeds
+    }
+    return _trained("precision", configs, place.runs / "precision", place.cache, jobs)
 
 
 # --- what all share -------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ def _section(experiment: str, rows: int | None, group: Records, folder: Path) ->
     trained = next((r for r in group if "failed" not in r), None)
     if trained:
         config = TrainConfig.from_dict(trained["config"])
+        precisions = dict.fromkeys(r["config"]["precision"] for r in group if "config" in r)
         parts.append(
-            f"{_in_a_line(trained)}; precision {config.precision}, "
+            f"{_in_a_line(trained)}; precision {', '.join(precisions)}, "
             f"compile={str(config.compile).lower()}, "
             f"deterministic={str(config.deterministic).lower()}."
         )
@@ -63,9 +65,12 @@ def _in_a_line(record: Mapping[str, Any]) -> str:
     )
 
 
-# --- rounding -------------------------------------------------------------------------------------
-def _rounding_table(records: Records) -> str:
-    """One line a router. Differences are between runs of the same seed: mean ± standard error."""
+# --- rounding, precision --------------------------------------------------------------------------
+def _paired_table(varied: str, records: Records) -> str:
+    """One line for each value of `varied`.
+
+    Differences are between runs of the same seed: mean ± standard error.
+    """
     losses: dict[str, dict[str, float]] = {}
     for r in records:
         label, _, seed = r["run"].partition(", seed ")
@@ -80,7 +85,7 @@ def _rounding_table(records: Records) -> str:
             "" if by_seed is base else _mean_and_error(changes),
             "" if by_seed is base else f"{min(changes):+.2%} … {max(changes):+.2%}",
         ))  # fmt: skip
-    header = ("router", *(f"seed {s}" for s in base), "mean", f"against {first}", "by seed")
+    header = (varied, *(f"seed {s}" for s in base), "mean", f"against {first}", "by seed")
     return table(header, lines)
 
 
@@ -101,6 +106,17 @@ def _rounding_picture(path: Path, records: Records) -> None:
         path, curves, f"Token rounding at {rows} rows an expert ({tiles})",
         _in_a_line(records[0]) + "\nValidation always chooses experts by plain top-K. "
         f"Thin: {len(next(iter(curves.values())))} seeds. Thick: their mean.",
+    )  # fmt: skip
+
+
+def _precision_picture(path: Path, records: Records) -> None:
+    curves: dict[str, list] = {}
+    for r in records:
+        curves.setdefault(r["run"].partition(", seed")[0], []).append(r["validation"])
+    first, *others = curves
+    plots.against_first(
+        path, curves, f"Experts in {', '.join(others)} and in {first}",
+        f"{_in_a_line(records[0])}\nThin: {len(curves[first])} seeds. Thick: their mean.",
     )  # fmt: skip
 
 
@@ -156,9 +172,14 @@ def _agreement_picture(path: Path, records: Records) -> None:
     )
 
 
-TABLES = {
-    "rounding": _rounding_table,
+TABLES: dict[str, Callable[[Records], str]] = {
+    "rounding": partial(_paired_table, "router"),
+    "precision": partial(_paired_table, "precision"),
     "throughput": throughput_table,
     "agreement": _agreement_table,
 }
-PICTURES = {"rounding": _rounding_picture, "agreement": _agreement_picture}
+PICTURES = {
+    "rounding": _rounding_picture,
+    "precision": _precision_picture,
+    "agreement": _agreement_picture,
+}

@@ -14,3 +14,15 @@ class UpGradients(NamedTuple):
     dx: bool
     dw1: bool
     db1: bool
+
+
+class Fp8DownGradients(NamedTuple):
+    dz: bool
+    dz_t: bool
+    dw2: bool
+    dscores: bool
+
+
+class Fp8UpGradients(NamedTuple):
+    dx: bool
+    dw1: bool

@@ -7,21 +7,25 @@ import torch
 from torch import nn
 
 from .autograd import Down, Up
+from .autograd_fp8 import fp8_experts
 from .checkpoint import deferred_output, finish
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
+from .fp8_weights import Fp8WeightCache, Fp8Weights, quantize_weights
 from .layer import experts, needs_backward, permute, prepare, router_logits, score_dtype
 from .precompile import precompile_step
 from .routing import Router, Routing, auxiliary_loss, make_router
 from .shapes import check_size
 from .shared import SharedExpert
 from .validation import (
+    FP8_ALIGNMENT,
     check_activation,
     check_floating,
     check_gate_up,
     check_k,
     check_num_experts,
     check_pairs,
+    check_precision,
     check_router_dtype,
     check_slots,
 )
@@ -77,6 +81,12 @@ class MoE(nn.Module):
     mean(logsumexp(logits)²), for which `all_reduce_counts` may map a rank's rows of each expert to
     those of the global batch.
 
+    `precision="fp8"` is that of `experts`. The weights are then quantized in every forward pass, or
+    with `cache_fp8_weights` when they are seen to have changed. The cache sees steps of optimizers
+    of `torch.optim` and what PyTorch's version counter sees; after any other change, such as writes
+    through `.data` or a broadcast, call `refresh_fp8_weights`. Compiled, captured in a CUDA graph
+    or under FSDP, the cache is not used.
+
     State-dict keys: `router.weight` (E, H), `c_fc.weight` (E, 2I, H), `c_proj.weight` (E, H, I);
     with `router_bias` also `router.bias`, with `add_bias` also `c_fc.bias` and `c_proj.bias`. The
     shared expert has no biases, and S = shared_intermediate_size: `shared_expert.c_fc.weight`
@@ -103,6 +113,8 @@ class MoE(nn.Module):
         aux_loss_coef: float = 1.0,
         z_loss_coef: float = 0.0,
         all_reduce_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        precision: str | None = None,
+        cache_fp8_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -111,8 +123,16 @@ class MoE(nn.Module):
         check_gate_up(gate_up)
         check_num_experts(num_experts)
         check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
-        check_size("hidden_size", hidden_size, multiple=8)
-        check_size("intermediate_size", intermediate_size, multiple=8)
+        check_precision(precision)
+        multiple = FP8_ALIGNMENT if precision == "fp8" else 8
+        check_size("hidden_size", hidden_size, multiple=multiple)
+        check_size("intermediate_size", intermediate_size, multiple=multiple)
+        if precision == "fp8" and add_bias:
+            remedy = "Leave the biases or precision='fp8' out."
+            raise bad_argument("add_bias", "False with precision='fp8'", add_bias, remedy)
+        if cache_fp8_weights and precision != "fp8":
+            expected, remedy = "False without precision='fp8'", "Set precision='fp8'."
+            raise bad_argument("cache_fp8_weights", expected, cache_fp8_weights, remedy)
         if shared_intermediate_size:
             check_size("shared_intermediate_size", shared_intermediate_size, multiple=8)
         elif shared_gate:
@@ -133,6 +153,8 @@ class MoE(nn.Module):
         self.aux_loss_coef = aux_loss_coef
         self.z_loss_coef = z_loss_coef
         self.all_reduce_counts = all_reduce_counts
+        self.precision = precision
+        self._fp8_cache = Fp8WeightCache() if cache_fp8_weights else None
 
         columns = 2 * intermediate_size if activation_function.is_gated else intermediate_size
         self.router = nn.Linear(
@@ -186,9 +208,10 @@ class MoE(nn.Module):
             logits, x = self._router_logits(x)
             r = self.routing(logits, backend=name)
             ids, scores = _checked_slots(x, r)
-            x, weights, backend = prepare(x, self._weights(), name)
+            x, weights, backend = prepare(x, self._weights(), name, self.precision)
             scores = score_dtype(scores, x)
-            precompile_step(experts, x, ids, weights, backend, r.logits.dtype)
+            if self.precision is None:
+                precompile_step(experts, x, ids, weights, backend, r.logits.dtype)
             p = permute(
                 ids,
                 self.num_experts,
@@ -202,10 +225,16 @@ class MoE(nn.Module):
             aux_loss = None if is_inference_mode else self._aux_loss(logits, r, p.counts, name)
             w1, w2, b1, b2, act, gate_up = weights
             keep_z = needs_backward(x, scores, weights)
-            z, a = Up.apply(x, w1, b1, p, act, gate_up, keep_z, backend)
-            deferred = deferred_output()
-            out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], act, gate_up, backend, deferred)
-            out = finish(out, deferred)
+            if self.precision == "fp8":
+                quantized = self._fp8_weights(w1, w2, backend)
+                out = fp8_experts(x, scores, weights, quantized, p, keep_z, backend)
+            else:
+                z, a = Up.apply(x, w1, b1, p, act, gate_up, keep_z, backend)
+                deferred = deferred_output()
+                out = Down.apply(
+                    z, a, scores, w2, b2, p, x.shape[0], act, gate_up, backend, deferred
+                )
+                out = finish(out, deferred)
             if shared is not None:
                 out = out + shared
         return out if is_flat else out.view(hidden_states.shape), aux_loss
@@ -227,6 +256,20 @@ class MoE(nn.Module):
         up, down = self.c_fc, self.c_proj
         act, gate_up = self.activation_function, self.gate_up
         return ExpertWeights(up.weight, down.weight, up.bias, down.bias, act, gate_up)
+
+    def _fp8_weights(self, w1: torch.Tensor, w2: torch.Tensor, backend: str) -> Fp8Weights:
+        if self._fp8_cache is None:
+            return quantize_weights(w1, w2, backend)
+        return self._fp8_cache.quantized(w1, w2, backend)
+
+    def refresh_fp8_weights(self) -> None:
+        """Quantize the weights again in the next forward pass, if they are cached."""
+        if self._fp8_cache is not None:
+            self._fp8_cache.clear()
+
+    def _apply(self, fn, recurse=True):
+        self.refresh_fp8_weights()  # before the weights move or change their dtype
+        return super()._apply(fn, recurse)
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits, and x for the experts. A plain `nn.Linear` is fused, others are called."""

@@ -12,6 +12,7 @@ from .shapes import check_size
 LAYOUTS = ("interleaved", "concatenated")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ALIGNMENT = 8  # elements: rows of 16 bytes in bf16, what wide loads and TMA ask for
+FP8_ALIGNMENT = 16  # elements of e4m3: the same rows of 16 bytes
 _MOST_EXPERTS = 32767  # the permutation sorts int32 keys with 16 bits for the slot
 
 
@@ -49,6 +50,20 @@ def _interpreting() -> bool:
     except ImportError:
         return False
     return bool(triton.knobs.runtime.interpret)
+
+
+def check_precision(precision: str | None) -> None:
+    if precision not in (None, "fp8"):
+        remedy = "None computes in the dtype of the data."
+        raise bad_argument("precision", "'fp8' or None", repr(precision), remedy)
+
+
+def fp8_backend(backend: str, x: torch.Tensor) -> str:
+    """The backend of the experts in FP8: their kernels are for Hopper."""
+    if backend == "triton" and x.is_cuda and torch.version.hip is None:
+        properties = torch.cuda.get_device_properties(x.device)
+        return "triton" if properties.major == 9 else "torch"
+    return backend if x.is_meta else "torch"
 
 
 def check_writable(argument: str, folder: Path) -> None:
@@ -209,6 +224,31 @@ def check_weights(
                 "Cast one of them, or use torch.autocast.",
             )
         check_device(name, t, x)
+
+
+def check_fp8(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+) -> None:
+    """What precision="fp8" asks for beside `check_weights`."""
+    if x.dtype != torch.bfloat16:
+        remedy = "Cast x and the weights, or use torch.autocast."
+        raise bad_argument("x", "bfloat16 with precision='fp8'", x.dtype, remedy)
+    for name, w in (("w1", w1), ("w2", w2)):
+        if w.dtype not in (torch.bfloat16, torch.float32):
+            expected, remedy = "bfloat16 or float32 with precision='fp8'", f"{name}.bfloat16()."
+            raise bad_argument(name, expected, w.dtype, remedy)
+    for name, size in (("H", w2.shape[1]), ("I", w2.shape[2])):
+        if size % FP8_ALIGNMENT:
+            expected = f"a multiple of {FP8_ALIGNMENT} with precision='fp8'"
+            raise bad_argument(f"{name} of w2", expected, size, "Pad the weights with zeros.")
+    for name, b in (("b1", b1), ("b2", b2)):
+        if b is not None:
+            remedy = "Leave the bias or precision='fp8' out."
+            raise bad_argument(name, "None with precision='fp8'", "a bias", remedy)
 
 
 def _is_rounded(x: torch.Tensor, weight: torch.Tensor) -> bool:

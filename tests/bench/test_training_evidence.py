@@ -36,6 +36,7 @@ def test_the_whole_script(tmp_path):
         "--rows-per-expert", "32", "--seconds-per-run", "0.1", "--no-compile",
         "--agreement", "grouped_mm,torch", "--agreement-steps", "4",
         "--backends", "torch,grouped_mm,scattermoe", "--commit", "abc",
+        "--precision-steps", "10",
     ]  # fmt: skip
     settings = [x for k, v in {**TOY, "data": text}.items() for x in ("--set", f"{k}={v}")]
     folders = [x for k in ("output", "runs", "cache") for x in (f"--{k}", str(tmp_path / k))]
@@ -61,15 +62,20 @@ def test_the_whole_script(tmp_path):
     assert by["throughput", "grouped_mm"]["tokens_per_second"] > 0
     assert by["throughput", "torch, deterministic"]["config"]["deterministic"]
 
+    pairs = [by["precision", f"{name}, seed {s}"] for name in ("autocast", "fp8") for s in (0, 1)]
+    assert [r["config"]["precision"] for r in pairs] == ["autocast"] * 2 + ["fp8"] * 2
+    assert len({r["validation_loss"] for r in pairs}) == 4
+
     report = (tmp_path / "output" / "evidence.md").read_text()
     for words in (
         "against top-K",
+        "against autocast",
         "not installed",
         "farthest from the last",
         "passes over the text",
     ):
         assert words in report
-    for picture in ("rounding-32.png", "agreement.png"):
+    for picture in ("rounding-32.png", "agreement.png", "precision.png"):
         assert picture in report
         assert (tmp_path / "output" / picture).read_bytes().startswith(b"\x89PNG")
 

@@ -28,6 +28,7 @@ _VOCABULARY: list[Any] = [
     torch.float64,
     *ActivationType,
     *LAYOUTS,
+    "fp8",
 ]
 
 
@@ -47,6 +48,7 @@ class Settings(NamedTuple):
     gate_up: str | None = None
     has_b1: bool | None = None
     has_b2: bool | None = None
+    precision: str | None = None
 
 
 def exchange_counts(

@@ -15,7 +15,14 @@ from ..enums import ActivationType
 from ..layer import autocast, experts_and_counts
 from ..main_grad import with_main_grad
 from ..shapes import check_size
-from ..validation import check_rank, check_slots, check_weights, resolve_backend
+from ..validation import (
+    check_fp8,
+    check_precision,
+    check_rank,
+    check_slots,
+    check_weights,
+    resolve_backend,
+)
 from ..weights import ExpertWeights
 from .agreement import Settings, raise_on_all_ranks
 from .plan import Plan, make_plan
@@ -47,6 +54,7 @@ def experts(
     token_start: torch.Tensor | None = None,
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
+    precision: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """`sonicmoe.experts` with the experts spread evenly over the ranks of `group`.
@@ -63,6 +71,9 @@ def experts(
     with raise_on_all_ranks(group, w1, x, ids):
         x, b1, b2 = autocast(x, b1, b2)  # before x travels
         check_weights(x, w1, w2, b1, b2, activation, gate_up)
+        check_precision(precision)
+        if precision == "fp8":
+            check_fp8(x, w1, w2, b1, b2)
         ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
         resolve_backend(backend, x)
         for w in (w1, w2):
@@ -74,11 +85,14 @@ def experts(
             gate_up=gate_up,
             has_b1=b1 is not None,
             has_b2=b2 is not None,
+            precision=precision,
         )
     arrived, plan = _dispatch(x, ids, scores, settings, group, slot_token, token_start)
     rows, pair_row, ids, scores = arrived
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
-    y, _ = experts_and_counts(rows, ids, scores, weights, slot_token=pair_row, backend=backend)
+    y, _ = experts_and_counts(
+        rows, ids, scores, weights, slot_token=pair_row, precision=precision, backend=backend
+    )
     return combine(y, plan)
 
 

@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import bad_argument
 from .lora import LowRank
-from .transformers import experts_forward, register
+from .transformers import _fp8_experts_forward, experts_forward, register
 
 _NAME = "sonicmoe_experts"
 
@@ -31,7 +31,6 @@ def use_lora_experts(model: nn.Module) -> int:
     adapters, on one or both weights. With another `experts_implementation`, PEFT's own forward
     pass runs again.
     """
-    register(_NAME)
     inner = {id(m.base_layer) for m in model.modules() if isinstance(m, ParamWrapper)}
     outer = [m for m in model.modules() if isinstance(m, ParamWrapper) and id(m) not in inner]
     outer = [wrapper for wrapper in outer if _wraps_experts(wrapper)]
@@ -42,6 +41,10 @@ def use_lora_experts(model: nn.Module) -> int:
             f"{type(model).__name__} without any",
             "Pass target_parameters=['experts.gate_up_proj', 'experts.down_proj'] to LoraConfig.",
         )
+    if any(_implementation(wrapper.get_base_layer()) is _fp8_experts_forward for wrapper in outer):
+        expected, remedy = "experts without precision='fp8'", "Call register() without precision."
+        raise bad_argument("model", expected, "experts in FP8", remedy)
+    register(_NAME)
     if not all(_is_ours(wrapper.get_base_layer()) for wrapper in outer):
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         base.set_experts_implementation(_NAME)
@@ -98,8 +101,12 @@ def _weights(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
+def _implementation(experts: Any) -> Any:
+    return ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
+
+
 def _is_ours(experts: Any) -> bool:
-    return ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation) is experts_forward
+    return _implementation(experts) is experts_forward
 
 
 def _low_rank(wrapper: Any) -> LowRank | None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import bad_argument
 from ..extras import missing
 from ..functional import experts
+from ..validation import check_precision
 from .lora import LowRank, lora_experts
 from .recognition import activation_of, gate_up_of
 
@@ -28,27 +29,32 @@ except ImportError as error:
 _KEEP = "Or keep 'sonicmoe_experts'."
 
 
-def register(name: str = "sonicmoe_experts", *, replace: bool = False) -> None:
+def register(
+    name: str = "sonicmoe_experts", *, replace: bool = False, precision: str | None = None
+) -> None:
     """Make `name` a valid `experts_implementation` of transformers.
 
     Use it in `from_pretrained` or `model.set_experts_implementation`. transformers already has a
     "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
     package behind that name, for this process. Models whose experts do not use transformers'
-    interface would ignore the name: asking for it raises a ValueError from now on.
+    interface would ignore the name: asking for it raises a ValueError from now on. `precision` is
+    that of `sonicmoe.experts`.
     """
-    current = ALL_EXPERTS_FUNCTIONS.get(name, experts_forward)
+    check_precision(precision)
+    ours = _fp8_experts_forward if precision == "fp8" else experts_forward
+    current = ALL_EXPERTS_FUNCTIONS.get(name, ours)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
-    if current is not experts_forward and not replace:
+    if not _is_ours(current) and not replace:
         raise bad_argument(
             "name",
             "one that transformers does not use",
             f"{name!r}, which is {current.__module__}.{current.__qualname__}",
             f"Pass replace=True to replace it. {_KEEP}",
         )
-    ExpertsInterface.register(name, experts_forward)
-    if ALL_EXPERTS_FUNCTIONS[name] is not experts_forward:  # assigned to the instance before
-        ALL_EXPERTS_FUNCTIONS[name] = experts_forward
+    ExpertsInterface.register(name, ours)
+    if ALL_EXPERTS_FUNCTIONS[name] is not ours:  # assigned to the instance before
+        ALL_EXPERTS_FUNCTIONS[name] = ours
     _refuse_models_without_interface()
 
 
@@ -59,6 +65,7 @@ def experts_forward(
     top_k_weights: torch.Tensor,
     lora1: LowRank | None = None,
     lora2: LowRank | None = None,
+    precision: str | None = None,
 ) -> torch.Tensor:
     """Run the experts of a transformers module; `register` makes transformers call this.
 
@@ -78,11 +85,14 @@ def experts_forward(
         )
     if module.is_transposed:
         w1, w2 = w1.mT, w2.mT
-    options = {"activation": activation_of(module), "gate_up": gate_up_of(module)}
+    options: dict[str, Any] = {"activation": activation_of(module), "gate_up": gate_up_of(module)}
+    if precision is not None and (lora1 is not None or lora2 is not None):
+        remedy = "Use register() without precision for models with LoRA."
+        raise bad_argument("precision", "None with LoRA on the experts", repr(precision), remedy)
 
     def run(x, ids, scores):
         if lora1 is None and lora2 is None:
-            return experts(x, ids, scores, w1, w2, b1, b2, **options)
+            return experts(x, ids, scores, w1, w2, b1, b2, **options, precision=precision)
         return lora_experts(x, ids, scores, w1, w2, lora1, lora2, b1, b2, **options)
 
     if getattr(module, "has_post_expert_norm", False):
@@ -91,6 +101,15 @@ def experts_forward(
     else:
         out = run(hidden_states, top_k_index, top_k_weights)
     return out.to(hidden_states.dtype)
+
+
+def _fp8_experts_forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`experts_forward` with precision="fp8"; LoRA has no FP8."""
+    return experts_forward(module, *args, **kwargs | {"precision": "fp8"})
+
+
+def _is_ours(function: Any) -> bool:
+    return function is experts_forward or function is _fp8_experts_forward
 
 
 def _normed(run, norm, num_experts: int, x, ids, scores) -> torch.Tensor:
@@ -117,7 +136,7 @@ def _refuse_models_without_interface() -> None:
     @wraps(original)
     def checked(self, requested_experts):
         name = original(self, requested_experts)
-        if ALL_EXPERTS_FUNCTIONS.get(name) is experts_forward:
+        if _is_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
             for model in self.modules():  # in its constructor: the model alone
                 if isinstance(model, PreTrainedModel):
                     _check_interface(type(model))

@@ -3,6 +3,14 @@
 All functional but those that end in `_into`, which add a gradient to their first argument.
 """
 
+from .fp8 import fp8_down_backward as fp8_down_backward
+from .fp8 import fp8_down_backward_into as fp8_down_backward_into
+from .fp8 import fp8_gemm as fp8_gemm
+from .fp8 import fp8_up as fp8_up
+from .fp8 import fp8_up_backward as fp8_up_backward
+from .fp8 import fp8_up_backward_into as fp8_up_backward_into
+from .fp8 import quantize_rows as quantize_rows
+from .fp8 import quantize_weight as quantize_weight
 from .grouped_gemm import combine as combine
 from .grouped_gemm import down as down
 from .grouped_gemm import down_backward as down_backward

@@ -14,6 +14,7 @@ from ..notices import say_once
 
 _WEIGHTS = frozenset(("w", "w1", "w2", "factor"))
 _ROWS = frozenset(("x", "a", "z", "dz", "dout", "u"))  # read by TMA, as weights are
+_E4M3 = frozenset(("x8", "a8", "dz8", "dz_t", "w8", "w1_t", "w2_t"))  # likewise
 _BY_STRIDES = frozenset(("logits",))  # launchers copy them where columns are not adjacent
 
 
@@ -24,8 +25,8 @@ class Layout:
         """`tensors` are the places and names of the tensor parameters."""
         self.adds_to_main_grad = tensors.get(0) == "main_grad"
         self.weights = [i for i, name in tensors.items() if name in _WEIGHTS]
-        self.rows = [i for i, name in tensors.items() if name in _ROWS]
-        special = _WEIGHTS | _ROWS | _BY_STRIDES | {"main_grad"}
+        self.rows = [i for i, name in tensors.items() if name in _ROWS | _E4M3]
+        special = _WEIGHTS | _ROWS | _E4M3 | _BY_STRIDES | {"main_grad"}
         self.others = [i for i, name in tensors.items() if name not in special]
 
     def dense(self, given: Sequence, for_kernels: bool) -> list:
@@ -37,8 +38,9 @@ class Layout:
             if t is not None and not t.is_contiguous():
                 args[i] = t.contiguous()
         for i in self.rows:
-            t = args[i].contiguous()
-            args[i] = _for_tma(t) if for_kernels else t
+            t = args[i]
+            if t is not None:
+                args[i] = _for_tma(t.contiguous()) if for_kernels else t.contiguous()
         for i in self.weights:
             w = dense_weight(args[i])
             if for_kernels:

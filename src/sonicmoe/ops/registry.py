@@ -139,13 +139,22 @@ def operator(
 
         def dispatched(*flat: Any) -> Any:
             function, args = chosen(signature.unflatten(flat))
-            return _every_result(function(*args), flat)
+            return every_result(function(*args), flat)
 
         def fake(*flat: Any) -> Any:
             args = signature.unflatten(flat)
             if layout is not None:
                 args = layout.dense(args, for_kernels=False)
-            return _every_result(declaration(*args), flat)
+            return every_result(declaration(*args), flat)
+
+        def every_result(found: Any, flat: Sequence) -> Any:
+            """Replace None, a result that is not needed, by the empty tensor PyTorch expects."""
+            if signature.returns == "()":
+                return None
+            like = next(t for t in flat if isinstance(t, torch.Tensor))
+            every = found if type(found) is tuple else (found,)
+            every = tuple([like.new_empty(0) if t is None else t for t in every])
+            return every if type(found) is tuple else every[0]
 
         def flop_formula(*flat: Any, out_shape: Any = None, **_: Any) -> int:
             assert flops is not None
@@ -180,10 +189,3 @@ def _needs_dispatcher(args: Sequence) -> bool:
         or torch.autograd._profiler_enabled()
         or not _plain.issuperset(map(type, args))
     )
-
-
-def _every_result(found: Any, flat: Sequence) -> Any:
-    """Replace None, a result that was not requested, by the empty tensor the dispatcher needs."""
-    if type(found) is not tuple:
-        return found
-    return tuple([flat[0].new_empty(0) if t is None else t for t in found])

@@ -66,12 +66,12 @@ def _block_amax(value: torch.Tensor) -> torch.Tensor:
     return _blocks(value).abs().amax(-1).T.contiguous()
 
 
-def fp8_up(x8, x_scale, w1, w1_scale, p: Permutation, activation: ActivationType, gate_up, keep_z):
+def fp8_up(x8, x_scale, w8, w_scale, p: Permutation, activation: ActivationType, gate_up, keep_z):
     """Z bf16, zmax (J, R), A e4m3, a_scale (J, R); Z and zmax are None unless `keep_z`."""
-    z = torch.zeros(p.rows_of(x8), w1.shape[1], device=x8.device)
+    z = torch.zeros(p.rows_of(x8), w8.shape[1], device=x8.device)
     for e, r in _expert_rows(p):
-        scale = _gather(x_scale, p, r)[:, None] * w1_scale[e]
-        z[r] = (_gather(x8, p, r).float() @ w1[e].float().mT) * scale
+        scale = _gather(x_scale, p, r)[:, None] * w_scale[e]
+        z[r] = (_gather(x8, p, r).float() @ w8[e].float().mT) * scale
     a = activate(z, activation, gate_up)
     a_scale = power_of_two_scale(_block_amax(a))
     a8 = to_e4m3((_blocks(a) / a_scale.T[:, :, None]).flatten(1)[:, : a.shape[1]]).contiguous()
@@ -233,12 +233,29 @@ def fp8_down_backward(
     factors, dz_scale, dz_t_scale, a_t_scale = dz_scales(
         scores, do_scale, do_norm, x_scale, zmax, a_scale, w2_scale, dout.shape[1], p, activation
     )
-    dz8, dz_t, a_t, dscores = dz_gemm(do8, factors, z, w2_t, scores, p, activation, gate_up, needs)
+    of_gemm = needs._replace(dz=needs.dz or needs.dz_t)
+    dz8, dz_t, a_t, dscores = dz_gemm(
+        do8, factors, z, w2_t, scores, p, activation, gate_up, of_gemm
+    )
     dw2 = None
     if needs.dw2:
         dw2 = torch.empty_like(w2, dtype=torch.float32 if fp32_dw else w2.dtype)
         dw2.copy_(weight_gradient(do8, a_t, a_t_scale, p))
-    return dz8, dz_scale, dz_t, dz_t_scale, dw2, dscores
+    of_dz = (needs.dz, needs.dz, needs.dz_t, needs.dz_t)
+    return *_needed((dz8, dz_scale, dz_t, dz_t_scale), of_dz), dw2, dscores
+
+
+def fp8_down_backward_into(
+    main_grad, dout, z, zmax, a_scale, x_scale, w2_t, w2_scale, scores, p, activation, gate_up,
+    needs,
+):  # fmt: skip
+    needs = needs._replace(dw2=True)
+    *of_dz, dw2, dscores = fp8_down_backward(
+        dout, z, zmax, a_scale, x_scale, main_grad, w2_t, w2_scale, scores, p, activation, gate_up,
+        needs, True,
+    )  # fmt: skip
+    main_grad.add_(dw2)
+    return *of_dz, dscores
 
 
 def fp8_up_backward(
@@ -254,4 +271,15 @@ def fp8_up_backward(
         x8 = quantize_rows(x)[0]
         dw1 = torch.empty_like(w1, dtype=torch.float32 if fp32_dw else w1.dtype)
         dw1.copy_(weight_gradient(x8, dz_t, dz_t_scale, p).mT)
-    return _needed((dx, dw1), needs[:2])
+    return dx, dw1
+
+
+def fp8_up_backward_into(
+    main_grad, dz8, dz_scale, dz_t, dz_t_scale, x, w1_t, w1_scale, p: Permutation, needs
+):
+    needs = needs._replace(dw1=True)
+    dx, dw1 = fp8_up_backward(
+        dz8, dz_scale, dz_t, dz_t_scale, x, main_grad, w1_t, w1_scale, p, needs, True
+    )
+    main_grad.add_(dw1)
+    return dx

@@ -7,8 +7,8 @@ from ..shapes import Problem
 from .config import ModelConfig, TrainConfig
 
 # Bytes a parameter: weights, gradient, two moments; under autocast also a bf16 copy of the weights.
-STATE_BYTES = {"fp32": 16, "autocast": 18, "bf16": 8}
-ELEMENT_BYTES = {"fp32": 4, "autocast": 2, "bf16": 2}
+STATE_BYTES = {"fp32": 16, "autocast": 18, "bf16": 8, "fp8": 18}
+ELEMENT_BYTES = {"fp32": 4, "autocast": 2, "bf16": 2, "fp8": 2}
 # Outside the MoE layer a block keeps its two inputs, the normalised ones, q, k, v (before and after
 # their norm and rotation) and the attention's output: so many elements a token and unit of H.
 BLOCK_ELEMENTS = 14

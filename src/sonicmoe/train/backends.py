@@ -25,13 +25,16 @@ def run_layer(moe: MoE, x: torch.Tensor, backend: str) -> tuple[torch.Tensor, to
     return _peer_layer(moe, x, _PEERS[backend])
 
 
-def check_backend(backend: str, config_router: str) -> None:
+def check_backend(backend: str, config_router: str, precision: str = "autocast") -> None:
     if backend not in BACKENDS:
         raise bad_argument("backend", f"one of {', '.join(BACKENDS)}", repr(backend), "See --help.")
     if backend in _PEERS and config_router != "softmax_over_topk":
         expected, got = f"{', '.join(_LAYER)} with this router", f"{backend} and {config_router}"
         remedy = "Peers are compared with router=softmax_over_topk."
         raise bad_argument("backend", expected, got, remedy)
+    if backend in _PEERS and precision == "fp8":
+        expected, remedy = f"{', '.join(_LAYER)} with precision=fp8", "Peers have no FP8."
+        raise bad_argument("backend", expected, backend, remedy)
     if backend == "scattermoe":
         need("scattermoe.mlp", "backend=scattermoe")
 

@@ -17,7 +17,7 @@ _FLAGS = (
     ("learning-rate", float, "peak learning rate"),
     ("seed", int, "of weights and batches"),
     ("device", str, "auto, cpu or cuda"),
-    ("precision", str, "fp32, autocast or bf16"),
+    ("precision", str, "fp32, autocast, bf16 or fp8"),
     ("expert-parallel", int, "ranks that share the experts"),
 )
 

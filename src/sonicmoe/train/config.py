@@ -13,6 +13,7 @@ PRECISIONS = {
     "fp32": "everything in float32",
     "autocast": "float32 weights, bfloat16 arithmetic",
     "bf16": "bfloat16 weights and optimizer state",
+    "fp8": "as autocast, experts in FP8",
 }
 
 
@@ -114,6 +115,9 @@ class TrainConfig:
         if self.precision not in PRECISIONS:
             remedy = "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
             raise bad_argument("precision", " or ".join(PRECISIONS), self.precision, f"{remedy}.")
+        if self.precision == "fp8":
+            for name in ("hidden_size", "intermediate_size"):
+                _multiple(name, getattr(self.model, name), 16)
         if self.warmup_steps < 0 or self.warmup_steps >= self.steps:
             below, remedy = f"from 0 to below steps ({self.steps})", "Use a few percent of them."
             raise bad_argument("warmup_steps", below, self.warmup_steps, remedy)
@@ -122,6 +126,11 @@ class TrainConfig:
             raise bad_argument("validation_fraction", "between 0 and 0.5", got, remedy)
         if self.learning_rate <= 0:
             raise bad_argument("learning_rate", "> 0", self.learning_rate, "Try 1e-3.")
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether weights are fp32 and arithmetic is bf16, or FP8 in the experts."""
+        return self.precision in ("autocast", "fp8")
 
     @property
     def tokens_per_step(self) -> int:

@@ -196,7 +196,7 @@ class Trainer:
 
     def _autocast(self):
         # Sharded, the mixed precision is FSDP's: parameters arrive in bfloat16.
-        wanted = self.config.precision == "autocast" and self.world.size == 1
+        wanted = self.config.is_autocast and self.world.size == 1
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=wanted)
 
     # --- saving and loading -----------------------------------------------------------------------
@@ -283,7 +283,8 @@ def peak_memory(device: torch.device) -> int:
 
 def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
     with world.device:
-        model = Decoder(config.model, config.backend, config.recompute)
+        options = (config.backend, config.recompute, config.precision == "fp8")
+        model = Decoder(config.model, *options)
     if config.precision == "bf16":
         model.to(torch.bfloat16)
     if config.compile:
@@ -316,7 +317,7 @@ def _what_builds_code(config: TrainConfig, device: torch.device) -> str:
 
 def check(config: TrainConfig, world: parallel.World) -> None:
     """Refuse what these ranks cannot train: the backend, the router, the batch, the memory."""
-    check_backend(config.backend, config.model.router)
+    check_backend(config.backend, config.model.router, config.precision)
     check_router(config.model)
     parallel.check_expert_parallel(config, world)
     _check_batch(config, world)

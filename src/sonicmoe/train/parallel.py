@@ -113,7 +113,7 @@ def shard(model: nn.Module, blocks: Iterable[Any], world: World, config: TrainCo
     kind, together = world.device.type, config.expert_parallel
     everyone = init_device_mesh(kind, (world.size,))
     policy = MixedPrecisionPolicy()
-    if config.precision == "autocast":
+    if config.is_autocast:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if together > 1:
         shape = (world.size // together, together)

@@ -119,7 +119,7 @@ def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -
         moe = compute["MoE layers"]
         again = m.num_layers * moe_recomputed_seconds(m, tokens, device, eff)
         compute["recomputation"] = (blocks - moe) / 3 + again  # forward is a third of a step
-    if config.precision != "autocast" or layout.shard > 1:  # FSDP casts each GPU's own shard
+    if not config.is_autocast or layout.shard > 1:  # FSDP casts each GPU's own shard
         del compute["casts of weights and gradients"]
     busy = layout.accumulate * sum(compute.values())
     transfers = _transfers(config, tokens, device, layout, eff)

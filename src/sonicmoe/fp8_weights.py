@@ -1,0 +1,96 @@
+"""The weights of the experts in FP8, and a cache of them for layers that ask for one."""
+
+import sys
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import ops
+
+
+class Fp8Weights(NamedTuple):
+    """W1 (E, N, H) and W2 (E, H, I) in e4m3, each also transposed, and their scales (E,)."""
+
+    w1: torch.Tensor
+    w1_t: torch.Tensor
+    w1_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_t: torch.Tensor
+    w2_scale: torch.Tensor
+
+
+@torch.no_grad()
+def quantize_weights(w1: torch.Tensor, w2: torch.Tensor, backend: str) -> Fp8Weights:
+    return Fp8Weights(*ops.quantize_weight(w1, backend), *ops.quantize_weight(w2, backend))
+
+
+_optimizer_steps = 0
+_hooks: list = []  # the one below, once there is a cache
+
+
+def _count_step(*_: object) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+class Fp8WeightCache:
+    """The weights in FP8 of the last call, as long as w1 and w2 are not seen to change.
+
+    Seen are: another tensor or storage, PyTorch's version counter, and a step of any optimizer of
+    `torch.optim`, since fused ones leave the counter alone. Not seen are writes that bypass the
+    counter: through `.data` or NumPy, by collectives of `torch.distributed`, by replayed CUDA
+    graphs. Copies and pickles are empty.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple = ()
+        self._weights: Fp8Weights | None = None
+        if not _hooks:
+            _hooks.append(register_optimizer_step_post_hook(_count_step))
+
+    def __reduce__(self):
+        return Fp8WeightCache, ()
+
+    def clear(self) -> None:
+        self._weights = None
+
+    def quantized(self, w1: torch.Tensor, w2: torch.Tensor, backend: str) -> Fp8Weights:
+        if _is_traced(w1) or not (_is_tracked(w1) and _is_tracked(w2)):
+            return quantize_weights(w1, w2, backend)
+        key = (_optimizer_steps, backend, *_identity(w1), *_identity(w2))
+        if self._weights is None or key != self._key:
+            # Also a training step may use what inference left here.
+            with torch.inference_mode(False):
+                self._key, self._weights = key, quantize_weights(w1, w2, backend)
+        return self._weights
+
+
+def _identity(w: torch.Tensor) -> tuple:
+    # While there is a weak reference, no other storage gets this address.
+    storage = StorageWeakRef(w.untyped_storage())
+    return storage, w.data_ptr(), w._version, w.shape, w.stride(), w.dtype
+
+
+def _is_tracked(w: torch.Tensor) -> bool:
+    """Whether changes of `w` can be seen: not if FSDP gathers it or another tensor makes it."""
+    flattened = hasattr(w, "_fsdp_flattened")
+    plain = type(w) in (torch.Tensor, torch.nn.Parameter)
+    return plain and w.is_leaf and not w.is_inference() and not flattened and not _fsdp2_is_used()
+
+
+def _fsdp2_is_used() -> bool:
+    """FSDP2 gathers into the same parameter and restores its version counter."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and bool(fsdp.FSDPModule.__subclasses__())
+
+
+def _is_traced(w: torch.Tensor) -> bool:
+    """Whether this call is recorded, to be run again with other weights."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or (w.is_cuda and torch.cuda.is_current_stream_capturing())
+    )

@@ -1,0 +1,193 @@
+"""Operators of the experts in FP8: quantizers and grouped GEMMs of e4m3 operands.
+
+`reference.fp8` has the scales. x8, a8, dz8, w8 and w1_t, w2_t (transposed weights) are e4m3. w1 and
+w2 are the parameters: they lend dW their strides and dtype. A result that is not needed is None;
+through PyTorch's dispatcher it is an empty tensor.
+"""
+
+import torch
+from torch import Tensor
+
+from ..enums import ActivationType
+from ..gradients import Fp8DownGradients, Fp8UpGradients
+from ..permutation import Permutation
+from ..reference import fp8 as reference
+from ..reference.fp8 import BLOCK, padded_rows
+from ..shapes import ceil_div
+from .grouped_gemm import _like
+from .registry import Mutated, operator
+
+E4M3 = torch.float8_e4m3fn
+
+
+def _e4m3(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=E4M3)
+
+
+def _fp32(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def _rows(s) -> int:
+    """R, from the shapes of X, in either dtype, and row_token."""
+    return (vars(s).get("x8") or s.x if s.row_token is None else s.row_token)[0]
+
+
+@operator(reference, "fp8")
+def quantize_rows(x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x in e4m3 (T, H), the scale (T,) and the Euclidean norm (T,) of each row."""
+    return _e4m3(x, *x.shape), _fp32(x, x.shape[0]), _fp32(x, x.shape[0])
+
+
+@operator(reference, "fp8")
+def quantize_weight(w: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """w, bf16 or fp32, in e4m3 (E, N, K), the same transposed (E, K, N), and the scale (E,)."""
+    experts, n, k = w.shape
+    return _e4m3(w, experts, n, k), _e4m3(w, experts, k, n), _fp32(w, experts)
+
+
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w8[1] * s.w8[2])
+def fp8_up(
+    x8: Tensor,
+    x_scale: Tensor,
+    w8: Tensor,
+    w_scale: Tensor,
+    p: Permutation,
+    activation: ActivationType,
+    gate_up: str,
+    keep_z: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Z = X W1ᵀ bf16 (R, N), zmax (J, R), A = act(Z) e4m3 (R, I), a_scale (J, R), J = ⌈I/128⌉.
+
+    zmax is the largest |Z| of a block of 128 columns of A. Z and zmax are None unless `keep_z`.
+    """
+    rows, n = p.rows_of(x8), w8.shape[1]
+    intermediate = activation.intermediate_size(n)
+    z = x8.new_empty(rows, n, dtype=torch.bfloat16) if keep_z else None
+    a_scale = _fp32(x8, ceil_div(intermediate, BLOCK), rows)
+    zmax = torch.empty_like(a_scale) if keep_z else None
+    return z, zmax, _e4m3(x8, rows, intermediate), a_scale  # type: ignore
+
+
+@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * s.w8[2])
+def fp8_gemm(
+    a8: Tensor,
+    a_scale: Tensor,
+    w8: Tensor,
+    w_scale: Tensor,
+    row_scores: Tensor | None,
+    p: Permutation,
+    backend: str,
+) -> Tensor:
+    """Y = A Wᵀ bf16 (R, N), times the row's score if given; a_scale (J, R), or (1, R).
+
+    Sorted rows of no expert are zero.
+    """
+    return a8.new_empty(a8.shape[0], w8.shape[1], dtype=torch.bfloat16)
+
+
+def _of_dz(
+    z: Tensor, experts: int, scores: Tensor | None, needs: Fp8DownGradients
+) -> tuple[Tensor | None, ...]:
+    """dZ, dz_scale, dZᵀ, dz_t_scale, dscores."""
+    rows, n = z.shape
+    return (
+        _e4m3(z, rows, n) if needs.dz else None,
+        _fp32(z, rows) if needs.dz else None,
+        _e4m3(z, n, padded_rows(rows, experts)) if needs.dz_t else None,
+        _fp32(z, experts) if needs.dz_t else None,
+        _like(scores, needs.dscores),
+    )
+
+
+@operator(
+    reference,
+    "fp8",
+    flops=lambda s: (
+        2 * s.z[0] * s.w2[1] * s.w2[2] * ((s.dz or s.dz_t or s.dw2 or s.dscores) + s.dw2)
+    ),
+)
+def fp8_down_backward(
+    dout: Tensor,
+    z: Tensor,
+    zmax: Tensor,
+    a_scale: Tensor,
+    x_scale: Tensor,
+    w2: Tensor,
+    w2_t: Tensor,
+    w2_scale: Tensor,
+    scores: Tensor | None,
+    p: Permutation,
+    activation: ActivationType,
+    gate_up: str,
+    needs: Fp8DownGradients,
+    fp32_dw: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dZ e4m3 (R, N), dz_scale (R,), dZᵀ e4m3 (N, P), dz_t_scale (E,), dW2, dscores."""
+    *of_dz, dscores = _of_dz(z, w2_t.shape[0], scores, needs)
+    dw2 = _like(w2, needs.dw2, torch.float32 if fp32_dw else None)
+    return *of_dz, dw2, dscores  # type: ignore
+
+
+@operator(reference, "fp8", flops=lambda s: 4 * s.z[0] * s.w2_t[1] * s.w2_t[2])
+def fp8_down_backward_into(
+    main_grad: Mutated,
+    dout: Tensor,
+    z: Tensor,
+    zmax: Tensor,
+    a_scale: Tensor,
+    x_scale: Tensor,
+    w2_t: Tensor,
+    w2_scale: Tensor,
+    scores: Tensor | None,
+    p: Permutation,
+    activation: ActivationType,
+    gate_up: str,
+    needs: Fp8DownGradients,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`fp8_down_backward` that adds dW2 to `main_grad`, fp32 with the strides of W2."""
+    return _of_dz(z, w2_t.shape[0], scores, needs)  # type: ignore
+
+
+def _dx(x: Tensor, needs: Fp8UpGradients) -> Tensor | None:
+    return x.new_empty(x.shape, dtype=torch.bfloat16) if needs.dx else None
+
+
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * s.w1[2] * (s.dx + s.dw1))
+def fp8_up_backward(
+    dz8: Tensor | None,
+    dz_scale: Tensor | None,
+    dz_t: Tensor | None,
+    dz_t_scale: Tensor | None,
+    x: Tensor,
+    w1: Tensor,
+    w1_t: Tensor,
+    w1_scale: Tensor,
+    p: Permutation,
+    needs: Fp8UpGradients,
+    fp32_dw: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """dX = Σ dZ W1 over a token's rows, bf16, and dW1 = dZᵀ X. dX needs dz8, dW1 needs dz_t."""
+    return _dx(x, needs), _like(w1, needs.dw1, torch.float32 if fp32_dw else None)  # type: ignore
+
+
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1_t[1] * s.w1_t[2] * (s.dx + 1))
+def fp8_up_backward_into(
+    main_grad: Mutated,
+    dz8: Tensor | None,
+    dz_scale: Tensor | None,
+    dz_t: Tensor,
+    dz_t_scale: Tensor,
+    x: Tensor,
+    w1_t: Tensor,
+    w1_scale: Tensor,
+    p: Permutation,
+    needs: Fp8UpGradients,
+    backend: str,
+) -> Tensor:
+    """`fp8_up_backward` that adds dW1 to `main_grad`, fp32 with the strides of W1; returns dX."""
+    return _dx(x, needs)  # type: ignore
