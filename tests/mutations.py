@@ -130,8 +130,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a kernel is launched with another dtype than it was compiled for", "launch/launcher.py",
-        "signature += (a.dtype, a.data_ptr() & 15 == 0)",
-        "signature.append(a.data_ptr() & 15 == 0)", "tests/test_launch.py",
+        'kinds.append(a.dtype if address & 15 == 0 else (a.dtype, "unaligned"))',
+        "kinds.append(address & 15 == 0)", "tests/test_launch.py",
     ),
     Mutation(
         "the host waits", "launch/grouped_gemm.py", *_SYNC,

@@ -81,7 +81,7 @@ def main() -> None:
         compiled = kernel[(7, 3)](*own, **bound.options)
         cached = cached or launcher._compiled(bound, compiled, args)
         assert cached is not None
-        cached((7, 3), 9, args)
+        cached.start((7, 3), 9, launcher.read(args, bound.unspecialized)[1])
 
 
 if __name__ == "__main__":

@@ -52,6 +52,10 @@ def _bound(args, constants=()):
     return launcher.Bound(kernel, **dict(zip(names[len(args) :], constants, strict=True)))
 
 
+def _start(compiled, grid, args):
+    compiled.start(grid, 5, launcher.read(args, frozenset())[1])
+
+
 def _addresses(call):
     """All arguments in a row, also where the kernel's own came as one."""
     *first, last = call
@@ -88,7 +92,7 @@ def test_same_arguments_as_triton(maps, grid, order):
         *(*grid, 1, 1)[:3], 5, 99, (4, 1, 0), None, None, None,
         *[a[1].of(a[0]) if type(a) is tuple else a for a in args], *constants,
     )  # fmt: skip
-    launcher._compiled(_bound(args, constants), compiled, args)(grid, 5, args)
+    _start(launcher._compiled(_bound(args, constants), compiled, args), grid, args)
     assert len(calls) == 2
     assert _addresses(calls[0]) == _addresses(calls[1])
 
@@ -105,7 +109,7 @@ def test_arguments_as_one():
     compiled = SimpleNamespace(run=of_triton, function=99, packed_metadata=(4, 1, 0))
     t = torch.zeros(48, 64, dtype=torch.bfloat16)
     args = (t, None, 12)
-    launcher._compiled(_bound(args, (128,)), compiled, args)((7,), 5, args)
+    _start(launcher._compiled(_bound(args, (128,)), compiled, args), (7,), args)
     kernels_own = (t.data_ptr(), None, 12, 128)
     described = (None, None, None, None, None, "annotations", b"signature", kernels_own)
     assert calls == [(7, 1, 1, 5, 99, False, True, (4, 1, 0), *described)]
@@ -124,7 +128,7 @@ def test_a_map_is_filled_once_for_an_address_and_its_boxes(monkeypatch):
     run = launcher._compiled(_bound(args), compiled, args)
 
     def start(t):
-        run((1,), 5, (descriptors.descriptor(t, [64, 64]),))
+        _start(run, (1,), (descriptors.descriptor(t, [64, 64]),))
         used = filled[_addresses(calls[-1])[FIRST] - 1]
         assert used[0] == t.data_ptr() and used[5:7] == (list(t.shape), list(t.stride()))
         return len(filled)

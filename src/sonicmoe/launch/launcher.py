@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.knobs import runtime
+from triton.runtime.driver import driver
 
 from ..tuning import Target
 from . import triton_locks  # noqa: F401 Triton is called from several threads
@@ -27,9 +29,8 @@ def _target_of(index: int) -> Target:
 def target_of(t: torch.Tensor) -> Target:
     """The device that a kernel on `t` runs on: for meta tensors, which only compile, the current
     GPU, and for the interpreter a small Hopper without Gluon."""
-    if t.is_meta:
-        return _target_of(torch.cuda.current_device())
-    return _target_of(t.device.index) if t.is_cuda else Target(90, 4, gluon=False)
+    index = torch.cuda.current_device() if t.is_meta else t.get_device()
+    return Target(90, 4, gluon=False) if index < 0 else _target_of(index)
 
 
 class Bound:
@@ -76,11 +77,12 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
             # TMA descriptors need a CUDA context, which autograd's thread may not have yet.
             torch.cuda.Event().record()
             thread_state.has_cuda_context = True
-        if _CACHED and not _has_launch_hooks():
-            signature = (index, *_signature(args, bound.unspecialized))
+        if _CACHED and not runtime.launch_enter_hook.calls:  # a profiler's, called by Triton itself
+            kinds, values = read(args, bound.unspecialized)
+            signature = (index, *kinds)
             compiled = bound.compiled.get(signature)
             if compiled is not None:
-                compiled(grid, triton.runtime.driver.active.get_current_stream(index), args)
+                compiled.start(grid, driver.active.get_current_stream(index), values)
                 return None
     own = [a[1].of(a[0]) if type(a) is tuple else a for a in args]
     if first.is_meta:
@@ -92,27 +94,37 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     return None
 
 
-def _has_launch_hooks() -> bool:
-    """Whether a profiler wants to hear of launches from Triton itself."""
-    return bool(triton.knobs.runtime.launch_enter_hook.calls)
+def read(args: tuple, unspecialized: frozenset[int]) -> tuple[list, list]:
+    """The signature of a launch, for which Triton compiles, and the values its C launcher takes.
 
-
-def _signature(args: tuple, unspecialized: frozenset[int]) -> list:
-    """What Triton compiles a kernel for: dtypes, blocks, None, alignment of addresses to 16 bytes;
-    of an integer whether it is 1, divides by 16 and fits 32 bits."""
-    signature: list = []
+    The signature has dtypes, blocks, None, alignment of addresses to 16 bytes; of an integer
+    whether it is 1, divides by 16 and fits 32 bits. The value of a descriptor is (address, Boxes).
+    """
+    kinds: list = []
+    values: list = []
+    integers = 0
     for i, a in enumerate(args):
         kind = type(a)
         if kind is tuple:
-            signature.append(a[1].kind)
+            t, boxes = a
+            kinds.append(boxes.kind)
+            values.append((t.data_ptr(), boxes))
+            values += boxes.values
         elif kind is int:
-            wide = a.bit_length() > 31
-            signature.append(wide if i in unspecialized else (a == 1, a & 15 == 0, wide))
+            divisor = 1 if a == 1 else 16 if a & 15 == 0 else 0
+            kinds.append(kind if i in unspecialized else divisor)
+            values.append(a)
+            integers |= a
         elif a is None or kind is float:
-            signature.append(kind)
+            kinds.append(kind)
+            values.append(a)
         else:
-            signature += (a.dtype, a.data_ptr() & 15 == 0)
-    return signature
+            address = a.data_ptr()
+            kinds.append(a.dtype if address & 15 == 0 else (a.dtype, "unaligned"))
+            values.append(address)
+    if integers >> 31:  # rare, so only then does the signature say which are of 64 bits
+        kinds += [type(a) is int and a >> 31 for a in args]
+    return kinds, values
 
 
 class _Maps(dict):
@@ -140,7 +152,7 @@ class _Maps(dict):
 
 @cache
 def _encode():
-    utils = triton.runtime.driver.active.utils
+    utils = driver.active.utils
     newer = getattr(utils, "fill_tma_descriptor_tiled", None)  # since Triton 3.7
     return newer or utils.fill_tma_descriptor
 
@@ -150,20 +162,13 @@ class _Compiled(NamedTuple):
 
     run: Callable
     head: tuple  # arguments between the stream and the kernel's own
-    maps: Sequence[_Maps]  # one for each descriptor
+    maps: Sequence[tuple[int, _Maps]]  # of each descriptor, with its place among the values
     constants: Sequence
     packed: bool  # whether `run` takes the kernel's arguments as one tuple
 
-    def __call__(self, grid: tuple[int, ...], stream: int, args: tuple) -> None:
-        values: list = []
-        maps = iter(self.maps)
-        for a in args:
-            if type(a) is tuple:
-                t, boxes = a
-                values.append(next(maps)[t.data_ptr(), boxes])
-                values += boxes.values
-            else:
-                values.append(a.data_ptr() if isinstance(a, torch.Tensor) else a)
+    def start(self, grid: tuple[int, ...], stream: int, values: list) -> None:
+        for place, maps in self.maps:
+            values[place] = maps[values[place]]
         values += self.constants
         x, y, z = (*grid, 1, 1)[:3]
         if self.packed:
@@ -182,7 +187,9 @@ def _compiled(bound: Bound, compiled, args: tuple) -> _Compiled | None:
     if launcher.global_scratch_size or launcher.profile_scratch_size or checked:
         return None
     run, metas = launcher.launch, []
-    if any(type(a) is tuple for a in args):
+    _, values = read(args, bound.unspecialized)
+    places = [i for i, value in enumerate(values) if type(value) is tuple]
+    if places:
         cells = zip(run.__code__.co_freevars, run.__closure__, strict=True)
         held = {name: cell.cell_contents for name, cell in cells}
         run, metas = held["launcher"], held["tensordesc_meta"]
@@ -200,7 +207,8 @@ def _compiled(bound: Bound, compiled, args: tuple) -> _Compiled | None:
         last = (*scratch, compiled.packed_metadata, *hooks)
     constants = [bound.options[name] for name in bound.kernel.arg_names[len(args) :]]
     head = (compiled.function, *flags, *last)
-    return _Compiled(run, head, list(map(_Maps, metas)), constants, packed)
+    maps = [(place, _Maps(meta)) for place, meta in zip(places, metas, strict=True)]
+    return _Compiled(run, head, maps, constants, packed)
 
 
 def dot_precision(t: torch.Tensor) -> str:
