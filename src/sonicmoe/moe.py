@@ -237,7 +237,7 @@ class MoE(nn.Module):
                 out = finish(out, deferred)
             if shared is not None:
                 out = out + shared
-        return out if is_flat else out.view(hidden_states.shape), aux_loss
+        return out if is_flat else out.view(*hidden_states.shape), aux_loss
 
     def _checked_backend(
         self, hidden_states: torch.Tensor, backend: KernelBackendMoE | None
