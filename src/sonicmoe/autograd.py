@@ -62,7 +62,8 @@ class RouterLogits(torch.autograd.Function):
         if dlogits is None:
             return dx, None, None
         x, weight = ctx.saved_tensors
-        dlogits = dlogits.to(x.dtype)
+        if dlogits.dtype != x.dtype:
+            dlogits = dlogits.to(x.dtype)
         if need_dx and dx is None:
             dx = dlogits @ weight
         elif need_dx:

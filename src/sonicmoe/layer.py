@@ -296,7 +296,8 @@ def permute(
 
 def score_dtype(scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Scores in fp32, or in float64 where the data is."""
-    return scores.to(torch.promote_types(x.dtype, torch.float32))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return scores if scores.dtype == dtype else scores.to(dtype)  # `to` alone takes 1.5 µs
 
 
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple:

@@ -256,9 +256,12 @@ def _is_rounded(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
     The meta device only compiles, for weights that have been checked.
     """
-    return x.is_meta or (
-        torch.is_autocast_enabled(x.device.type) and is_autocast(x) and is_autocast(weight)
-    )
+    return x.is_meta or _casts_both(x, weight)
+
+
+def _casts_both(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether autocast is enabled and changes the dtype of both."""
+    return torch.is_autocast_enabled(x.device.type) and is_autocast(x) and is_autocast(weight)
 
 
 def is_autocast(t: torch.Tensor) -> bool:
@@ -270,8 +273,7 @@ def check_router_dtype(name: str, weight: torch.Tensor, x: torch.Tensor) -> None
     """Of the router's weight, for x (·, H), unless autocast casts both."""
     check_floating("x", x)
     check_floating(name, weight)
-    casts = torch.is_autocast_enabled(x.device.type)
-    if weight.dtype != x.dtype and not (casts and is_autocast(x) and is_autocast(weight)):
+    if weight.dtype != x.dtype and not _casts_both(x, weight):
         raise bad_argument(
             name,
             f"the dtype of x ({x.dtype})",
