@@ -80,7 +80,7 @@ def _tile_options(config: RowConfig | WeightConfig) -> dict:
 
 
 def _grid(config: RowConfig | WeightConfig, work: int, target) -> tuple[int]:
-    return (max(1, min(work, config.programs * target.processors)),)
+    return (min(work, config.programs * target.processors) or 1,)
 
 
 def _row_grid(config: RowConfig, p: Permutation, columns: int, target) -> tuple[int]:

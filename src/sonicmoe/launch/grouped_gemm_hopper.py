@@ -72,7 +72,7 @@ def _z_boxes(dtype, columns, width, gate_up) -> Boxes:
 
 def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
     """Boxes of rows that end with their expert: see `kernels.hopper.ragged`."""
-    return t, _row_boxes(t.dtype, t.shape[1:], t.stride(), block)
+    return t, _row_boxes(t.dtype, (t.shape[1],), t.stride(), block)
 
 
 def _lora(lora: Lora, layout: str, config: RowConfig, gate_up: str | None = None) -> tuple:
@@ -194,7 +194,7 @@ def dz_gemm(
         lora.rank,
     )
     rows = dout if p.is_gathered else row_boxes(dout, _ROWS, config.block_k)
-    low_rank = _lora(lora, weight_layout(w2.mT), config)
+    low_rank = _lora(lora, "nk" if w2.stride(1) == 1 else "kn", config)
     stored = ((z, z_boxes), (dz, z_boxes), (dz if a is None else a, a_boxes))
     args = (rows, p.row_token, (w2, weights), *low_rank, scores, p.row_slot, *stored)
     return kernel, (*args, partial, partial.shape[1], p.tiles)

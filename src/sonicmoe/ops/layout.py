@@ -5,8 +5,6 @@ of their last two dimensions, and the rows of logits. Every other tensor argumen
 made contiguous here. What TMA reads must also start on 16 bytes.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from ..errors import bad_argument
@@ -29,8 +27,8 @@ class Layout:
         special = _WEIGHTS | _ROWS | _E4M3 | _BY_STRIDES | {"main_grad"}
         self.others = [i for i, name in tensors.items() if name not in special]
 
-    def dense(self, given: Sequence, for_kernels: bool) -> list:
-        args = list(given)
+    def dense(self, args: list, for_kernels: bool) -> list:
+        """`args` with dense tensors; the list itself is changed."""
         if self.adds_to_main_grad:
             _check_main_grad(args[0])
         for i in self.others:

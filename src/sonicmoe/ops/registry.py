@@ -134,8 +134,10 @@ def operator(
             """The implementation for these arguments, and the arguments as it takes them."""
             if layout is None:
                 return getattr(reference, name), args
-            *args, backend = layout.dense(args, for_kernels=args[-1] == "triton")
-            return getattr(reference if backend == "torch" else launch_module(), name), args
+            *args, backend = args
+            for_kernels = backend == "triton"
+            module = launch_module() if for_kernels else reference
+            return getattr(module, name), layout.dense(args, for_kernels)
 
         def dispatched(*flat: Any) -> Any:
             function, args = chosen(signature.unflatten(flat))
