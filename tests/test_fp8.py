@@ -19,6 +19,7 @@ from helpers import (
     run,
     same_bits,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
@@ -251,6 +252,25 @@ def test_what_is_kept():
         ((40, 2), torch.float32),  # scores
     }
     out.sum().backward()
+
+
+def test_z_is_free_before_dx_is_allocated(monkeypatch):
+    kept, free = [], []
+    up, backward = fp8.fp8_up, fp8.fp8_up_backward
+
+    def recorded(*args):
+        found = up(*args)
+        kept.append(StorageWeakRef(found[0].untyped_storage()))
+        return found
+
+    def checked(*args):
+        free.append(kept[0].expired())
+        return backward(*args)
+
+    monkeypatch.setattr(fp8, "fp8_up", recorded)
+    monkeypatch.setattr(fp8, "fp8_up_backward", checked)
+    run(in_fp8(SMALL), make_inputs(SMALL))
+    assert free == [True]
 
 
 def test_inference_keeps_nothing():
