@@ -118,10 +118,10 @@ def public_calls(
     case = Case(SHAPE, dtype, bias=True, routing="uniform")
     given = make_inputs(case, device)
     with torch.device(device):
-        return _public_calls(given, dtype, {"backend": backend})
+        return _public_calls(given, dtype, {"backend": backend}, device)
 
 
-def _public_calls(given, dtype: torch.dtype, options: dict[str, Any]) -> dict:
+def _public_calls(given, dtype: torch.dtype, options: dict[str, Any], device: str) -> dict:
     weights = {"w1": given.w1, "w2": given.w2, "b1": given.b1, "b2": given.b2}
     published = {**weights, "w1": given.w1.permute(1, 2, 0), "w2": given.w2.permute(1, 2, 0)}
     token = torch.arange(12, dtype=torch.int32).repeat_interleave(2)
@@ -183,6 +183,7 @@ def _public_calls(given, dtype: torch.dtype, options: dict[str, Any]) -> dict:
         "round_tokens, balanced": (tokens, {"scores": probabilities, "ids": given.ids}),
         "MoE": (layer, {"hidden_states": given.x.view(3, 4, 16), **parameters}),
     }  # fmt: skip
+    calls |= _fp8_calls(make_inputs(Case("12,16,16,4,2", routing="uniform"), device), options)
     if given.x.is_cuda or options["backend"] == "torch":  # these choose the backend themselves
         calls["moe_general_routing_inputs"] = (
             lambda x, ids, scores, slot_token, w1, w2, b1, b2: sonicmoe.moe_general_routing_inputs(
@@ -193,6 +194,19 @@ def _public_calls(given, dtype: torch.dtype, options: dict[str, Any]) -> dict:
                 x, router_w, w1, b1, w2, b2, 2)[:2],
             {"x": given.x, "router_w": torch.randn(4, 16, dtype=dtype), **published})  # fmt: skip
     return calls
+
+
+def _fp8_calls(given, options: dict[str, Any]) -> dict:
+    counts = torch.tensor([3, 2, 3, 4], dtype=torch.int32)
+    tensors = {name: t for name, t in given.arguments().items() if t is not None}
+    rows = {"rows": given.x, "counts": counts, "w1": given.w1, "w2": given.w2}
+    fp8 = {"precision": "fp8", **options}
+    return {
+        "experts, fp8": (lambda **t: sonicmoe.experts(**t, **fp8), tensors),
+        "grouped_experts, fp8": (
+            lambda **t: sonicmoe.grouped_experts(**t, **fp8),
+            {**rows, "scores": given.scores[:, 0]}),
+    }  # fmt: skip
 
 
 def check_public(

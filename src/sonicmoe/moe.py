@@ -84,8 +84,8 @@ class MoE(nn.Module):
     `precision="fp8"` is that of `experts`. The weights are then quantized in every forward pass, or
     with `cache_fp8_weights` when they are seen to have changed. The cache sees steps of optimizers
     of `torch.optim` and what PyTorch's version counter sees; after any other change, such as writes
-    through `.data` or a broadcast, call `refresh_fp8_weights`. Compiled, captured in a CUDA graph
-    or under FSDP, the cache is not used.
+    through `.data` or a broadcast, call `refresh_fp8_weights`. Compiled, captured in a CUDA graph,
+    under FSDP or expert parallelism, the cache is not used.
 
     State-dict keys: `router.weight` (E, H), `c_fc.weight` (E, 2I, H), `c_proj.weight` (E, H, I);
     with `router_bias` also `router.bias`, with `add_bias` also `c_fc.bias` and `c_proj.bias`. The
@@ -322,6 +322,7 @@ class MoE(nn.Module):
         return (
             f"hidden={self.hidden_size}, intermediate={self.intermediate_size}, "
             f"experts={self.num_experts}, top_k={self.top_k}, router={self.router_kind}"
+            + (f", precision={self.precision}" if self.precision else "")
         )
 
 

@@ -121,6 +121,20 @@ def layer_equals_one_process(rank: int, tokens: list[int], options: dict) -> Non
     close(_gradients(many), _gradients(one))
 
 
+def fp8_layer(rank: int, tokens: list[int]) -> None:
+    """What one process computes in FP8, but for the order of sums and a rounding to bf16."""
+    one = MoE(8, 3, 32, 16, dtype=torch.bfloat16, precision="fp8")
+    many = parallelize(copy.deepcopy(one), init_device_mesh("cpu", (len(tokens),)))
+    x = torch.randn(sum(tokens), 32).bfloat16()
+    want = [_step(one, x[mine(r, tokens)]) for r in range(len(tokens))]
+    got = _step(many, x[mine(rank, tokens)])
+    for name, t in want[rank].items():
+        assert (got[name] - t).norm() <= 0.01 * t.norm(), name
+    gradients = _gradients(many)
+    for name, t in _gradients(one).items():
+        assert (gradients[name] - t).norm() <= 0.01 * t.norm(), name
+
+
 def layer_with_fsdp_on_the_other_dimension(rank, tokens, options):
     """A mesh of 2 × 2: gradients are the mean over all four ranks, and a step keeps them equal."""
     one = _layer(**options)
@@ -241,6 +255,11 @@ DIFFERENT = {
 def ranks_that_differ(rank: int, setting: str) -> str:
     arguments = DIFFERENT[setting][0]() if rank else _arguments()
     return _message(lambda: experts(**arguments))
+
+
+def precisions_that_differ(rank: int) -> str:
+    arguments = _arguments(intermediate=16, dtype=torch.bfloat16)
+    return _message(lambda: experts(**arguments, precision="fp8" if rank else None))
 
 
 def dispatches_that_differ(rank: int) -> str:

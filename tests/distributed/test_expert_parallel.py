@@ -83,6 +83,10 @@ def test_layer_with_fsdp_on_the_other_dimension(four, tokens, options):
     four.run(ranks.layer_with_fsdp_on_the_other_dimension, tokens, options)
 
 
+def test_layer_in_fp8(two):
+    two.run(ranks.fp8_layer, [7, 5])
+
+
 def test_checkpointed_layer(two):
     two.run(ranks.checkpointed_layer, [7, 0])
 
@@ -105,6 +109,11 @@ def test_ranks_that_differ_raise_the_same_error(two, setting):
     assert first == second
     assert first.startswith(f"{setting}: expected the same on every rank, got ")
     assert ranks.DIFFERENT[setting][1] in first
+
+
+def test_precisions_that_differ(two):
+    first, second = two.run(ranks.precisions_that_differ)
+    assert first == second and "got None on rank 0, fp8 on rank 1" in first
 
 
 def test_dispatches_that_differ(two):

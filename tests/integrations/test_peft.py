@@ -307,6 +307,18 @@ def test_a_model_without_lora_on_experts_raises():
             use_lora_experts(wrong)
 
 
+def test_experts_in_fp8_raise():
+    register("in_fp8", precision="fp8")
+    model = adapted()
+    model.get_base_model().set_experts_implementation("in_fp8")
+    with pytest.raises(ValueError, match=r"^model: expected experts without precision='fp8'"):
+        use_lora_experts(model)
+    experts = outermost(model).get_base_layer()
+    none = adapter.LowRank(torch.zeros(0), torch.zeros(0))
+    with pytest.raises(ValueError, match=r"^precision: expected None with LoRA on the experts"):
+        experts(torch.randn(4, 32), torch.randint(4, (4, 2)), torch.rand(4, 2), lora1=none)
+
+
 def test_lora_on_a_bias_raises():
     model = adapted("GptOss", targets=[UP, DOWN, "experts.down_proj_bias"])
     with pytest.raises(ValueError, match="target_parameters: expected gate_up_proj and down_proj"):

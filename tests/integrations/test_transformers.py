@@ -351,6 +351,18 @@ def test_experts_without_a_gate():
     torch.testing.assert_close(block(x, ids, scores), torch.stack(want), rtol=1e-4, atol=1e-4)
 
 
+def test_experts_in_fp8(names_restored):
+    adapter.register("in_fp8", precision="fp8")
+    model = small("Mixtral").bfloat16()
+    got, want = step(with_backend(model, "in_fp8")), step(with_backend(model, NAME))
+    for name in want:
+        assert (got[name] - want[name]).norm() <= 0.25 * want[name].norm(), name
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert (got[name] - want[name]).norm() >= 0.03 * want[name].norm()
+    with pytest.raises(ValueError, match=r"^precision: expected 'fp8' or None"):
+        adapter.register(precision="fp16")
+
+
 @pytest.fixture
 def names_restored(monkeypatch):
     """`register` changes tables of transformers for the whole process."""

@@ -42,6 +42,7 @@ def test_accumulation_gives_the_same_gradient_steps(tiny, cache, tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"precision": "autocast"}, {"precision": "bf16"},
+                                    {"precision": "fp8"}, {"precision": "fp8", "recompute": True},
                                     {"recompute": True}, {"loss_chunk": 16},
                                     {"backend": "grouped_mm"}, {"backend": "torch"}])  # fmt: skip
 def test_every_way_of_computing_a_step_trains(tiny, cache, tmp_path, change):
@@ -49,6 +50,12 @@ def test_every_way_of_computing_a_step_trains(tiny, cache, tmp_path, change):
         tiny.override({"steps": 6, "validate_every": 6, **change}), tmp_path / "run", cache
     )
     assert numbers["last_loss"] < numbers["first_loss"]
+
+
+def test_peers_have_no_fp8(tiny, cache, tmp_path):
+    config = tiny.override({"precision": "fp8", "backend": "grouped_mm"})
+    with pytest.raises(ValueError, match=r"^backend: expected .* with precision=fp8"):
+        run.train(config, tmp_path / "run", cache)
 
 
 def test_recomputation_and_chunks_change_no_number(tiny, cache, tmp_path):

@@ -56,6 +56,12 @@ def quantize_weight(w):
     return q.contiguous(), q.mT.contiguous(), scale
 
 
+def _gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A B in fp32, also under autocast."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a.float() @ b.float()
+
+
 def _blocks(value: torch.Tensor) -> torch.Tensor:
     """(R, C) as (R, J, 128), padded with zeros."""
     return torch.nn.functional.pad(value, (0, -value.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
@@ -71,7 +77,7 @@ def fp8_up(x8, x_scale, w8, w_scale, p: Permutation, activation: ActivationType,
     z = torch.zeros(p.rows_of(x8), w8.shape[1], device=x8.device)
     for e, r in _expert_rows(p):
         scale = _gather(x_scale, p, r)[:, None] * w_scale[e]
-        z[r] = (_gather(x8, p, r).float() @ w8[e].float().mT) * scale
+        z[r] = _gemm(_gather(x8, p, r), w8[e].mT) * scale
     a = activate(z, activation, gate_up)
     a_scale = power_of_two_scale(_block_amax(a))
     a8 = to_e4m3((_blocks(a) / a_scale.T[:, :, None]).flatten(1)[:, : a.shape[1]]).contiguous()
@@ -96,7 +102,7 @@ def fp8_gemm(a8, a_scale, w, w_scale, row_scores, p: Permutation):
     y = torch.zeros(a8.shape[0], w.shape[1], device=a8.device)
     for e, r in _expert_rows(p):
         a = a8[r].float() * per_column[r, :columns]
-        y[r] = a @ w[e].float().mT * w_scale[e]
+        y[r] = _gemm(a, w[e].mT) * w_scale[e]
     if row_scores is not None:
         y *= row_scores[:, None]
     return y.to(torch.bfloat16)
@@ -194,7 +200,7 @@ def dz_gemm(do8, factors, z, w2_t, scores, p: Permutation, activation, gate_up, 
     """dZ e4m3 (R, N), dZᵀ (N, P), A'ᵀ (I, P) e4m3, dscores; None where not needed."""
     da = torch.zeros(z.shape[0], w2_t.shape[1], device=z.device)
     for e, r in _expert_rows(p):
-        da[r] = _gather(do8, p, r).float() @ w2_t[e].float().mT
+        da[r] = _gemm(_gather(do8, p, r), w2_t[e].mT)
     f = factors[:, :, None]
     da = da * f[0]
     a = activate(z.float(), activation, gate_up)
@@ -219,8 +225,8 @@ def weight_gradient(rows8, other_t, scale, p: Permutation):
     other = other_t.view(torch.uint8).unflatten(1, (-1, BLOCK))[:, :, place_of_row].flatten(1)
     other = other.view(torch.float8_e4m3fn)
     for e, r in _expert_rows(p):
-        columns = other[:, first[e] : first[e] + r.stop - r.start].float()
-        out[e] = _gather(rows8, p, r).float().mT @ columns.mT * scale[e]
+        columns = other[:, first[e] : first[e] + r.stop - r.start]
+        out[e] = _gemm(_gather(rows8, p, r).mT, columns.mT) * scale[e]
     return out
 
 

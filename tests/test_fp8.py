@@ -1,0 +1,404 @@
+"""precision="fp8" in plain PyTorch: errors, range, and every way to call it."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo.testing
+from helpers import (
+    ACTIVATIONS,
+    ROUTINGS,
+    Case,
+    _kinks,
+    check_fp32_weights,
+    check_zeros,
+    make_inputs,
+    plain,
+    relative_error,
+    run,
+    same_bits,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import sonicmoe
+from sonicmoe import ActivationType, MoE
+from sonicmoe.reference import fp8
+
+SHAPE = "512,256,192,8,2"  # I is no multiple of 128
+LIMITS = {"out": 0.072, "dx": 0.075, "dw1": 0.075, "dw2": 0.075, "dscores": 0.073}
+# Of dX and dW1 where the slope of the activation jumps: Z errs by 3.7%, so 1.2% of it changes sign.
+KINKS = 0.18
+SMALL = Case("40,32,16,5,2", routing="dropped")
+
+
+def in_fp8(case: Case, **options):
+    return partial(sonicmoe.experts, precision="fp8", **case.options, **options)
+
+
+def errors(case: Case, inputs) -> dict[str, float]:
+    exact = run(plain(case), inputs.double())
+    got = run(in_fp8(case), inputs)
+    assert not any(t.isnan().any() for t in got.values())
+    return {name: relative_error(got[name], exact[name]) for name in got}
+
+
+def within(found: dict[str, float], activation=ActivationType.SWIGLU) -> None:
+    for name, error in found.items():
+        limit = KINKS if _kinks(activation) and name in ("dx", "dw1") else LIMITS[name]
+        assert error <= limit, (name, error)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
+def test_error_budget(activation, gate_up, transposed):
+    case = Case(SHAPE, activation=activation, gate_up=gate_up, transposed=transposed)
+    within(errors(case, make_inputs(case)), activation)
+
+
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+def test_routings(routing):
+    case = Case(SHAPE, routing=routing)
+    inputs = make_inputs(case)
+    within(errors(case, inputs))
+    check_zeros(run(in_fp8(case), inputs), inputs)
+
+
+def test_the_worst_tokens_where_gradients_differ():
+    """A scale for a block of tokens would lose the small ones."""
+    case = Case(SHAPE)
+    inputs = make_inputs(case)
+    inputs.dout = (inputs.dout * torch.exp2(5 * torch.randn(512, 1))).bfloat16()
+    got, exact = run(in_fp8(case), inputs)["dx"], run(plain(case), inputs.double())["dx"]
+    by_token = (got.double() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert by_token.sort().values[-51:].mean() <= 0.09
+
+
+def test_a_channel_a_thousand_times_larger():
+    case = Case(SHAPE)
+    inputs = make_inputs(case)
+    inputs.x[:, 3] *= 1000
+    inputs.w1[:, :, 3] /= 1000
+    exact, got = run(plain(case), inputs.double()), run(in_fp8(case), inputs)
+    assert relative_error(got["out"], exact["out"]) <= LIMITS["out"]
+    others = torch.arange(256) != 3
+    # The others in a row of X are small beside its scale: some are subnormal.
+    for name, limit in (("dx", LIMITS["dx"]), ("dw1", 0.12)):
+        error = relative_error(got[name][..., others], exact[name][..., others])
+        assert error <= limit, name
+
+
+@pytest.mark.parametrize("argument", ["x", "dout"])
+@pytest.mark.parametrize("exponent", [20, -20])
+def test_tokens_a_million_times_larger_or_smaller(argument, exponent):
+    case = Case(SHAPE)
+    inputs = make_inputs(case)
+    getattr(inputs, argument)[::7] *= 2.0**exponent
+    exact, got = run(plain(case), inputs.double()), run(in_fp8(case), inputs)
+    for name in ("out", "dx"):
+        by_token = (got[name].double() - exact[name]).norm(dim=1) / exact[name].norm(dim=1)
+        if (argument, exponent, name) == ("x", 20, "dx"):
+            by_token[::7] = 0  # so far out, SwiGLU is ReGLU and has its kink
+        assert by_token.sort().values[-51:].mean() <= 0.09, name
+    for name in ("dw1", "dw2"):
+        limit = KINKS if (argument, exponent, name) == ("x", 20, "dw1") else LIMITS[name]
+        assert relative_error(got[name], exact[name]) <= limit, name
+
+
+@pytest.mark.parametrize("zero", ["x", "dout", "scores", "w1", "w2"])
+def test_zeros(zero):
+    """Rows of zeros, or an expert of zeros."""
+    inputs = make_inputs(SMALL)
+    getattr(inputs, zero)[2] = 0
+    got, exact = run(in_fp8(SMALL), inputs), run(plain(SMALL), inputs.double())
+    for name, t in got.items():
+        assert relative_error(t, exact[name]) <= 0.1, name
+    assert (got["out" if zero in ("x", "scores") else "dx"][2] == 0).all() or zero[0] == "w"
+
+
+def test_nothing_saturates(monkeypatch):
+    """What is rounded to e4m3 is at most its largest number: the scales are true bounds."""
+    largest, to_e4m3 = [], fp8.to_e4m3
+
+    def recorded(value):
+        largest.append(value.abs().max().item())
+        return to_e4m3(value)
+
+    monkeypatch.setattr(fp8, "to_e4m3", recorded)
+    for activation in ACTIVATIONS:
+        case = Case(SHAPE, activation=activation)
+        inputs = make_inputs(case)
+        inputs.x *= torch.exp2(3 * torch.randn(512, 1)).bfloat16()
+        inputs.dout = inputs.x.roll(1, 0)  # correlated with what it meets
+        inputs.scores *= torch.exp2(3 * torch.randn(512, 2))
+        run(in_fp8(case), inputs)
+    assert len(largest) == 9 * len(ACTIVATIONS)  # X twice
+    assert 224 < max(largest) <= 448
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("argument", ["x", "dout"])
+def test_what_is_not_finite_stays_with_its_token(argument, value):
+    case = Case("40,32,16,5,2", routing="uniform")
+    inputs = make_inputs(case)
+    clean = run(in_fp8(case), inputs)
+    getattr(inputs, argument)[7, 5] = value
+    got = run(in_fp8(case), inputs)
+    others = torch.arange(40) != 7
+    touched = torch.zeros(5, dtype=torch.bool).index_fill_(0, inputs.ids[7].long(), True)
+    assert not touched.all()
+    for name in ("out", "dx", "dscores"):
+        assert torch.equal(got[name][others], clean[name][others]), name
+    assert got["dx"][7].isnan().all()
+    assert got["out"][7].isnan().all() == (argument == "x")
+    for name in ("dw1", "dw2"):
+        assert torch.equal(got[name][~touched], clean[name][~touched]), name
+        assert got[name][touched].isnan().any((1, 2)).all(), name
+
+
+def test_a_weight_that_is_not_finite_stays_with_its_expert():
+    inputs = make_inputs(SMALL)
+    inputs.w1[3, 2, 1] = torch.inf
+    got = run(in_fp8(SMALL), inputs)
+    meets = (inputs.ids == 3).any(-1)
+    assert got["out"][meets].isnan().all() and not got["out"][~meets].isnan().any()
+    assert not got["dx"][~meets].isnan().any()
+    assert got["dw2"].isnan().any((1, 2)).tolist() == [False, False, False, True, False]
+
+
+# --- ways to call it ------------------------------------------------------------------------------
+def test_sorted_rows_and_pairs_are_the_same_experts():
+    case = Case("40,32,16,5,1", routing="uniform")
+    inputs = make_inputs(case)
+    want = run(in_fp8(case), inputs)
+    order = inputs.ids[:, 0].argsort(stable=True)
+    counts = torch.bincount(inputs.ids[:, 0].long(), minlength=5)
+    x = inputs.x[order].requires_grad_()
+    scores = inputs.scores[order, 0].requires_grad_()
+    w1, w2 = inputs.w1.requires_grad_(), inputs.w2.requires_grad_()
+    for gaps in (False, True):
+        starts = {"offsets": counts.cumsum(0) - counts} if gaps else {}
+        out = sonicmoe.grouped_experts(x, counts, w1, w2, scores=scores, **starts, precision="fp8")
+        found = torch.autograd.grad(out, (x, scores, w1, w2), inputs.dout[order])
+        assert relative_error(out, want["out"][order].double()) < 0.005  # rounded once more
+        for name, t in zip(("dx", "dscores", "dw1", "dw2"), found, strict=True):
+            expected = want[name].flatten() if name == "dscores" else want[name]
+            expected = expected if name[1] == "w" else expected[order]
+            assert relative_error(t, expected.double()) < 1e-6, name
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+def test_gradients_of_fp32_weights(transposed, monkeypatch):
+    monkeypatch.setattr("helpers.ours", lambda case, backend: in_fp8(case, backend=backend))
+    check_fp32_weights(Case(SMALL.shape, transposed=transposed), "cpu", "torch")
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+def test_main_grad(transposed):
+    case = Case(SMALL.shape, transposed=transposed)
+    inputs = make_inputs(case)
+    want = run(in_fp8(case), inputs)
+    given = inputs.arguments()
+    given |= {name: torch.nn.Parameter(given[name]) for name in ("w1", "w2")}
+    with torch.no_grad():
+        for name in ("w1", "w2"):
+            given[name].main_grad = torch.full_like(given[name], 0.5, dtype=torch.float32)
+    given["x"].requires_grad_()
+    for _ in range(2):
+        in_fp8(case)(**given).backward(inputs.dout)
+    assert torch.equal(given["x"].grad, 2 * want["dx"])
+    for name in ("w1", "w2"):
+        assert given[name].grad is None and given[name].main_grad.stride() == given[name].stride()
+        added = (given[name].main_grad - 0.5) / 2
+        assert relative_error(want[f"d{name}"], added.double()) < 2**-8, name
+
+
+@pytest.mark.parametrize("needed", [("x",), ("w1",), ("w2",), ("scores",), ("x", "w2")])
+def test_gradients_that_are_not_needed(needed, monkeypatch):
+    """The others have the same bits, and no transposed operand is made for frozen weights."""
+    inputs = make_inputs(SMALL)
+    want = run(in_fp8(SMALL), inputs)
+    inputs.differentiable = needed
+    asked, gradient = [], fp8.weight_gradient
+    monkeypatch.setattr(fp8, "weight_gradient", lambda *a: asked.append(a) or gradient(*a))
+    got = run(in_fp8(SMALL), inputs)
+    same_bits({name: want[name] for name in got}, got)
+    assert len(asked) == len({"w1", "w2"}.intersection(needed))
+
+
+def test_what_is_kept():
+    """Of the size of Z: Z alone, in bf16. Of the size of a weight: e4m3 and the parameter."""
+    given, saved = make_inputs(SMALL).arguments(), []
+    given |= {name: given[name].requires_grad_() for name in ("x", "w1", "w2")}
+
+    def keep(t):
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = in_fp8(SMALL)(**given)
+    found = {(t.shape, t.dtype) for t in saved if t.dim() > 1 and t.is_floating_point()}
+    assert found == {
+        ((40, 32), torch.bfloat16),  # X
+        ((5, 32, 32), torch.bfloat16),  # W1
+        ((5, 32, 32), torch.float8_e4m3fn),
+        ((5, 32, 16), torch.bfloat16),  # W2
+        ((5, 16, 32), torch.float8_e4m3fn),
+        ((80, 32), torch.bfloat16),  # Z
+        ((1, 80), torch.float32),  # zmax, a_scale
+        ((40, 2), torch.float32),  # scores
+    }
+    out.sum().backward()
+
+
+def test_z_is_free_before_dx_is_allocated(monkeypatch):
+    kept, free = [], []
+    up, backward = fp8.fp8_up, fp8.fp8_up_backward
+
+    def recorded(*args):
+        found = up(*args)
+        kept.append(StorageWeakRef(found[0].untyped_storage()))
+        return found
+
+    def checked(*args):
+        free.append(kept[0].expired())
+        return backward(*args)
+
+    monkeypatch.setattr(fp8, "fp8_up", recorded)
+    monkeypatch.setattr(fp8, "fp8_up_backward", checked)
+    run(in_fp8(SMALL), make_inputs(SMALL))
+    assert free == [True]
+
+
+def test_inference_keeps_nothing():
+    inputs = make_inputs(SMALL)
+    want = run(in_fp8(SMALL), inputs)["out"]
+    with torch.no_grad():
+        assert torch.equal(in_fp8(SMALL)(**inputs.arguments()), want)
+    with torch.inference_mode():
+        assert torch.equal(in_fp8(SMALL)(**inputs.arguments()), want)
+
+
+def test_second_derivatives_are_refused():
+    given = make_inputs(SMALL).arguments()
+    x = given["x"].requires_grad_()
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(in_fp8(SMALL)(**given).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_compiled_without_a_graph_break(compiler, cached):
+    """One graph for changing numbers of tokens; weights that change are noticed."""
+    torch._dynamo.reset()
+    moe = MoE(4, 2, 32, 16, dtype=torch.bfloat16, precision="fp8", cache_fp8_weights=cached)
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend=compiler)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(compiler)
+    counted = torch.compile(moe, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (12, 20, 7):
+        x = torch.randn(tokens, 32, dtype=torch.bfloat16, requires_grad=True)
+        dout = torch.randn(tokens, 32)
+        found = []
+        for layer in (moe, compiled, counted):
+            out, aux = layer(x)
+            leaves = [x, *moe.parameters()]
+            found.append([out, *torch.autograd.grad((out * dout).sum() + aux, leaves)])
+        for want, *others in zip(*found, strict=True):
+            assert all(torch.equal(want, got) for got in others)
+        moe.c_fc.weight.data.mul_(2)
+        moe.refresh_fp8_weights()
+    assert counter.frame_count == 1, "compiled again for another number of tokens"
+    torch._dynamo.reset()
+
+
+def test_in_a_checkpoint(monkeypatch):
+    """The same bits, and the output is not computed again."""
+    inputs = make_inputs(SMALL)
+    want = run(in_fp8(SMALL), inputs)
+    outputs, gemm = [], fp8.fp8_gemm
+    monkeypatch.setattr(fp8, "fp8_gemm", lambda *a: outputs.append(a) or gemm(*a))
+
+    def layer(x, ids, scores, w1, w2, b1, b2):
+        return checkpoint(in_fp8(SMALL), x, ids, scores, w1, w2, use_reentrant=False)
+
+    same_bits(want, run(layer, inputs))
+    assert len(outputs) == 2  # down and dX
+
+
+def test_the_layer_differs_in_precision_alone():
+    torch.manual_seed(0)
+    moe = MoE(8, 2, 64, 32, shared_intermediate_size=16, dtype=torch.bfloat16)
+    low = MoE(8, 2, 64, 32, shared_intermediate_size=16, dtype=torch.bfloat16, precision="fp8")
+    assert list(low.state_dict()) == list(moe.state_dict())
+    low.load_state_dict(moe.state_dict())
+    x = torch.randn(3, 20, 64, dtype=torch.bfloat16)
+    (want, aux), (out, low_aux) = moe(x), low(x)
+    assert torch.equal(aux, low_aux) and out.shape == x.shape
+    assert 0.01 < relative_error(out, want.double()) < 0.075
+    again, _ = copy.deepcopy(low)(x)
+    assert torch.equal(out, again)
+    inference, no_loss = low(x, is_inference_mode=True)
+    assert torch.equal(out, inference) and no_loss is None
+
+
+def test_autocast():
+    moe = MoE(8, 2, 64, 32, precision="fp8")
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = moe(torch.randn(20, 64))
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert {p.grad.dtype for p in moe.parameters()} == {torch.float32}
+
+
+# --- bad input ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp16"}, r"^precision: expected 'fp8' or None, got 'fp16'"),
+        ({"x": torch.float32, "w1": torch.float32, "w2": torch.float32}, "^x: expected bfloat16"),
+        ({"b1": torch.zeros(5, 32)}, "^b1: expected None with precision='fp8'"),
+        ({"b2": torch.zeros(5, 32)}, "^b2: expected None with precision='fp8'"),
+        ({"shape": "40,32,8,5,2"}, "^I of w2: expected a multiple of 16 with precision='fp8'"),
+        ({"shape": "40,24,16,5,2"}, "^H of w2: expected a multiple of 16 with precision='fp8'"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_arguments(changes, message):
+    changes = dict(changes)
+    given = make_inputs(Case(changes.pop("shape", SMALL.shape))).arguments()
+    given["precision"] = "fp8"
+    for name, change in changes.items():
+        if isinstance(change, torch.Tensor):
+            change = change.bfloat16()
+        given[name] = given[name].to(change) if isinstance(change, torch.dtype) else change
+    with pytest.raises(ValueError, match=message):
+        sonicmoe.experts(**given)
+
+
+def test_weights_of_another_dtype():
+    given = make_inputs(SMALL).arguments()
+    given["w2"] = given["w2"].half()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match=r"^w2: expected bfloat16 or float32"),
+    ):
+        sonicmoe.experts(**given, precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"precision": "bf16"}, "precision"),
+        ({"precision": "fp8", "add_bias": True}, "add_bias"),
+        ({"precision": "fp8", "hidden_size": 24}, "hidden_size"),
+        ({"precision": "fp8", "intermediate_size": 24}, "intermediate_size"),
+        ({"cache_fp8_weights": True}, "cache_fp8_weights"),
+    ],
+)
+def test_bad_options_of_the_layer(options, name):
+    sizes = {"hidden_size": 32, "intermediate_size": 16}
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        MoE(num_experts=4, num_experts_per_tok=2, **sizes | options)

@@ -1,0 +1,271 @@
+"""The cache of FP8 weights: every change that PyTorch can show is seen, the others are named."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sonicmoe import MoE, fp8_weights
+from sonicmoe.reference import fp8
+
+
+@pytest.fixture(autouse=True)
+def without_fsdp2(monkeypatch, request):
+    """`fully_shard` in another test turns the cache off for the whole process."""
+    if "fsdp2" not in request.node.name:
+        monkeypatch.setattr(fp8_weights, "_fsdp2_is_used", lambda: False)
+
+
+@pytest.fixture
+def quantized(monkeypatch):
+    """Weights that were quantized, in order."""
+    found, quantize = [], fp8.quantize_weight
+    monkeypatch.setattr(fp8, "quantize_weight", lambda w: found.append(w) or quantize(w))
+    return found
+
+
+def layer(**options) -> MoE:
+    torch.manual_seed(0)
+    options = {"precision": "fp8", "cache_fp8_weights": True, "dtype": torch.bfloat16} | options
+    return MoE(4, 2, 32, 16, **options)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(12, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def fresh(moe: MoE) -> torch.Tensor:
+    """The output of a layer without a cache."""
+    other = layer(cache_fp8_weights=False)
+    other.load_state_dict(moe.state_dict())
+    return other(tokens())[0]
+
+
+def test_quantized_once_while_nothing_changes(quantized):
+    moe = layer()
+    for _ in range(3):
+        moe(tokens())[0].sum().backward()
+    assert len(quantized) == 2
+    with torch.no_grad():
+        moe(tokens())
+    assert len(quantized) == 2
+
+
+def test_without_a_cache_quantized_in_every_call(quantized):
+    moe = layer(cache_fp8_weights=False)
+    for _ in range(3):
+        moe(tokens())
+    assert len(quantized) == 6
+    moe.refresh_fp8_weights()
+
+
+class WritesData(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.data.mul_(1.5)
+
+
+OPTIMIZERS = {
+    "foreach": lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
+    "for loop": lambda p: torch.optim.AdamW(p, 0.1, foreach=False),
+    "fused": lambda p: torch.optim.AdamW(p, 0.1, fused=True),  # leaves the version counter alone
+    "data": WritesData,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_of_optimizers_are_seen(kind, compiled):
+    moe = layer()
+    optimizer = OPTIMIZERS[kind](moe.parameters())
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+    for _ in range(2):
+        before = moe(tokens())[0]
+        before.sum().backward()
+        step()
+        after = moe(tokens())[0]
+        assert not torch.equal(before, after) and torch.equal(after, fresh(moe))
+    torch._dynamo.reset()
+
+
+def _inference(w):
+    with torch.inference_mode():
+        w.mul_(2)
+
+
+def _replaced(moe):
+    moe.c_fc.weight = nn.Parameter(2 * moe.c_fc.weight.detach())
+
+
+def _loaded(moe, **options):
+    state = {name: 2 * t for name, t in moe.state_dict().items()}
+    moe.load_state_dict(state, **options)
+
+
+def _through_fp32(moe):
+    """Back in bf16 with other values, and with luck at the same address."""
+    with torch.no_grad():
+        moe.c_fc.float()
+        moe.c_fc.weight.data.mul_(2)
+        moe.c_fc.bfloat16()
+
+
+CHANGES = {
+    "in place": lambda moe: moe.c_fc.weight.detach().mul_(2),
+    "foreach": lambda moe: torch._foreach_mul_([moe.c_fc.weight.detach()], 2),
+    "inference": lambda moe: _inference(moe.c_proj.weight),
+    "init": lambda moe: nn.init.normal_(moe.c_fc.weight),
+    "reset": lambda moe: moe.reset_parameters(),
+    "load": _loaded,
+    "load, assigned": lambda moe: _loaded(moe, assign=True),
+    "load of a part": lambda moe: moe.c_fc.load_state_dict(
+        {"weight": 2 * moe.c_fc.weight.detach()}
+    ),
+    "replaced": _replaced,
+    "data assigned": lambda moe: setattr(moe.c_fc.weight, "data", 2 * moe.c_fc.weight.data),
+    "set_": lambda moe: moe.c_fc.weight.set_(2 * moe.c_fc.weight.detach()),
+    "another dtype": _through_fp32,
+    "to_empty": lambda moe: (moe.to_empty(device="cpu"), moe.reset_parameters()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_seen(change):
+    moe = layer()
+    before = moe(tokens())[0]
+    with torch.no_grad():
+        CHANGES[change](moe)
+    after = moe(tokens())[0]
+    assert not torch.equal(before, after) and torch.equal(after, fresh(moe))
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rank", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+UNSEEN = {
+    "data": lambda w: w.data.mul_(2),
+    "storage": lambda w: w.untyped_storage().copy_((2 * w.detach()).untyped_storage()),
+    "numpy": lambda w: w.detach().view(torch.int16).numpy().__iadd__(1 << 7),
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN)
+def test_other_changes_need_a_refresh(change):
+    """If one of them is seen one day, the documents have to say so."""
+    moe = layer()
+    before = moe(tokens())[0]
+    UNSEEN[change](moe.c_fc.weight)
+    assert torch.equal(moe(tokens())[0], before)
+    moe.refresh_fp8_weights()
+    after = moe(tokens())[0]
+    assert not torch.equal(before, after) and torch.equal(after, fresh(moe))
+
+
+def test_functional_call_uses_what_it_is_given(quantized):
+    moe = layer()
+    moe(tokens())
+    doubled = {"c_fc.weight": 2 * moe.c_fc.weight.detach()}
+    found = torch.func.functional_call(moe, doubled, (tokens(),))[0]
+    expected = copy.deepcopy(moe)
+    expected.load_state_dict(moe.state_dict() | doubled)
+    assert torch.equal(found, expected(tokens())[0])
+    assert torch.equal(moe(tokens())[0], fresh(moe))
+
+
+def test_weights_that_are_computed_are_never_cached(quantized):
+    moe = layer()
+
+    class Doubled(nn.Module):
+        def forward(self, w):
+            return 2 * w
+
+    torch.nn.utils.parametrize.register_parametrization(moe.c_fc, "weight", Doubled())
+    for grad in (True, False, True):
+        del quantized[:]
+        with torch.set_grad_enabled(grad):
+            moe(tokens())
+        assert len(quantized) == 2
+
+
+def test_what_inference_cached_can_be_trained():
+    moe = layer()
+    with torch.inference_mode():
+        want = moe(tokens())[0]
+    out = moe(tokens())[0]
+    out.sum().backward()
+    assert torch.equal(out, want) and moe.c_fc.weight.grad is not None
+    with torch.inference_mode():
+        other = layer()  # inference tensors have no version counter
+        assert torch.equal(other(tokens())[0], want)
+
+
+def test_the_backward_pass_uses_the_weights_of_its_forward_pass():
+    moe, x = layer(), tokens().requires_grad_()
+    want = torch.autograd.grad(moe(x)[0].sum(), x)[0]
+    out = moe(x)[0]
+    moe.c_fc.weight.data.mul_(2)
+    moe.refresh_fp8_weights()
+    moe(x)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want)
+
+
+def test_copies_and_pickles_are_without_the_cache():
+    moe = layer()
+    out = moe(tokens())[0]
+    sizes = []
+    for m in (moe, layer(cache_fp8_weights=False)):
+        file = io.BytesIO()
+        torch.save(m, file)
+        sizes.append(file.tell())
+    assert sizes[0] < sizes[1] + 1024
+    for other in (copy.deepcopy(moe), pickle.loads(pickle.dumps(moe))):
+        assert other._fp8_cache is not moe._fp8_cache and other._fp8_cache._weights is None
+        assert torch.equal(other(tokens())[0], out)
+    assert list(moe.state_dict()) == ["router.weight", "c_fc.weight", "c_proj.weight"]
+
+
+def test_to_drops_the_cache():
+    moe = layer()
+    moe(tokens())
+    assert moe._fp8_cache._weights is not None
+    nn.Sequential(moe).to("cpu")
+    assert moe._fp8_cache._weights is None
+
+
+def test_fsdp2_quantizes_in_every_call(process_group, quantized):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    moe = layer()
+    block = nn.Sequential(nn.Identity(), moe)  # the layer itself has no mark
+    fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(block.parameters(), 1.0)
+    found = []
+    for i in range(3):
+        found.append(block(tokens())[0])
+        found[-1].sum().backward()
+        assert len(quantized) == 2 * (i + 1)
+        optimizer.step()
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "all_reduce"])
+def test_collectives_need_a_refresh(process_group, collective):
+    """If they bump the version counter one day, the documents have to say so."""
+    w = layer().c_fc.weight
+    before = w._version
+    with torch.no_grad():
+        dist.broadcast(w, 0) if collective == "broadcast" else dist.all_reduce(w)
+    assert w._version == before
