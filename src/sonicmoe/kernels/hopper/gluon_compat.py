@@ -12,6 +12,8 @@ copy_in = tma.async_load if _TMA_RENAMED else tma.async_copy_global_to_shared
 copy_out = tma.async_store if _TMA_RENAMED else tma.async_copy_shared_to_global
 copy_gathered = async_copy.async_load if _GATHER_RENAMED else async_copy.async_copy_global_to_shared
 
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
 
 @gluon.jit
 def reinterpreted(smem, shape: gl.constexpr, descriptor):
@@ -20,3 +22,12 @@ def reinterpreted(smem, shape: gl.constexpr, descriptor):
         return smem.reinterpret(smem.dtype, shape, descriptor.layout)
     else:
         return smem._reinterpret(smem.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
+def reinterpreted_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory with another dtype, shape and layout."""
+    if _REINTERPRET_RENAMED:
+        return smem.reinterpret(dtype, shape, layout)
+    else:
+        return smem._reinterpret(dtype, shape, layout)
