@@ -20,7 +20,7 @@ import torch
 from ..enums import ActivationType
 from ..permutation import Permutation
 from .activation import activate, activate_backward
-from .grouped_gemm import _expert_rows, _gather, _needed, _slots, combine
+from .grouped_gemm import _expert_rows, _gather, _slots, combine
 
 BLOCK = 128  # columns of A that share a scale, and rows of a tile
 E4M3_MAX = 448.0
@@ -212,7 +212,7 @@ def dz_gemm(do8, factors, z, w2_t, scores, p: Permutation, activation, gate_up, 
         dscores = dscores.view(scores.shape)
     dz = activate_backward(z.float(), da * f[1], activation, gate_up)
     dz8 = to_e4m3(dz * f[2])
-    dz_t = _transposed(to_e4m3(dz * f[3]), p) if needs.dz else None
+    dz_t = _transposed(to_e4m3(dz * f[3]), p) if needs.dz_t else None
     a_t = _transposed(to_e4m3(a * f[4]), p) if needs.dw2 else None
     return dz8 if needs.dz else None, dz_t, a_t, dscores
 
@@ -239,16 +239,13 @@ def fp8_down_backward(
     factors, dz_scale, dz_t_scale, a_t_scale = dz_scales(
         scores, do_scale, do_norm, x_scale, zmax, a_scale, w2_scale, dout.shape[1], p, activation
     )
-    of_gemm = needs._replace(dz=needs.dz or needs.dz_t)
-    dz8, dz_t, a_t, dscores = dz_gemm(
-        do8, factors, z, w2_t, scores, p, activation, gate_up, of_gemm
-    )
+    dz8, dz_t, a_t, dscores = dz_gemm(do8, factors, z, w2_t, scores, p, activation, gate_up, needs)
     dw2 = None
     if needs.dw2:
         dw2 = torch.empty_like(w2, dtype=torch.float32 if fp32_dw else w2.dtype)
         dw2.copy_(weight_gradient(do8, a_t, a_t_scale, p))
-    of_dz = (needs.dz, needs.dz, needs.dz_t, needs.dz_t)
-    return *_needed((dz8, dz_scale, dz_t, dz_t_scale), of_dz), dw2, dscores
+    of_dz = (dz8, dz_scale if needs.dz else None, dz_t, dz_t_scale if needs.dz_t else None)
+    return *of_dz, dw2, dscores
 
 
 def fp8_down_backward_into(

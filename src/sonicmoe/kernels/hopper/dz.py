@@ -36,7 +36,7 @@ SUMS = gl.constexpr(
 
 
 @gluon.jit
-def _load_z(z, end, row, column, barrier, smem, first, GATE_UP: gl.constexpr):
+def load_z(z, end, row, column, barrier, smem, first, GATE_UP: gl.constexpr):
     """Start the TMA load of one slice of Z: one box, or a gate and an up box if concatenated."""
     PER_COLUMN: gl.constexpr = 1 if GATE_UP is None else 2  # columns of Z per column of A
     mbarrier.expect(barrier, 2 * CONSUMER_M * PER_COLUMN * SLICE)
@@ -139,7 +139,7 @@ def _consumer(
         _expert, start, next_end, number = load_work(tiles, index + stride, total, I, BLOCK_N)
         tma.store_wait(0)
         for s in gl.static_range(BUFFERS):
-            _load_z(
+            load_z(
                 z, end, row, n * BLOCK_N + s * SLICE,
                 z_full.index(MINE + s), z_smem, (MINE + s) * PARTS, GATE_UP,
             )  # fmt: skip
@@ -175,7 +175,7 @@ def _consumer(
                 # takes a slice of the next lap. The last buffer is filled during that lap.
                 tma.store_wait(STORES)
                 if lap == 1 if i == 0 else lap + 1 < ROUNDS:
-                    _load_z(
+                    load_z(
                         z, end, row, column + (BUFFERS - 1) * SLICE,
                         z_full.index(MINE + (i - 1) % BUFFERS), z_smem,
                         (MINE + (i - 1) % BUFFERS) * PARTS, GATE_UP,

@@ -12,6 +12,8 @@ copy_in = tma.async_load if _TMA_RENAMED else tma.async_copy_global_to_shared
 copy_out = tma.async_store if _TMA_RENAMED else tma.async_copy_shared_to_global
 copy_gathered = async_copy.async_load if _GATHER_RENAMED else async_copy.async_copy_global_to_shared
 
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
 
 @gluon.jit
 def reinterpreted(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):

@@ -1,0 +1,133 @@
+"""Launch of the dZ GEMM in FP8."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from ..kernels.activation import derivative_of
+from ..kernels.hopper.dz import SLICE
+from ..kernels.hopper.fp8_dz import hopper_fp8_dz_kernel
+from ..permutation import Permutation
+from ..reference.fp8 import padded_rows
+from ..shapes import ceil_div
+from . import grouped_gemm, memory
+from .descriptors import Boxes
+from .grouped_gemm_hopper import _ENDLESS, _ORIGIN, _z_boxes
+from .launcher import Bound, launch
+
+_E4M3 = torch.float8_e4m3fn
+_ROWS, _WIDTH = 64, SLICE.value  # of a slice
+
+
+class Ring(NamedTuple):
+    """Blocks of the main loop: 144 KB in all, next to 64 KB of Z and 8 KB of A'ᵀ."""
+
+    block_n: int = 256
+    block_k: int = 64  # with 128 the producer spills a register
+    stages: int = 6
+
+
+class Stores(NamedTuple):
+    """What the kernel stores; `partial` are the partial sums of dscores."""
+
+    dz: bool
+    dz_t: bool
+    a_t: bool
+    partial: bool
+
+
+def _laid_out(shape, strides, block) -> Boxes:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e4nv)
+    return Boxes(_E4M3, shape, strides, block, layout)
+
+
+def _row_boxes(columns, strides, block) -> Boxes:
+    """See `kernels.hopper.ragged`; `columns` may be (2, I), the halves of a row."""
+    row = strides[-2]
+    shape = (_ENDLESS, _ENDLESS, *columns[:-1], _ORIGIN, columns[-1])
+    return _laid_out(shape, (2**34 - row, row, *strides), (1, 1, *block))
+
+
+@lru_cache(maxsize=1024)
+def _kernel(shape, activation, gate_up, stores: Stores, gather, ring: Ring):
+    """The kernel; boxes of sorted rows of dO, of W2, Z and dZ."""
+    _, inner, hidden = shape
+    n, k, stages = ring
+    options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), "GATHER": gather}
+    options |= {"STORE_DZ": stores.dz, "STORE_T": stores.dz_t, "STORE_A": stores.a_t}
+    options |= {"STORE_PARTIAL": stores.partial}
+    sizes = {"H": hidden, "I": inner, "BLOCK_N": n, "BLOCK_K": k, "STAGES": stages}
+    kernel = Bound(hopper_fp8_dz_kernel, **sizes, **options, num_warps=4)
+    rows = _row_boxes((hidden,), (hidden, 1), (_ROWS, k))
+    weights = _laid_out(shape, (inner * hidden, hidden, 1), (1, n, k))
+    columns = 2 * inner if activation.is_gated else inner
+    width = 2 * _WIDTH if gate_up == "interleaved" else _WIDTH
+    z = _z_boxes(torch.bfloat16, columns, width, gate_up)
+    if gate_up == "concatenated":
+        dz = _row_boxes((2, inner), (inner, columns, 1), (2, _ROWS, _WIDTH))
+    else:
+        dz = _row_boxes((columns,), (columns, 1), (_ROWS, width))
+    return kernel, rows, weights, z, dz
+
+
+@lru_cache(maxsize=1024)
+def _transposed_boxes(inner, padded, gate_up):
+    """Boxes of dZᵀ (N, P), of gates and ups at once, and of A'ᵀ (I, P)."""
+    parts = 1 if gate_up is None else 2
+    strides = (inner * padded, padded) if gate_up == "concatenated" else (padded, parts * padded)
+    dz_t = _laid_out((parts, inner, padded), (*strides, 1), (parts, _WIDTH, _ROWS))
+    return dz_t, _laid_out((inner, padded), (padded, 1), (_WIDTH, _ROWS))
+
+
+def dz_gemm(
+    do8,
+    factors,
+    z,
+    w2_t,
+    scores,
+    p: Permutation,
+    activation,
+    gate_up,
+    needs,
+    stores: Stores | None = None,
+    ring=Ring(),  # noqa: B008
+):
+    """As `reference.fp8.dz_gemm`, but columns of dZᵀ and A'ᵀ of no tile are not written.
+
+    `stores` and `ring` are for measurements.
+    """
+    stores = stores or Stores(*needs)
+    if not any(stores):
+        return None, None, None, None
+    rows, device = z.shape[0], z.device
+    experts, inner, _ = w2_t.shape
+    padded = padded_rows(rows, experts)
+    dz = memory.empty(z.shape, _E4M3, device) if stores.dz else None
+    dz_t = memory.empty((z.shape[1], padded), _E4M3, device) if stores.dz_t else None
+    a_t = memory.empty((inner, padded), _E4M3, device) if stores.a_t else None
+    dscores = memory.empty(scores.shape, torch.float32, device) if stores.partial else None
+    if rows == 0:
+        return dz, dz_t, a_t, dscores
+    parts = ceil_div(inner, ring.block_n)
+    slots = scores.numel() if scores is not None else rows
+    plane = 4 * ceil_div(slots, 4)  # every plane is aligned to 16 bytes for every T
+    partial = memory.empty((parts if stores.partial else 0, plane), torch.float32, device)
+    gate_up = gate_up if activation.is_gated else None
+    kernel, row_boxes, weights, z_boxes, dz_boxes = _kernel(
+        w2_t.shape, activation, gate_up, stores, p.is_gathered, ring
+    )
+    dz_t_boxes, a_t_boxes = _transposed_boxes(inner, padded, gate_up)
+    sources = (do8 if p.is_gathered else (do8, row_boxes), p.row_token, (w2_t, weights))
+    outputs = ((dz, dz_boxes), (dz_t, dz_t_boxes), (a_t, a_t_boxes))
+    # What is not stored needs an address all the same.
+    targets = [(do8 if t is None else t, boxes) for t, boxes in outputs]
+    args = (*sources, factors, rows, p.row_slot, (z, z_boxes), *targets, partial, plane, p.tiles)
+    programs = grouped_gemm.target_of(z).processors
+    launch(kernel, (max(1, min((p.tiles.shape[0] - 1) * parts, programs)),), *args)
+    if dscores is not None:
+        summed = (partial, p.slot_row, p.expert_start, dscores, slots, plane, experts)
+        grid = (ceil_div(slots, grouped_gemm._SLOTS),)
+        launch(grouped_gemm._sum_partials_kernel(parts), grid, *summed)
+    return dz, dz_t, a_t, dscores

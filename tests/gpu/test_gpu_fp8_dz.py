@@ -1,0 +1,164 @@
+"""The dZ GEMM in FP8 on a GPU, byte by byte against plain PyTorch."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from helpers import ACTIVATIONS, GATED, poisoned
+
+from sonicmoe import ActivationType
+from sonicmoe.gradients import Fp8DownGradients
+from sonicmoe.launch import fp8_dz
+from sonicmoe.layer import permute
+from sonicmoe.permutation import Permutation
+from sonicmoe.reference import fp8 as reference
+from sonicmoe.reference.routing import tile_table
+
+pytestmark = pytest.mark.gpu
+CUDA, TILE = "cuda", 128
+E4M3 = torch.float8_e4m3fn
+ALL = Fp8DownGradients(dz=True, dz_t=True, dw2=True, dscores=True)
+COUNTS = (0, 1, 127, 128, 0, 129, 1000)  # 1385 rows: 277 tokens in five experts each
+TAIL = 75  # sorted rows of no expert
+
+
+def make(hidden, inner, activation, gathered, counts=COUNTS, per_token=5):
+    """The arguments of `dz_gemm` before the activation.
+
+    dO and W2 are small integers, so that the tensor cores sum without rounding; the factors keep
+    every result below 448, where the conversions of PyTorch and of the kernel part.
+    """
+    torch.manual_seed(0)
+    experts, used = len(counts), sum(counts)
+    ids = torch.arange(experts).repeat_interleave(torch.tensor(counts))
+    if gathered:
+        rows, tokens = used, used // per_token
+        ids = ids[torch.randperm(rows)].view(tokens, per_token).int()
+        p = permute(ids.to(CUDA), experts, backend="triton")
+        scores = torch.randn(tokens, per_token, device=CUDA)
+    else:
+        rows = tokens = used + TAIL
+        start = torch.tensor([0, *counts]).cumsum(0).int()
+        table = tile_table(start, rows, TILE)
+        p = Permutation.of_sorted_rows(start.to(CUDA), table.to(CUDA), TILE)
+        scores = torch.randn(rows, device=CUDA)
+
+    def integers(*shape):
+        return torch.randint(-2, 3, shape, device=CUDA).float().to(E4M3)
+
+    columns = 2 * inner if activation.is_gated else inner
+    z = torch.randn(rows, columns, device=CUDA, dtype=torch.bfloat16).clamp(-4, 4)
+    exponents = torch.randint(-2, 2, (5, rows), device=CUDA).float()
+    factors = torch.exp2(exponents)
+    factors[0] /= 4 * math.sqrt(hidden)
+    factors[0] = torch.exp2(factors[0].log2().round())
+    factors[1] = torch.rand(rows, device=CUDA) - 0.5  # scores
+    return integers(tokens, hidden), factors, z, integers(experts, inner, hidden), scores, p
+
+
+def steps(t: torch.Tensor) -> torch.Tensor:
+    """The place of each e4m3 among all of them, by size."""
+    byte = t.view(torch.uint8).int()
+    return torch.where(byte < 128, byte, 128 - byte)
+
+
+def check_bytes(got, want, name):
+    assert torch.equal(got.isnan(), want.isnan()), name
+    apart = (steps(got) - steps(want)).abs()
+    assert (apart <= 1).all(), name
+    assert (apart > 0).sum() <= 0.005 * apart.numel(), name
+
+
+def columns_of_tiles(p: Permutation, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks of the columns of dZᵀ that belong to tiles, and of those with a row."""
+    tiles, used = torch.zeros(2, padded // TILE, TILE, dtype=torch.bool)
+    row = reference.row_of_place()
+    first = (reference.first_padded(p.expert_start) // TILE).tolist()
+    for tile, rows in zip(first, p.expert_start.diff().tolist(), strict=True):
+        for i in range(math.ceil(rows / TILE)):
+            tiles[tile + i] = True
+            used[tile + i] = row < rows - i * TILE
+    return tiles.flatten().to(CUDA), used.flatten().to(CUDA)
+
+
+def check(given, activation, gate_up, needs=ALL):
+    p = given[-1]
+    want = reference.dz_gemm(*given, activation, gate_up, needs)
+    with poisoned():
+        got = fp8_dz.dz_gemm(*given, activation, gate_up, needs)
+    assert [t is None for t in got] == [t is None for t in want]
+    end = int(p.expert_start[-1])
+    if needs.dz:
+        check_bytes(got[0][:end], want[0][:end], "dZ")
+    for name, mine, other in (("dZᵀ", got[1], want[1]), ("A'ᵀ", got[2], want[2])):
+        if mine is None:
+            continue
+        assert mine.shape == other.shape
+        tiles, used = columns_of_tiles(p, mine.shape[1])
+        check_bytes(mine[:, used], other[:, used], name)
+        assert (mine.view(torch.uint8)[:, tiles & ~used] == 0).all(), f"{name} past an expert's end"
+        assert mine[:, ~tiles].isnan().all(), f"{name} between tiles was written"
+    if needs.dscores:
+        typical = want[3].square().nanmean().sqrt()
+        torch.testing.assert_close(
+            got[3], want[3], rtol=1e-3, atol=1e-4 * float(typical), equal_nan=True
+        )
+    return got
+
+
+@pytest.mark.parametrize("sizes", [(272, 144), (1536, 256), (528, 592)], ids=str)
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+def test_sizes(sizes, gathered, gate_up):
+    activation = ActivationType.SWIGLU
+    check(make(*sizes, activation, gathered), activation, gate_up)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+def test_activations(activation, gate_up):
+    if activation in GATED or gate_up == "interleaved":
+        check(make(272, 144, activation, True), activation, gate_up)
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
+@pytest.mark.parametrize("needs", list(product([True, False], repeat=4)), ids=str)
+def test_only_what_is_needed(needs, gathered):
+    dz, _, _, dscores = needs
+    activation = ActivationType.SWIGLU
+    given = make(272, 144, activation, gathered)
+    needed = Fp8DownGradients(*needs)
+    got = check(given, activation, "interleaved", needed)
+    every = fp8_dz.dz_gemm(*given, activation, "interleaved", ALL)
+    end = int(given[-1].expert_start[-1])
+    if dz:
+        assert torch.equal(got[0][:end].view(torch.uint8), every[0][:end].view(torch.uint8))
+    if dscores:
+        assert torch.equal(got[3], every[3])
+
+
+@pytest.mark.parametrize(
+    "counts", [(0,) * 4, (1,) * 300, (0, 4000, 0), (640,) * 40], ids=lambda c: f"{len(c)}x{max(c)}"
+)
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.RELU])
+def test_other_routings(counts, activation):
+    """No rows, tiles of one row, one expert, several tiles per program."""
+    check(make(272, 592, activation, False, counts), activation, "interleaved")
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+def test_nan_stays_in_its_row(gathered, gate_up):
+    """Each expert's first row is NaN: the last tile of the expert before it must not see it."""
+    activation = ActivationType.SWIGLU
+    given = make(272, 144, activation, gathered)
+    _, factors, z, _, _, p = given
+    row = p.expert_start[:-1].long()[torch.tensor(COUNTS, device=CUDA) > 0]
+    z[row] = math.nan
+    factors[:, row] = math.nan
+    if not gathered:
+        for t in (given[0].view(torch.uint8), z, factors.T):
+            t[sum(COUNTS) :] = 0x7F if t.dtype == torch.uint8 else math.nan
+    dz8, *_ = check(given, activation, gate_up)
+    assert dz8[row].isnan().all()

@@ -1,0 +1,62 @@
+"""The dZ GEMM in FP8 compiles for Hopper: tensor cores, stmatrix, no spills in the epilogue."""
+
+import re
+
+import pytest
+import torch
+from machine_code import bounds_from_outside, compiling, report
+
+from sonicmoe.enums import ActivationType
+from sonicmoe.gradients import Fp8DownGradients
+from sonicmoe.launch import fp8_dz
+from sonicmoe.permutation import Permutation
+from sonicmoe.tuning import Target
+
+ALL = Fp8DownGradients(dz=True, dz_t=True, dw2=True, dscores=True)
+FROZEN = Fp8DownGradients(dz=False, dz_t=False, dw2=False, dscores=True)
+CACHE = 128 * 1024  # of instructions: see test_machine_code
+
+
+def compile_dz(hidden, inner, activation, gate_up, gathered, needs):
+    experts, rows, tokens = 2, 64, 32 if gathered else 64
+
+    def e4m3(*shape):
+        return torch.zeros(shape, dtype=torch.float8_e4m3fn)
+
+    def index(*shape):
+        return torch.zeros(shape, dtype=torch.int32)
+
+    maps = index(rows) if gathered else None
+    p = Permutation(maps, maps, maps, None, None, index(3), index(4, 4), 128)
+    z = torch.zeros(rows, 2 * inner if activation.is_gated else inner, dtype=torch.bfloat16)
+    scores = torch.zeros(tokens, rows // tokens)
+    do8, w2_t = e4m3(tokens, hidden), e4m3(experts, inner, hidden)
+    with compiling(90) as compiled:
+        factors = torch.zeros(5, rows)
+        fp8_dz.dz_gemm(do8, factors, z, w2_t, scores, p, activation, gate_up, needs)
+    return compiled[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "activation", "gate_up", "gathered", "needs", "spills", "transposed"),
+    [
+        ((2048, 1024), ActivationType.SWIGLU, "interleaved", True, ALL, 0, 24),
+        # A register of one warpgroup: the number of programs, loaded once per tile.
+        ((2048, 1024), ActivationType.SWIGLU, "concatenated", True, ALL, 8, 24),
+        ((272, 144), ActivationType.SWIGLU_CLAMPED, "concatenated", False, ALL, 0, 24),
+        ((1536, 256), ActivationType.RELU, "interleaved", True, ALL, 0, 16),
+        ((1536, 256), ActivationType.SWIGLU, "interleaved", True, FROZEN, 0, 0),
+    ],
+    ids=str,
+)
+def test_fp8_dz(sizes, activation, gate_up, gathered, needs, spills, transposed):
+    kernel = compile_dz(*sizes, activation, gate_up, gathered, needs)
+    found, ptx = report(kernel), kernel.asm["ptx"]
+    assert found["spills"] <= spills, found
+    assert found["bytes"] < CACHE, found
+    assert found["shared"] <= Target(90, 132).shared_memory, found
+    assert "m64n256k32.f32.e4m3.e4m3" in ptx
+    assert not bounds_from_outside(kernel)
+    # Two warpgroups with four slices each: two stores of dZᵀ, one of plain activations, one of A'ᵀ.
+    assert len(re.findall(r"stmatrix\S*\.trans", ptx)) == transposed
+    assert "st.shared.b8" not in ptx
