@@ -40,7 +40,7 @@ def make(hidden, inner, activation, gathered, counts=COUNTS, per_token=5):
     else:
         rows = tokens = used + TAIL
         start = torch.tensor([0, *counts]).cumsum(0).int()
-        table = tile_table(start, rows, TILE)
+        table = tile_table(start, rows, TILE).int()
         p = Permutation.of_sorted_rows(start.to(CUDA), table.to(CUDA), TILE)
         scores = torch.randn(rows, device=CUDA)
 

@@ -3,10 +3,13 @@
 Largest magnitudes are compared as the integers that encode them, so that NaN is the largest.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from .tile_order import load_tile
+
+_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 # Neighbouring values that a thread holds: 16 bytes of bf16. Without this hint Triton takes the 16
@@ -67,41 +70,67 @@ def weight_amax_kernel(w, amax, SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
+def _word(a, b, c, d):
+    """Four fp32 values, rounded to e4m3, as the bytes of an int32.
+
+    In assembly, because ptxas of CUDA 12.8 takes single bytes of conversions that are stored as
+    well from a register that was never written.
+    """
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return _byte(a) | (_byte(b) << 8) | (_byte(c) << 16) | (_byte(d) << 24)
+
+
+@triton.jit
+def _byte(value):
+    return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
 def quantize_weight_kernel(
-    w, amax, q, q_t, scale,
+    w, amax, q, words, scale,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """q (E, N, K) e4m3, q_t (E, K, N) and scale (E,) of dense weights (E, N, K).
+    """q (E, N, K) e4m3, its transpose (E, K, N) and scale (E,) of dense weights (E, N, K).
 
-    q_t holds bytes, or words of four bytes if N is a multiple of 4: transposing words takes a
-    quarter of the accesses to shared memory.
+    The transpose is given as `words` (E, K, N/4) of four bytes: transposing words takes a quarter
+    of the accesses to shared memory. N is a multiple of 4.
 
-    Grid: (N/BLOCK_N · K/BLOCK_K, E); a program owns one tile of q and of q_t.
+    Grid: (N/BLOCK_N · K/BLOCK_K, E); a program owns one tile of q and of its transpose.
     """
-    WORD: tl.constexpr = q_t.dtype.element_ty.primitive_bitwidth // 8
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     index, expert = tl.program_id(0), tl.program_id(1)
     s = power_of_two_scale(tl.load(amax + expert).to(tl.float32, bitcast=True))
     if index == 0:
         tl.store(scale + expert, s)
-    word = index // k_tiles * (BLOCK_N // WORD) + tl.arange(0, BLOCK_N // WORD)
+    word = index // k_tiles * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     k = index % k_tiles * BLOCK_K + tl.max_contiguous(tl.arange(0, BLOCK_K), _VECTOR)
     expert = expert.to(tl.int64)
-    offset = expert * (N * K) + (word * WORD).to(tl.int64)[:, None] * K + k[None, :]
+    offset = expert * (N * K) + (word * 4).to(tl.int64)[:, None] * K + k[None, :]
+    inside = (word < N // 4)[:, None] & (k < K)[None, :]
     loaded = ()  # before the first store, so that all loads are in flight at once
-    for j in tl.static_range(WORD):
-        inside = (word * WORD + j < N)[:, None] & (k < K)[None, :]
+    for j in tl.static_range(4):
         loaded = loaded + (tl.load(w + offset + j * K, mask=inside, other=0.0),)
     factor = tl.div_rn(1.0, s)
-    packed = tl.zeros((BLOCK_N // WORD, BLOCK_K), q_t.dtype.element_ty)
-    for j in tl.static_range(WORD):
-        inside = (word * WORD + j < N)[:, None] & (k < K)[None, :]
-        rounded = (loaded[j].to(tl.float32) * factor).to(q.dtype.element_ty)
-        tl.store(q + offset + j * K, rounded, mask=inside)
-        packed |= rounded.to(tl.uint8, bitcast=True).to(packed.dtype) << (8 * j)
-    offset = expert * (N * K // WORD) + k.to(tl.int64)[:, None] * (N // WORD) + word[None, :]
-    inside = (k < K)[:, None] & (word < N // WORD)[None, :]
-    tl.store(q_t + offset, tl.trans(packed), mask=inside)
+    scaled = ()
+    for j in tl.static_range(4):
+        scaled = scaled + (loaded[j].to(tl.float32) * factor,)
+        tl.store(q + offset + j * K, scaled[j].to(q.dtype.element_ty), mask=inside)
+    packed = _word(scaled[0], scaled[1], scaled[2], scaled[3])
+    offset = expert * (N * K // 4) + k.to(tl.int64)[:, None] * (N // 4) + word[None, :]
+    inside = (k < K)[:, None] & (word < N // 4)[None, :]
+    tl.store(words + offset, tl.trans(packed), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])

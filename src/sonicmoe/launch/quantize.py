@@ -19,6 +19,7 @@ from .launcher import Bound, launch, power_of_two
 
 E4M3 = torch.float8_e4m3fn
 _STEPS, _BLOCK = 4, 4096  # of a program of `weight_amax_kernel`, and weights per step
+_TILE = 128  # rows and columns of a tile of `quantize_weight_kernel`
 
 
 @cache
@@ -46,16 +47,15 @@ def quantize_rows(x):
 def _weight_kernels(n: int, k: int) -> tuple[Bound, Bound, int]:
     """The kernels amax and quantize, and the tiles of an expert."""
     amax, quantize = kernels.weight_amax_kernel, kernels.quantize_weight_kernel
-    block = 128 if n % 4 == 0 else 64  # tiles of 128 × 128 bytes spill if K is odd too
     return (
         Bound(amax, SIZE=n * k, STEPS=_STEPS, BLOCK=_BLOCK, num_warps=8),
-        Bound(quantize, N=n, K=k, BLOCK_N=block, BLOCK_K=block, num_warps=8),
-        ceil_div(n, block) * ceil_div(k, block),
+        Bound(quantize, N=n, K=k, BLOCK_N=_TILE, BLOCK_K=_TILE, num_warps=8),
+        ceil_div(n, _TILE) * ceil_div(k, _TILE),
     )
 
 
 def quantize_weight(w):
-    """w is dense, as (E, N, K) or as (E, K, N)."""
+    """w is dense, as (E, N, K) or as (E, K, N); N and K are multiples of 4."""
     if weight_layout(w) == "kn":
         q_t, q, scale = quantize_weight(w.mT)
         return q, q_t, scale
@@ -65,8 +65,7 @@ def quantize_weight(w):
     bits = memory.empty((experts,), torch.int32, w.device).zero_()
     amax, quantize, tiles = _weight_kernels(n, k)
     launch(amax, (ceil_div(n * k, _STEPS * _BLOCK), experts), w, bits)
-    words = q_t.view(torch.int32 if n % 4 == 0 else torch.uint8)
-    launch(quantize, (tiles, experts), w, bits, q, words, scale)
+    launch(quantize, (tiles, experts), w, bits, q, q_t.view(torch.int32), scale)
     return q, q_t, scale
 
 
