@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +29,10 @@ def quantized(monkeypatch):
     return found
 
 
-def layer(**options) -> MoE:
+def layer(**options: Any) -> MoE:
     torch.manual_seed(0)
-    options = {"precision": "fp8", "cache_fp8_weights": True, "dtype": torch.bfloat16} | options
-    return MoE(4, 2, 32, 16, **options)
+    common: dict[str, Any] = {"precision": "fp8", "dtype": torch.bfloat16}
+    return MoE(4, 2, 32, 16, **common | {"cache_fp8_weights": True} | options)
 
 
 def tokens() -> torch.Tensor:
