@@ -12,7 +12,7 @@ from machine_code import compiling
 
 import sonicmoe
 from sonicmoe import KernelBackendMoE, MoE, validation
-from sonicmoe.launch import fp8, fp8_dz, fp8_wgrad, grouped_gemm, quantize
+from sonicmoe.launch import grouped_gemm
 
 PACKAGE = Path(sonicmoe.__file__).parent
 FIRST = {"moe.py": "forward", "autograd.py": "backward", "autograd_fp8.py": "backward"}
@@ -56,6 +56,8 @@ def test_few_frames_from_the_layer_to_a_launch(monkeypatch):
 
 
 def test_few_frames_from_the_layer_in_fp8_to_a_launch(monkeypatch):
+    from sonicmoe.launch import fp8, fp8_dz, fp8_wgrad, quantize
+
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
     monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
     launch, paths = grouped_gemm.launch, []
