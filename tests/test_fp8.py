@@ -21,6 +21,7 @@ from helpers import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
 from sonicmoe import ActivationType, MoE
@@ -222,11 +223,28 @@ def test_gradients_that_are_not_needed(needed, monkeypatch):
     inputs = make_inputs(SMALL)
     want = run(in_fp8(SMALL), inputs)
     inputs.differentiable = needed
-    asked, gradient = [], fp8.weight_gradient
-    monkeypatch.setattr(fp8, "weight_gradient", lambda *a: asked.append(a) or gradient(*a))
+    asked, backward = [], fp8.fp8_down_backward
+    monkeypatch.setattr(fp8, "fp8_down_backward", lambda *a: asked.append(backward(*a)) or asked[0])
     got = run(in_fp8(SMALL), inputs)
     same_bits({name: want[name] for name in got}, got)
-    assert len(asked) == len({"w1", "w2"}.intersection(needed))
+    of_x, of_w1 = ("x" in needed,) * 2, ("w1" in needed,) * 2
+    expected = (*of_x, *of_w1, "w2" in needed, "scores" in needed)
+    assert tuple(t is not None for t in asked[0]) == expected
+
+
+def test_flops_are_those_of_bf16():
+    """Forward 6RHI, backward 12RHI, 6RHI with frozen weights."""
+    given = make_inputs(Case("40,32,16,5,2", routing="uniform")).arguments()
+    unit, given["x"] = 80 * 32 * 16, given["x"].requires_grad_()
+    for trained, backward in ((False, 6), (True, 12)):
+        for name in ("w1", "w2"):
+            given[name].requires_grad_(trained)
+        with FlopCounterMode(display=False) as counted:
+            out = in_fp8(SMALL)(**given)
+        assert counted.get_total_flops() == 6 * unit
+        with FlopCounterMode(display=False) as counted:
+            out.sum().backward()
+        assert counted.get_total_flops() == backward * unit
 
 
 def test_what_is_kept():
