@@ -2,6 +2,8 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sonicmoe
 from sonicmoe import ActivationType, MoE
 from sonicmoe.reference import fp8
+from sonicmoe.validation import fp8_backend
 
 SHAPE = "512,256,192,8,2"  # I is no multiple of 128
 LIMITS = {"out": 0.072, "dx": 0.075, "dw1": 0.075, "dw2": 0.075, "dscores": 0.073}
@@ -360,6 +363,17 @@ def test_the_layer_differs_in_precision_alone():
     assert torch.equal(out, again)
     inference, no_loss = low(x, is_inference_mode=True)
     assert torch.equal(out, inference) and no_loss is None
+
+
+@pytest.mark.parametrize(("major", "backend"), [(8, "torch"), (9, "triton"), (10, "torch")])
+def test_kernels_are_for_hopper(major, backend, monkeypatch):
+    found = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    on_gpu: Any = SimpleNamespace(is_cuda=True, is_meta=False, device="cuda:0")
+    assert fp8_backend("triton", on_gpu) == backend
+    assert fp8_backend("torch", on_gpu) == "torch"
+    assert fp8_backend("triton", torch.empty(1)) == "torch"
+    assert fp8_backend("triton", torch.empty(1, device="meta")) == "triton"
 
 
 def test_autocast():
