@@ -185,6 +185,33 @@ MUTATIONS = [
         "tests/gpu/test_gpu_fp8_wgrad.py -k nan", gpu=True,
     ),
     Mutation(
+        "FP8 weights outlive the step of a fused optimizer", "fp8_weights.py",
+        "    _optimizer_steps += 1\n", "    pass\n", "tests/test_fp8_weights.py -k fused",
+    ),
+    Mutation(
+        "FP8 weights outlive their storage", "fp8_weights.py",
+        "return storage, w.data_ptr(), w._version", "return w._version",
+        "tests/test_fp8_weights.py -k assigned",
+    ),
+    Mutation(
+        "FP8 weights outlive an all-gather of FSDP2", "fp8_weights.py",
+        "and not _fsdp2_is_used()", "", "tests/test_fp8_weights.py -k fsdp2",
+    ),
+    Mutation(
+        "FP8: one scale for all rows of dZ", "reference/fp8.py",
+        "dz_scale = power_of_two_scale(bound)",
+        "dz_scale = power_of_two_scale(bound.amax().expand_as(bound))",
+        "tests/test_fp8.py -k worst",
+    ),
+    Mutation(
+        "FP8: a bound of dZ that does not hold", "reference/fp8.py",
+        "SLACK = 1.6\n", "SLACK = 0.02\n", "tests/test_fp8.py -k saturates",
+    ),
+    Mutation(
+        "FP8: the transposed operand of frozen weights", "autograd_fp8.py",
+        "+ (() if need_dw1 else dz_t)", "", "tests/test_fp8.py -k not_needed",
+    ),
+    Mutation(
         "two runs get the same folder", "train/run.py",
         "            folder.mkdir(parents=True)\n",
         "            folder.mkdir(parents=True, exist_ok=True)\n",

@@ -2,6 +2,8 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +23,12 @@ from helpers import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
 from sonicmoe import ActivationType, MoE
 from sonicmoe.reference import fp8
+from sonicmoe.validation import fp8_backend
 
 SHAPE = "512,256,192,8,2"  # I is no multiple of 128
 LIMITS = {"out": 0.072, "dx": 0.075, "dw1": 0.075, "dw2": 0.075, "dscores": 0.073}
@@ -222,11 +226,28 @@ def test_gradients_that_are_not_needed(needed, monkeypatch):
     inputs = make_inputs(SMALL)
     want = run(in_fp8(SMALL), inputs)
     inputs.differentiable = needed
-    asked, gradient = [], fp8.weight_gradient
-    monkeypatch.setattr(fp8, "weight_gradient", lambda *a: asked.append(a) or gradient(*a))
+    asked, backward = [], fp8.fp8_down_backward
+    monkeypatch.setattr(fp8, "fp8_down_backward", lambda *a: asked.append(backward(*a)) or asked[0])
     got = run(in_fp8(SMALL), inputs)
     same_bits({name: want[name] for name in got}, got)
-    assert len(asked) == len({"w1", "w2"}.intersection(needed))
+    of_x, of_w1 = ("x" in needed,) * 2, ("w1" in needed,) * 2
+    expected = (*of_x, *of_w1, "w2" in needed, "scores" in needed)
+    assert tuple(t is not None for t in asked[0]) == expected
+
+
+def test_flops_are_those_of_bf16():
+    """Forward 6RHI, backward 12RHI, 6RHI with frozen weights."""
+    given = make_inputs(Case("40,32,16,5,2", routing="uniform")).arguments()
+    unit, given["x"] = 80 * 32 * 16, given["x"].requires_grad_()
+    for trained, backward in ((False, 6), (True, 12)):
+        for name in ("w1", "w2"):
+            given[name].requires_grad_(trained)
+        with FlopCounterMode(display=False) as counted:
+            out = in_fp8(SMALL)(**given)
+        assert counted.get_total_flops() == 6 * unit
+        with FlopCounterMode(display=False) as counted:
+            out.sum().backward()
+        assert counted.get_total_flops() == backward * unit
 
 
 def test_what_is_kept():
@@ -342,6 +363,17 @@ def test_the_layer_differs_in_precision_alone():
     assert torch.equal(out, again)
     inference, no_loss = low(x, is_inference_mode=True)
     assert torch.equal(out, inference) and no_loss is None
+
+
+@pytest.mark.parametrize(("major", "backend"), [(8, "torch"), (9, "triton"), (10, "torch")])
+def test_kernels_are_for_hopper(major, backend, monkeypatch):
+    found = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    on_gpu: Any = SimpleNamespace(is_cuda=True, is_meta=False, device="cuda:0")
+    assert fp8_backend("triton", on_gpu) == backend
+    assert fp8_backend("torch", on_gpu) == "torch"
+    assert fp8_backend("triton", torch.empty(1)) == "torch"
+    assert fp8_backend("triton", torch.empty(1, device="meta")) == "triton"
 
 
 def test_autocast():

@@ -15,7 +15,7 @@ from sonicmoe import KernelBackendMoE, MoE, validation
 from sonicmoe.launch import grouped_gemm
 
 PACKAGE = Path(sonicmoe.__file__).parent
-FIRST = {"moe.py": "forward", "autograd.py": "backward"}
+FIRST = {"moe.py": "forward", "autograd.py": "backward", "autograd_fp8.py": "backward"}
 
 
 def frames_of_ours() -> list[tuple[str, str]]:
@@ -53,3 +53,28 @@ def test_few_frames_from_the_layer_to_a_launch(monkeypatch):
         assert path[-1] == ("autograd.py", "backward"), path
     for path in paths:
         assert len(path) <= 5 and len({file for file, _ in path}) <= 4, path
+
+
+def test_few_frames_from_the_layer_in_fp8_to_a_launch(monkeypatch):
+    from sonicmoe.launch import fp8, fp8_dz, fp8_wgrad, quantize
+
+    monkeypatch.setattr(validation, "_interpreting", lambda: True)
+    monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
+    launch, paths = grouped_gemm.launch, []
+
+    def recorded(kernel, grid, *args, **options):
+        paths.append(frames_of_ours())
+        launch(kernel, grid, *args, **options)
+
+    for module in (fp8, fp8_dz, fp8_wgrad, grouped_gemm, quantize):
+        monkeypatch.setattr(module, "launch", recorded)
+    moe = MoE(8, 2, 64, 32, precision="fp8").to(torch.bfloat16)
+    x = torch.zeros(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    with compiling(90):
+        out, _ = moe(x, KernelBackendMoE.sonicmoe)
+        forward = len(paths)
+        out.sum().backward()
+    assert forward >= 5 and len(paths) >= 12
+    for path in paths:
+        assert path[-1] in (("moe.py", "forward"), ("autograd_fp8.py", "backward")), path
+        assert len(path) <= 5, path

@@ -34,6 +34,7 @@ H, I, E, K = 64, 32, 48, 2
 @pytest.fixture(autouse=True)
 def _kernels_on_cpu_tensors(monkeypatch):
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
+    monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
 
 
 def step(layer, router):
@@ -46,7 +47,15 @@ def step(layer, router):
 
 def _step(layer, router, tokens):
     moe = MoE(
-        E, K, H, I, layer.activation, any(layer.bias), router=router, gate_up=layer.gate_up
+        E,
+        K,
+        H,
+        I,
+        layer.activation,
+        any(layer.bias),
+        router=router,
+        gate_up=layer.gate_up,
+        precision=layer.precision,
     ).bfloat16()
     for experts, transposed, main_grad in zip(
         (moe.c_fc, moe.c_proj), layer.transposed, layer.main_grad, strict=True
@@ -75,6 +84,11 @@ LAYERS = {
     "sigmoid": (Layer(H, I, E, K), "sigmoid"),
     "rounding": (Layer(H, I, E, K), "token_rounding"),
     "rounding object": (Layer(H, I, E, K), TokenRounding(E, K, subroutine="up")),
+    "fp8": (Layer(H, I, E, K, precision="fp8"), "softmax_over_topk"),
+    "fp8, main_grad": (
+        Layer(H, I, E, K, main_grad=(True, True), weights=torch.float32, precision="fp8"),
+        "softmax_over_topk",
+    ),
     "relu": (Layer(H, I, E, K, activation=ActivationType.RELU_SQ), "softmax_over_topk"),
 }
 
@@ -90,9 +104,11 @@ def test_a_step_after_warmup_compiles_nothing(name):
     assert not missing
 
 
+@pytest.mark.parametrize("precision", [None, "fp8"])
 @pytest.mark.parametrize("router", ["softmax_over_topk", "token_rounding"])
-def test_a_first_step_precompiles_what_its_experts_and_loss_need(router):
-    layer = Layer(H, I, E, K if router == "softmax_over_topk" else 0, logits=torch.bfloat16)
+def test_a_first_step_precompiles_what_its_experts_and_loss_need(router, precision):
+    k = K if router == "softmax_over_topk" else 0
+    layer = Layer(H, I, E, k, logits=torch.bfloat16, precision=precision)
     with compiling(90) as early:
         run_step(layer, functional.experts)
     needed = step(layer, router)

@@ -9,34 +9,14 @@ import torch
 
 from . import ops
 from .autograd import _needed, refuse_second_derivatives
-from .checkpoint import deferred_output, finish, placeholder
+from .checkpoint import placeholder
 from .fp8_weights import Fp8Weights
 from .gradients import Fp8DownGradients, Fp8UpGradients
 from .main_grad import added_to_main_grad, with_main_grad
 from .permutation import Permutation
 from .reference.fp8 import padded_rows
-from .weights import ExpertWeights
 
 E4M3 = torch.float8_e4m3fn
-
-
-def fp8_experts(
-    x: torch.Tensor,
-    scores: torch.Tensor | None,
-    weights: ExpertWeights,
-    quantized: Fp8Weights,
-    p: Permutation,
-    keep_z: bool,
-    backend: str,
-) -> torch.Tensor:
-    """The output (T, H) for x (T, H) bf16; for rows that arrive sorted, (R, H)."""
-    w1, w2, _, _, *act = weights
-    q = quantized
-    up = Fp8Up.apply(x, w1, q.w1, q.w1_t, q.w1_scale, p, *act, keep_z, backend)
-    deferred = deferred_output()
-    of_w2 = (w2, q.w2, q.w2_t, q.w2_scale)
-    out = Fp8Down.apply(*up, scores, *of_w2, p, x.shape[0], *act, backend, deferred)
-    return finish(out, deferred)
 
 
 class Fp8Up(torch.autograd.Function):
@@ -46,14 +26,12 @@ class Fp8Up(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x, w1, w1_8, w1_t, w1_scale, p: Permutation, activation, gate_up, keep_z, backend
-    ):
+    def forward(ctx, x, w1, q: Fp8Weights, p: Permutation, activation, gate_up, keep_z, backend):
         ctx.set_materialize_grads(False)
         ctx.main = with_main_grad(w1)
         x8, x_scale, _ = ops.quantize_rows(x, backend)
         z, zmax, a8, a_scale = ops.fp8_up(
-            x8, x_scale, w1_8, w1_scale, p, activation, gate_up, keep_z, backend
+            x8, x_scale, q.w1, q.w1_scale, p, activation, gate_up, keep_z, backend
         )
         if not keep_z:
             return None, None, a8, a_scale, None, None, None, None, None
@@ -65,7 +43,7 @@ class Fp8Up(torch.autograd.Function):
         constant = (() if need_dx else dz) + (() if need_dw1 else dz_t)
         ctx.mark_non_differentiable(z, zmax, a8, a_scale, x_scale, *constant)
         ctx.save_for_backward(
-            x, w1, w1_t, w1_scale, *p._replace(row_slot=None, counts=None).tensors
+            x, w1, q.w1_t, q.w1_scale, *p._replace(row_slot=None, counts=None).tensors
         )
         ctx.options = (p.tile_m, backend)
         return z, zmax, a8, a_scale, x_scale, *dz, *dz_t
@@ -74,7 +52,7 @@ class Fp8Up(torch.autograd.Function):
     def backward(ctx, _z, _zmax, _a8, _a_scale, _x_scale, *dz):
         refuse_second_derivatives()
         if all(t is None for t in dz):
-            return (None,) * 10
+            return (None,) * 8
         x, w1, w1_t, w1_scale, *maps = ctx.saved_tensors
         tile_m, backend = ctx.options
         needs = Fp8UpGradients(*ctx.needs_input_grad[:2])
@@ -85,7 +63,7 @@ class Fp8Up(torch.autograd.Function):
         else:
             fp32_dw = w1.dtype == torch.float32
             dx, dw1 = ops.fp8_up_backward(*dz, x, w1, *given, fp32_dw, backend)
-        return *_needed((dx, dw1), needs), *([None] * 8)
+        return *_needed((dx, dw1), needs), *([None] * 6)
 
 
 class Fp8Down(torch.autograd.Function):
@@ -97,18 +75,18 @@ class Fp8Down(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, z, zmax, a8, a_scale, x_scale, dz8, dz_scale, dz_t, dz_t_scale, scores, w2, w2_8, w2_t,
-        w2_scale, p: Permutation, tokens, activation, gate_up, backend, deferred,
+        ctx, z, zmax, a8, a_scale, x_scale, dz8, dz_scale, dz_t, dz_t_scale, scores, w2,
+        q: Fp8Weights, p: Permutation, tokens, activation, gate_up, backend, deferred,
     ):  # fmt: skip
         ctx.main = with_main_grad(w2)
         maps = p._replace(token_start=None, counts=None).tensors
-        ctx.save_for_backward(z, zmax, a_scale, x_scale, w2, w2_t, w2_scale, scores, *maps)
+        ctx.save_for_backward(z, zmax, a_scale, x_scale, w2, q.w2_t, q.w2_scale, scores, *maps)
         ctx.options = (p.tile_m, activation, gate_up, backend)
 
         def output():
             if not p.is_gathered:
-                return ops.fp8_gemm(a8, a_scale, w2_8, w2_scale, scores, p, backend)
-            y = ops.fp8_gemm(a8, a_scale, w2_8, w2_scale, None, p, backend)
+                return ops.fp8_gemm(a8, a_scale, q.w2, q.w2_scale, scores, p, backend)
+            y = ops.fp8_gemm(a8, a_scale, q.w2, q.w2_scale, None, p, backend)
             return ops.combine(y, scores, p.slot_row, p.token_start, tokens, backend)
 
         if deferred is None:
@@ -132,4 +110,4 @@ class Fp8Down(torch.autograd.Function):
             fp32_dw = w2.dtype == torch.float32
             *dz, dw2, ds = ops.fp8_down_backward(*kept, w2, *given, fp32_dw, backend)
         found = (*dz, ds, dw2)
-        return *([None] * 5), *_needed(found, ctx.needs_input_grad[5:11]), *([None] * 9)
+        return *([None] * 5), *_needed(found, ctx.needs_input_grad[5:11]), *([None] * 7)

@@ -8,7 +8,7 @@ import torch
 
 from . import autograd, ops
 from .autograd import Down, Up
-from .autograd_fp8 import fp8_experts
+from .autograd_fp8 import Fp8Down, Fp8Up
 from .checkpoint import deferred_output, finish
 from .enums import ActivationType
 from .errors import bad_argument
@@ -96,8 +96,7 @@ def experts_and_counts(
     ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
     x, weights, backend = prepare(x, weights, backend, precision)
     scores = score_dtype(scores, x)
-    if precision is None:
-        precompile_step(experts, x, ids, weights, backend)
+    precompile_step(experts, x, ids, weights, backend, precision=precision)
     p = permute(
         ids,
         weights.num_experts,
@@ -110,12 +109,15 @@ def experts_and_counts(
     assert p.counts is not None  # only rows that arrive sorted have none
     w1, w2, b1, b2, activation, gate_up = weights
     keep_z = needs_backward(x, scores, weights)
-    if precision == "fp8":
-        quantized = quantize_weights(w1, w2, backend)
-        return fp8_experts(x, scores, weights, quantized, p, keep_z, backend), p.counts
-    z, a = Up.apply(x, w1, b1, p, activation, gate_up, keep_z, backend)
     deferred = deferred_output()
-    out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], activation, gate_up, backend, deferred)
+    last = (p, x.shape[0], activation, gate_up, backend, deferred)
+    if precision == "fp8":
+        q = quantize_weights(w1, w2, backend)
+        up = Fp8Up.apply(x, w1, q, p, activation, gate_up, keep_z, backend)
+        out = Fp8Down.apply(*up, scores, w2, q, *last)
+    else:
+        z, a = Up.apply(x, w1, b1, p, activation, gate_up, keep_z, backend)
+        out = Down.apply(z, a, scores, w2, b2, *last)
     return finish(out, deferred), p.counts
 
 
@@ -195,12 +197,15 @@ def grouped_experts(
     start, tiles = ops.tiles(start, rows.shape[0], m, backend)
     p = Permutation.of_sorted_rows(start, tiles, m)
     keep_z = needs_backward(rows, scores, weights)
-    if precision == "fp8":
-        quantized = quantize_weights(w1, w2, backend)
-        return fp8_experts(rows, scores, weights, quantized, p, keep_z, backend)
-    z, a = Up.apply(rows, w1, b1, p, activation, gate_up, keep_z, backend)
     deferred = deferred_output()
-    out = Down.apply(z, a, scores, w2, b2, p, rows.shape[0], activation, gate_up, backend, deferred)
+    last = (p, rows.shape[0], activation, gate_up, backend, deferred)
+    if precision == "fp8":
+        q = quantize_weights(w1, w2, backend)
+        up = Fp8Up.apply(rows, w1, q, p, activation, gate_up, keep_z, backend)
+        out = Fp8Down.apply(*up, scores, w2, q, *last)
+    else:
+        z, a = Up.apply(rows, w1, b1, p, activation, gate_up, keep_z, backend)
+        out = Down.apply(z, a, scores, w2, b2, *last)
     return finish(out, deferred)
 
 

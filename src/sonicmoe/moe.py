@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .autograd import Down, Up
-from .autograd_fp8 import fp8_experts
+from .autograd_fp8 import Fp8Down, Fp8Up
 from .checkpoint import deferred_output, finish
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
@@ -210,8 +210,7 @@ class MoE(nn.Module):
             ids, scores = _checked_slots(x, r)
             x, weights, backend = prepare(x, self._weights(), name, self.precision)
             scores = score_dtype(scores, x)
-            if self.precision is None:
-                precompile_step(experts, x, ids, weights, backend, r.logits.dtype)
+            precompile_step(experts, x, ids, weights, backend, r.logits.dtype, self.precision)
             p = permute(
                 ids,
                 self.num_experts,
@@ -225,16 +224,16 @@ class MoE(nn.Module):
             aux_loss = None if is_inference_mode else self._aux_loss(logits, r, p.counts, name)
             w1, w2, b1, b2, act, gate_up = weights
             keep_z = needs_backward(x, scores, weights)
+            deferred = deferred_output()
+            last = (p, x.shape[0], act, gate_up, backend, deferred)
             if self.precision == "fp8":
-                quantized = self._fp8_weights(w1, w2, backend)
-                out = fp8_experts(x, scores, weights, quantized, p, keep_z, backend)
+                q = self._fp8_weights(w1, w2, backend)
+                up = Fp8Up.apply(x, w1, q, p, act, gate_up, keep_z, backend)
+                out = Fp8Down.apply(*up, scores, w2, q, *last)
             else:
                 z, a = Up.apply(x, w1, b1, p, act, gate_up, keep_z, backend)
-                deferred = deferred_output()
-                out = Down.apply(
-                    z, a, scores, w2, b2, p, x.shape[0], act, gate_up, backend, deferred
-                )
-                out = finish(out, deferred)
+                out = Down.apply(z, a, scores, w2, b2, *last)
+            out = finish(out, deferred)
             if shared is not None:
                 out = out + shared
         return out if is_flat else out.view(*hidden_states.shape), aux_loss

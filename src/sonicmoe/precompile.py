@@ -19,6 +19,7 @@ import torch
 
 from . import ops
 from .autograd import Down, Up
+from .autograd_fp8 import Fp8Down, Fp8Up
 from .enums import ActivationType
 from .main_grad import with_main_grad
 from .notices import say_once
@@ -47,6 +48,7 @@ class Layer(NamedTuple):
     ids: torch.dtype = torch.int32
     logits: torch.dtype | None = None  # where the auxiliary loss follows
     weights: torch.dtype | None = None  # where it is not that of the data
+    precision: str | None = None
 
 
 def precompile_step(
@@ -56,6 +58,7 @@ def precompile_step(
     weights: ExpertWeights,
     backend: str,
     logits: torch.dtype | None = None,
+    precision: str | None = None,
 ) -> None:
     """Precompile a training step of `experts` with these arguments, once per kind of layer.
 
@@ -83,6 +86,7 @@ def precompile_step(
         ids=ids.dtype,
         logits=logits,
         weights=None if w1.dtype == x.dtype else w1.dtype,
+        precision=precision,
     )
     _precompile_once(x.get_device(), layer, experts)
 
@@ -186,6 +190,7 @@ def run_experts(
     )
     x = _new(tokens, hidden, dtype=layer.dtype)
     options = {"activation": layer.activation, "gate_up": layer.gate_up, "backend": "triton"}
+    options["precision"] = layer.precision
     where = {"slot_token": slot_token, "token_start": token_start}
     return experts(x, ids, scores, w1, w2, b1, b2, **where, **options)
 
@@ -200,10 +205,14 @@ def run_step(layer: Layer, experts: ExpertsFunction) -> None:
         out = run_experts(layer, experts, tokens)
         down = out.grad_fn
         assert down is not None
-        up = down.next_functions[0][0]
+        dout = _new(*out.shape, dtype=out.dtype)
         with torch.no_grad():
-            dz, *_ = Down.backward(down, _new(*out.shape, dtype=out.dtype))
-            Up.backward(up, dz, None)
+            if layer.precision == "fp8":
+                dz = Fp8Down.backward(down, dout)[5:9]
+                Fp8Up.backward(down.next_functions[5][0], *([None] * 5), *dz)
+            else:
+                dz, *_ = Down.backward(down, dout)
+                Up.backward(down.next_functions[0][0], dz, None)
             if layer.logits is not None:
                 logits = _new(tokens, layer.experts, dtype=layer.logits)
                 counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")

@@ -13,7 +13,13 @@ from .layer import experts
 from .precompile import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
 from .routing import Router, auxiliary_loss, make_router
 from .shapes import check_size
-from .validation import check_activation, check_gate_up, check_k, check_num_experts
+from .validation import (
+    check_activation,
+    check_gate_up,
+    check_k,
+    check_num_experts,
+    check_precision,
+)
 
 
 def warmup(
@@ -29,25 +35,28 @@ def warmup(
     router: str | Router = "softmax_over_topk",
     main_grad: bool = False,
     weights: torch.dtype | None = None,
+    precision: str | None = None,
     device: str | torch.device = "cuda",
     progress: bool = True,
 ) -> float:
     """Precompile the kernels of training and inference in parallel; returns the seconds it took.
 
-    `router` as in `MoE`. `main_grad=True` compiles the variant for weights with a `main_grad`.
-    `weights` is the dtype of the weights if it is not `dtype`, as under autocast; they are assumed
-    to be contiguous. Uses no GPU memory. Raises ValueError without a GPU.
+    `router` and `precision` as in `MoE`. `main_grad=True` compiles the variant for weights with a
+    `main_grad`. `weights` is the dtype of the weights if it is not `dtype`, as under autocast; they
+    are assumed to be contiguous. Uses no GPU memory. Raises ValueError without a GPU.
     """
     check_size("hidden_size", hidden_size)
     check_size("intermediate_size", intermediate_size)
     check_num_experts(num_experts)
     check_activation(activation)
     check_gate_up(gate_up)
+    check_precision(precision)
     check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
     index = _gpu_index(device)
     sizes = (hidden_size, intermediate_size, num_experts, num_experts_per_tok)
     layer = Layer(*sizes, dtype, activation, gate_up, weights=weights)
     layer = layer._replace(bias=(add_bias, add_bias), main_grad=(main_grad, main_grad))
+    layer = layer._replace(precision=precision)
     begin = time.perf_counter()
     compile_together(lambda: run_layer(layer, router), index, _say if progress else None)
     return time.perf_counter() - begin

@@ -15,13 +15,13 @@ from ..kernels.hopper.fp8_gemm import fp8_gemm_kernel
 from ..kernels.hopper.fp8_up import SLICE, fp8_up_kernel
 from ..permutation import Permutation
 from ..shapes import ceil_div
-from . import memory
+from . import grouped_gemm, memory
 from .descriptors import Boxes
 from .fp8_dz import dz_gemm
 from .fp8_wgrad import weight_gradient
 from .grouped_gemm import _zero_tail, combine
 from .grouped_gemm_hopper import _row_boxes, _z_boxes, row_boxes
-from .launcher import Bound, launch, target_of
+from .launcher import Bound, launch
 from .quantize import dz_scales, quantize_rows, quantize_weight
 
 __all__ = ["quantize_rows", "quantize_weight"]  # operators too
@@ -84,7 +84,7 @@ def fp8_up(x8, x_scale, w8, w_scale, p: Permutation, activation: ActivationType,
     z_target = memory.empty((8, 8), torch.bfloat16, device) if z is None else z
     args = (source, p.row_token, (w8, weights), x_scale, w_scale, (z_target, z_boxes), zmax)
     work = (p.tiles.shape[0] - 1) * ceil_div(w8.shape[1], width)
-    grid = (max(1, min(work, target_of(x8).processors)),)
+    grid = (max(1, min(work, grouped_gemm.target_of(x8).processors)),)
     launch(kernel, grid, *args, (a, a_boxes), a_scale, rows, p.tiles)
     return z, zmax, a, a_scale
 
@@ -114,7 +114,7 @@ def fp8_gemm(a8, a_scale, w8, w_scale, row_scores, p: Permutation, block_n=None,
     source = row_boxes(a8, _CONSUMER_M, BLOCK)
     args = (source, (w8, weights), a_scale, rows, w_scale, row_scores, (y, y_boxes), p.tiles)
     work = (p.tiles.shape[0] - 1) * ceil_div(columns, block_n)
-    launch(kernel, (max(1, min(work, target_of(a8).processors)),), *args)
+    launch(kernel, (max(1, min(work, grouped_gemm.target_of(a8).processors)),), *args)
     if not p.is_gathered:
         _zero_tail(y, p)
     return y
