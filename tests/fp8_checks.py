@@ -56,13 +56,13 @@ def all_bf16() -> torch.Tensor:
 
 
 def around_ties() -> torch.Tensor:
-    """(1, N, 3) fp32: the e4m3 values, the midpoints, and the fp32 values next to both."""
+    """(1, N, 4) fp32: the e4m3 values, the midpoints, and the fp32 values next to both."""
     values = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()  # up to 448
     values = torch.cat([values, (values[1:] + values[:-1]) / 2])
-    values = torch.cat([values, -values])
+    values = torch.cat([values, -values, torch.zeros(2)])  # a multiple of four
     inward = values.nextafter(torch.zeros(()))
     outward = values.nextafter(2 * values).clamp(-448, 448)
-    return torch.stack([values, inward, outward], -1)[None]
+    return torch.stack([values, inward, outward, values], -1)[None]
 
 
 def make_permutation(counts, is_gathered: bool, dropped: int) -> Permutation:
