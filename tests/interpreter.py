@@ -3,7 +3,8 @@
 The interpreter holds tensors as numpy arrays. numpy knows no bf16, so such values lie there as the
 16 bits that encode them. Two things then go wrong: a dot product multiplies these bits as if they
 were integers, and a conversion from fp32 cuts the lower bits off instead of rounding. A bf16 number
-is the upper half of the fp32 number of the same value, which mends both.
+is the upper half of the fp32 number of the same value, which mends both. A conversion to e4m3 does
+not round right either; PyTorch's does.
 
 `tl.sort` exchanges by exclusive or, which the interpreter reduces element by element in Python:
 3.4 s for the permutation of one span. numpy does it at once.
@@ -12,6 +13,7 @@ is the upper half of the fp32 number of the same value, which mends both.
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -33,7 +35,10 @@ def _create_dot(self, left, right, *rest):
 
 
 def _convert_float(data, source, target, rounding):
-    """fp32 to bf16 rounds to the nearest, ties to even."""
+    """fp32 to bf16 and to e4m3 rounds to the nearest, ties to even."""
+    if source == tl.float32 and target == tl.float8e4nv:
+        values = torch.from_numpy(np.array(data, dtype=np.float32))
+        return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     if source != tl.float32 or target != tl.bfloat16:
         return _convert(data, source, target, rounding)
     word = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)

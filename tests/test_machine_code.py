@@ -25,7 +25,9 @@ LARGE = (4096, 14336)  # tiles in bands
 CACHE = 128 * 1024  # of instructions, by guess: dZ with 172 KB spent half its time waiting for them
 
 
-def compile_layer(arch, dtype, activation, gate_up, transposed, bias, sizes, gathered=True):
+def compile_layer(
+    arch, dtype, activation, gate_up, transposed, bias, sizes, gathered=True, keep_z="keep"
+):
     """All kernels of a forward and backward pass, as compiled for `arch`."""
     hidden, intermediate = sizes
     experts, rows, tokens = 2, 64, 32 if gathered else 64
@@ -47,12 +49,12 @@ def compile_layer(arch, dtype, activation, gate_up, transposed, bias, sizes, gat
     m = tile_m(dtype.itemsize)
     p = Permutation(maps, maps, maps, None, None, index(3), index(4, 4), m)
     needs = DownGradients(dz=True, dw2=True, db2=bias, dscores=gathered)
-    z = new(rows, columns)
     with compiling(arch) as compiled:
-        grouped_gemm.up(x, w1, b1, p, activation, gate_up, True)
+        z, _, z_scale = grouped_gemm.up(x, w1, b1, p, activation, gate_up, keep_z)
         grouped_gemm.down(new(rows, intermediate), w2, b2, None, p)
-        grouped_gemm.down_backward(x, z, w2, b2, scores, p, activation, gate_up, needs, False)
-        grouped_gemm.up_backward(z, x, w1, p, UpGradients(True, True, bias), False)
+        args = (z, z_scale, w2, b2, scores, p, activation, gate_up, needs, False)
+        dz, *_ = grouped_gemm.down_backward(x, *args)
+        grouped_gemm.up_backward(dz, x, w1, p, UpGradients(True, True, bias), False, 1)
     return compiled
 
 
@@ -242,12 +244,12 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
             )
             p = Permutation(row_token, row_slot, slot_row, None, counts, *rest, 128)
             swiglu, needs = ActivationType.SWIGLU, DownGradients(True, True, bias, True)
-            z, a = grouped_gemm.up(x, w1, b1, p, swiglu, LAYOUTS[0], True)
+            z, a, _ = grouped_gemm.up(x, w1, b1, p, swiglu, LAYOUTS[0], "keep")
             y = grouped_gemm.down(a, w2, b2, None, p)
             grouped_gemm.combine(y, scores, slot_row, None, tokens)
-            args = (x, z, w2, b2, scores, p, swiglu, LAYOUTS[0], needs)
+            args = (x, z, None, w2, b2, scores, p, swiglu, LAYOUTS[0], needs)
             grouped_gemm.down_backward(*args, False)
-            grouped_gemm.up_backward(z, x, w1, p, UpGradients(True, True, bias), False)
+            grouped_gemm.up_backward(z, x, w1, p, UpGradients(True, True, bias), False, 1)
             launch_routing.topk_backward(scores, scores, ids, new(tokens, experts), True)
         return compiled
 

@@ -11,6 +11,7 @@ from .autograd import Down, Up
 from .checkpoint import deferred_output, finish
 from .enums import ActivationType
 from .errors import bad_argument
+from .memory_policy import KEEP, MemoryPolicy, memory_policy
 from .ops.layout import dense_weight
 from .permutation import Permutation
 from .precompile import precompile_step
@@ -45,6 +46,7 @@ def experts(
     token_start: torch.Tensor | None = None,
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
+    memory: str | MemoryPolicy = "keep",
     backend: str | None = None,
 ) -> torch.Tensor:
     """Run every token through its experts and return their outputs summed with the scores.
@@ -56,11 +58,13 @@ def experts(
     the token of each, dropped outside [0, T); `token_start` (T+1,), where it is known, saves
     finding each token's first slot. Values that break these rules raise a ValueError on a CPU; on a
     GPU, where reading them would wait for the device, they put NaN into the output.
-    Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
+    Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert);
+    `memory` is "keep", "fp8", "recompute" or a `MemoryPolicy`.
     """
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
     where = {"slot_token": slot_token, "token_start": token_start}
-    return experts_and_counts(x, ids, scores, weights, **where, backend=backend)[0]
+    policy = memory_policy(memory)
+    return experts_and_counts(x, ids, scores, weights, policy, **where, backend=backend)[0]
 
 
 def experts_and_counts(
@@ -68,6 +72,7 @@ def experts_and_counts(
     ids: torch.Tensor,
     scores: torch.Tensor,
     weights: ExpertWeights,
+    memory: MemoryPolicy = KEEP,
     *,
     slot_token: torch.Tensor | None = None,
     token_start: torch.Tensor | None = None,
@@ -77,7 +82,7 @@ def experts_and_counts(
     ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
     x, weights, backend = prepare(x, weights, backend)
     scores = score_dtype(scores, x)
-    precompile_step(experts, x, ids, weights, backend)
+    precompile_step(experts, x, ids, weights, backend, memory=memory)
     p = permute(
         ids,
         weights.num_experts,
@@ -88,10 +93,11 @@ def experts_and_counts(
         backend=backend,
     )
     w1, w2, b1, b2, activation, gate_up = weights
-    keep_z = needs_backward(x, scores, weights)
-    z, a = Up.apply(x, w1, b1, p, activation, gate_up, keep_z, backend)
-    deferred = deferred_output()
-    out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], activation, gate_up, backend, deferred)
+    keep_z, slices = kept_z(memory, x, scores, weights), memory.slices
+    z, a, *z8 = Up.apply(x, w1, b1, p, activation, gate_up, keep_z, slices, backend)
+    source = (x, w1, b1) if keep_z == "recompute" else z8
+    deferred, options = deferred_output(), (activation, gate_up, slices, backend)
+    out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], *options, deferred, *source)
     assert p.counts is not None  # only rows that arrive sorted have none
     return finish(out, deferred), p.counts
 
@@ -108,12 +114,14 @@ def prepare(
     return x.contiguous(), dense, backend
 
 
-def needs_backward(x: torch.Tensor, scores: torch.Tensor | None, weights: ExpertWeights) -> bool:
-    """Whether a backward pass can follow, which needs Z."""
+def kept_z(
+    memory: MemoryPolicy, x: torch.Tensor, scores: torch.Tensor | None, weights: ExpertWeights
+) -> str:
+    """The policy for Z, or "no" where no backward pass can follow."""
     if not torch.is_grad_enabled():
-        return False
+        return "no"
     of_scores = scores is not None and scores.requires_grad
-    return x.requires_grad or of_scores or weights.need_gradient()
+    return memory.z if x.requires_grad or of_scores or weights.need_gradient() else "no"
 
 
 def grouped_experts(
@@ -128,6 +136,7 @@ def grouped_experts(
     offsets: torch.Tensor | None = None,
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
+    memory: str | MemoryPolicy = "keep",
     backend: str | None = None,
 ) -> torch.Tensor:
     """Run the experts on rows that are already sorted by expert, such as an all-to-all's output.
@@ -137,8 +146,10 @@ def grouped_experts(
     e has rows [offsets[e], offsets[e] + counts[e]). Rows of no expert are neither read nor trusted;
     their output and gradient are zero. scores (R,), optional, multiply the rows of the result.
     Counts or offsets that do not fit R rows raise a ValueError on a CPU; on a GPU, where reading
-    them would wait for the device, output and dX are NaN.
+    them would wait for the device, output and dX are NaN. `memory` as in `experts`; without gaps
+    there is one row of output for each row, and `slices` has no effect.
     """
+    policy = memory_policy(memory)
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
     rows, weights, backend = prepare(rows, weights, backend)
     w1, w2, b1, b2 = weights[:4]
@@ -159,15 +170,16 @@ def grouped_experts(
         scores = score_dtype(scores, rows)
     if with_gaps:
         ids, scores = _expert_of_row(rows, counts, offsets, scores)
-        return experts_and_counts(rows, ids, scores, weights, backend=backend)[0]
+        return experts_and_counts(rows, ids, scores, weights, policy, backend=backend)[0]
     start = torch.nn.functional.pad(counts.cumsum(0), (1, 0)) if offsets is None else offsets
     m = tile_m(rows.dtype.itemsize)
     start, tiles = ops.tiles(start, rows.shape[0], m, backend)
     p = Permutation.of_sorted_rows(start, tiles, m)
-    keep_z = needs_backward(rows, scores, weights)
-    z, a = Up.apply(rows, w1, b1, p, activation, gate_up, keep_z, backend)
-    deferred = deferred_output()
-    out = Down.apply(z, a, scores, w2, b2, p, rows.shape[0], activation, gate_up, backend, deferred)
+    keep_z = kept_z(policy, rows, scores, weights)
+    z, a, *z8 = Up.apply(rows, w1, b1, p, activation, gate_up, keep_z, 1, backend)
+    source = (rows, w1, b1) if keep_z == "recompute" else z8
+    deferred, options = deferred_output(), (activation, gate_up, 1, backend)
+    out = Down.apply(z, a, scores, w2, b2, p, rows.shape[0], *options, deferred, *source)
     return finish(out, deferred)
 
 

@@ -10,7 +10,8 @@ from .autograd import Down, Up
 from .checkpoint import deferred_output, finish
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .layer import experts, needs_backward, permute, prepare, router_logits, score_dtype
+from .layer import experts, kept_z, permute, prepare, router_logits, score_dtype
+from .memory_policy import MemoryPolicy, memory_policy
 from .precompile import precompile_step
 from .routing import Router, Routing, auxiliary_loss, make_router
 from .shapes import check_size
@@ -75,7 +76,7 @@ class MoE(nn.Module):
     every token and is added; `shared_gate` multiplies it by a sigmoid. `forward` returns the output
     and the auxiliary loss, aux_loss_coef · (Switch load-balancing loss) + z_loss_coef ·
     mean(logsumexp(logits)²), for which `all_reduce_counts` may map a rank's rows of each expert to
-    those of the global batch.
+    those of the global batch. `memory` is "keep", "fp8", "recompute" or a `MemoryPolicy`.
 
     State-dict keys: `router.weight` (E, H), `c_fc.weight` (E, 2I, H), `c_proj.weight` (E, H, I);
     with `router_bias` also `router.bias`, with `add_bias` also `c_fc.bias` and `c_proj.bias`. The
@@ -103,6 +104,7 @@ class MoE(nn.Module):
         aux_loss_coef: float = 1.0,
         z_loss_coef: float = 0.0,
         all_reduce_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        memory: str | MemoryPolicy = "keep",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -133,6 +135,7 @@ class MoE(nn.Module):
         self.aux_loss_coef = aux_loss_coef
         self.z_loss_coef = z_loss_coef
         self.all_reduce_counts = all_reduce_counts
+        self.memory = memory_policy(memory)
 
         columns = 2 * intermediate_size if activation_function.is_gated else intermediate_size
         self.router = nn.Linear(
@@ -188,7 +191,7 @@ class MoE(nn.Module):
             ids, scores = _checked_slots(x, r)
             x, weights, backend = prepare(x, self._weights(), name)
             scores = score_dtype(scores, x)
-            precompile_step(experts, x, ids, weights, backend, r.logits.dtype)
+            precompile_step(experts, x, ids, weights, backend, r.logits.dtype, self.memory)
             p = permute(
                 ids,
                 self.num_experts,
@@ -201,10 +204,11 @@ class MoE(nn.Module):
             # Before the experts, so that a checkpoint need not run them again to get at it.
             aux_loss = None if is_inference_mode else self._aux_loss(logits, r, p.counts, name)
             w1, w2, b1, b2, act, gate_up = weights
-            keep_z = needs_backward(x, scores, weights)
-            z, a = Up.apply(x, w1, b1, p, act, gate_up, keep_z, backend)
-            deferred = deferred_output()
-            out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], act, gate_up, backend, deferred)
+            keep_z, slices = kept_z(self.memory, x, scores, weights), self.memory.slices
+            z, a, *z8 = Up.apply(x, w1, b1, p, act, gate_up, keep_z, slices, backend)
+            source = (x, w1, b1) if keep_z == "recompute" else z8
+            deferred, options = deferred_output(), (act, gate_up, slices, backend)
+            out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], *options, deferred, *source)
             out = finish(out, deferred)
             if shared is not None:
                 out = out + shared

@@ -21,6 +21,7 @@ from . import ops
 from .autograd import Down, Up
 from .enums import ActivationType
 from .main_grad import with_main_grad
+from .memory_policy import KEEP, MemoryPolicy
 from .notices import say_once
 from .weights import ExpertWeights
 
@@ -47,6 +48,7 @@ class Layer(NamedTuple):
     ids: torch.dtype = torch.int32
     logits: torch.dtype | None = None  # where the auxiliary loss follows
     weights: torch.dtype | None = None  # where it is not that of the data
+    memory: MemoryPolicy = KEEP
 
 
 def precompile_step(
@@ -56,6 +58,7 @@ def precompile_step(
     weights: ExpertWeights,
     backend: str,
     logits: torch.dtype | None = None,
+    memory: MemoryPolicy = KEEP,
 ) -> None:
     """Precompile a training step of `experts` with these arguments, once per kind of layer.
 
@@ -83,6 +86,7 @@ def precompile_step(
         ids=ids.dtype,
         logits=logits,
         weights=None if w1.dtype == x.dtype else w1.dtype,
+        memory=memory,
     )
     _precompile_once(x.get_device(), layer, experts)
 
@@ -186,7 +190,7 @@ def run_experts(
     )
     x = _new(tokens, hidden, dtype=layer.dtype)
     options = {"activation": layer.activation, "gate_up": layer.gate_up, "backend": "triton"}
-    where = {"slot_token": slot_token, "token_start": token_start}
+    where = {"slot_token": slot_token, "token_start": token_start, "memory": layer.memory}
     return experts(x, ids, scores, w1, w2, b1, b2, **where, **options)
 
 
@@ -203,7 +207,7 @@ def run_step(layer: Layer, experts: ExpertsFunction) -> None:
         up = down.next_functions[0][0]
         with torch.no_grad():
             dz, *_ = Down.backward(down, _new(*out.shape, dtype=out.dtype))
-            Up.backward(up, dz, None)
+            Up.backward(up, dz)
             if layer.logits is not None:
                 logits = _new(tokens, layer.experts, dtype=layer.logits)
                 counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")

@@ -14,6 +14,7 @@ from ..autograd import refuse_second_derivatives
 from ..enums import ActivationType
 from ..layer import autocast, experts_and_counts
 from ..main_grad import with_main_grad
+from ..memory_policy import MemoryPolicy, memory_policy
 from ..shapes import check_size
 from ..validation import check_rank, check_slots, check_weights, resolve_backend
 from ..weights import ExpertWeights
@@ -47,6 +48,7 @@ def experts(
     token_start: torch.Tensor | None = None,
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
+    memory: str | MemoryPolicy = "keep",
     backend: str | None = None,
 ) -> torch.Tensor:
     """`sonicmoe.experts` with the experts spread evenly over the ranks of `group`.
@@ -65,6 +67,7 @@ def experts(
         check_weights(x, w1, w2, b1, b2, activation, gate_up)
         ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
         resolve_backend(backend, x)
+        policy = memory_policy(memory)
         for w in (w1, w2):
             with_main_grad(w)  # raises if the buffer does not fit
         settings = _settings(x, scores, w1.shape[0])._replace(
@@ -78,7 +81,9 @@ def experts(
     arrived, plan = _dispatch(x, ids, scores, settings, group, slot_token, token_start)
     rows, pair_row, ids, scores = arrived
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
-    y, _ = experts_and_counts(rows, ids, scores, weights, slot_token=pair_row, backend=backend)
+    y, _ = experts_and_counts(
+        rows, ids, scores, weights, policy, slot_token=pair_row, backend=backend
+    )
     return combine(y, plan)
 
 

@@ -53,6 +53,7 @@ class ExpertParallelMoE(MoE):
                 token_start=r.token_start,
                 activation=activation,
                 gate_up=gate_up,
+                memory=self.memory,
                 backend=backend,
             )
             if shared is not None:

@@ -7,7 +7,7 @@ router, the shared experts and the losses stay those of the model.
 import inspect
 import re
 import sys
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import bad_argument
 from ..extras import missing
 from ..functional import experts
+from ..memory_policy import KEEP, MemoryPolicy, memory_policy
 from .lora import LowRank, lora_experts
 from .recognition import activation_of, gate_up_of
 
@@ -28,28 +29,43 @@ except ImportError as error:
 _KEEP = "Or keep 'sonicmoe_experts'."
 
 
-def register(name: str = "sonicmoe_experts", *, replace: bool = False) -> None:
+def register(
+    name: str = "sonicmoe_experts",
+    *,
+    replace: bool = False,
+    memory: str | MemoryPolicy = "keep",
+) -> None:
     """Make `name` a valid `experts_implementation` of transformers.
 
     Use it in `from_pretrained` or `model.set_experts_implementation`. transformers already has a
     "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
     package behind that name, for this process. Models whose experts do not use transformers'
-    interface would ignore the name: asking for it raises a ValueError from now on.
+    interface would ignore the name: asking for it raises a ValueError from now on. `memory` as in
+    `sonicmoe.experts`, for all models that use the name; adapters keep Z whatever it says.
     """
+    policy = memory_policy(memory)
     current = ALL_EXPERTS_FUNCTIONS.get(name, experts_forward)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
-    if current is not experts_forward and not replace:
+    if not is_ours(current) and not replace:
         raise bad_argument(
             "name",
             "one that transformers does not use",
             f"{name!r}, which is {current.__module__}.{current.__qualname__}",
             f"Pass replace=True to replace it. {_KEEP}",
         )
-    ExpertsInterface.register(name, experts_forward)
-    if ALL_EXPERTS_FUNCTIONS[name] is not experts_forward:  # assigned to the instance before
-        ALL_EXPERTS_FUNCTIONS[name] = experts_forward
+    function: Any = experts_forward
+    if policy != KEEP:
+        function = partial(experts_forward, memory=policy)
+    ExpertsInterface.register(name, function)
+    if ALL_EXPERTS_FUNCTIONS[name] is not function:  # assigned to the instance before
+        ALL_EXPERTS_FUNCTIONS[name] = function
     _refuse_models_without_interface()
+
+
+def is_ours(function: Any) -> bool:
+    """Whether transformers calls `experts_forward` by it."""
+    return getattr(function, "func", function) is experts_forward
 
 
 def experts_forward(
@@ -59,6 +75,7 @@ def experts_forward(
     top_k_weights: torch.Tensor,
     lora1: LowRank | None = None,
     lora2: LowRank | None = None,
+    memory: MemoryPolicy = KEEP,
 ) -> torch.Tensor:
     """Run the experts of a transformers module; `register` makes transformers call this.
 
@@ -82,7 +99,7 @@ def experts_forward(
 
     def run(x, ids, scores):
         if lora1 is None and lora2 is None:
-            return experts(x, ids, scores, w1, w2, b1, b2, **options)
+            return experts(x, ids, scores, w1, w2, b1, b2, memory=memory, **options)
         return lora_experts(x, ids, scores, w1, w2, lora1, lora2, b1, b2, **options)
 
     if getattr(module, "has_post_expert_norm", False):
@@ -117,7 +134,7 @@ def _refuse_models_without_interface() -> None:
     @wraps(original)
     def checked(self, requested_experts):
         name = original(self, requested_experts)
-        if ALL_EXPERTS_FUNCTIONS.get(name) is experts_forward:
+        if is_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
             for model in self.modules():  # in its constructor: the model alone
                 if isinstance(model, PreTrainedModel):
                     _check_interface(type(model))

@@ -283,7 +283,7 @@ def peak_memory(device: torch.device) -> int:
 
 def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
     with world.device:
-        model = Decoder(config.model, config.backend, config.recompute)
+        model = Decoder(config.model, config.backend, config.recompute, config.memory)
     if config.precision == "bf16":
         model.to(torch.bfloat16)
     if config.compile:

@@ -91,7 +91,9 @@ class Block(nn.Module):
     """`recompute` checkpoints it from the inside: compiled like that it computes no output again,
     which a checkpoint of a compiled block does."""
 
-    def __init__(self, c: ModelConfig, backend: str, recompute: bool = False) -> None:
+    def __init__(
+        self, c: ModelConfig, backend: str, recompute: bool = False, memory: str = "keep"
+    ) -> None:
         super().__init__()
         self.backend, self.recompute = backend, recompute
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps)
@@ -100,6 +102,7 @@ class Block(nn.Module):
         sizes = (c.num_experts, c.experts_per_token, c.hidden_size, c.intermediate_size)
         options: dict[str, Any] = {"router": _router(c), "gate_up": "concatenated"}
         options |= {"aux_loss_coef": c.aux_loss_coef, "z_loss_coef": c.z_loss_coef}
+        options |= {"memory": memory}
         self.moe = MoE(*sizes, ActivationType.SWIGLU, False, c.init_std, **options)
 
     def forward(self, x, cos, sin, past=None, keep=False):
@@ -117,11 +120,17 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Token ids (B, S) → logits or their loss. The head is the embedding."""
 
-    def __init__(self, config: ModelConfig, backend: str = "auto", recompute: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: str = "auto",
+        recompute: bool = False,
+        memory: str = "keep",
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = (Block(config, backend, recompute) for _ in range(config.num_layers))
+        blocks = (Block(config, backend, recompute, memory) for _ in range(config.num_layers))
         self.blocks = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.reset_parameters()

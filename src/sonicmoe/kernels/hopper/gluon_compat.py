@@ -15,8 +15,8 @@ copy_gathered = async_copy.async_load if _GATHER_RENAMED else async_copy.async_c
 
 @gluon.jit
 def reinterpreted(smem, shape: gl.constexpr, descriptor):
-    """The same shared memory with another shape, in the layout of `descriptor`."""
+    """The same shared memory with another shape, in the dtype and layout of `descriptor`."""
     if _REINTERPRET_RENAMED:
-        return smem.reinterpret(smem.dtype, shape, descriptor.layout)
+        return smem.reinterpret(descriptor.dtype, shape, descriptor.layout)
     else:
-        return smem._reinterpret(smem.dtype, shape, descriptor.layout)
+        return smem._reinterpret(descriptor.dtype, shape, descriptor.layout)
