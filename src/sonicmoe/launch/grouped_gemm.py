@@ -171,13 +171,17 @@ def _fp8_config(
             f"'fp8' on compute capability {target.arch / 10}",
             "'recompute' keeps less than 'fp8'.",
         )
-    if config.hopper and gate_up != "interleaved" and inner % 16:
-        # TMA takes rows of 16 bytes alone; portable kernels do not use it for Z.
+    # TMA takes rows of 16 bytes alone; biases of a ragged N spill registers in a plain `up`.
+    ragged = gate_up != "interleaved" and inner % (16 if gate_up else 64)
+    narrow = kernel == "up" and config.block_n < 256  # the Hopper kernel stores half tiles
+    if config.hopper and (ragged or narrow):
         config = default_row_config(kernel, 2, hidden, inner, target._replace(gluon=False))
-    if config.hopper and kernel == "up" and config.block_n == 128:
-        config = default_row_config(kernel, 2, hidden, 256, target)  # pieces of half a block
-    columns = max(config.block_n, FP8_COLUMNS)
-    return replace(config, block_n=columns, slices=max(config.slices, columns // 64))
+    if kernel == "dz":
+        return replace(config, slices=4) if config.block_n > 64 else config
+    if config.block_n >= FP8_COLUMNS:
+        return config
+    # In fp32, blocks of 32 spill 112 registers.
+    return replace(config, block_n=FP8_COLUMNS, block_k=16 if config.block_m < 128 else 32)
 
 
 def recomputed_z(dout, x, w1, b1, p: Permutation, activation, gate_up):

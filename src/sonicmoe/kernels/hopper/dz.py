@@ -52,25 +52,34 @@ def _load_z(z, end, row, column, barrier, smem, first, GATE_UP: gl.constexpr):
 
 
 @gluon.jit
-def _in_fp32(z, unit):
-    """Z in fp32, times its scale (64,) if it is in e4m3."""
+def _in_fp32(z, exponent):
+    """Z in fp32, times 2^(exponent − 127) of its row if it is in e4m3."""
     if z.dtype == gl.float8e4nv:
-        return z.to(gl.float32) * gl.expand_dims(unit, 1)
+        scale = ((exponent & 0xFF) << 23).to(gl.float32, bitcast=True)
+        return z.to(gl.float32) * gl.expand_dims(scale, 1)
     else:
         return z.to(gl.float32)
 
 
 @gluon.jit
-def _scales(z_scale, num_rows, row, r, ok, block, I: gl.constexpr, GATE_UP: gl.constexpr):
-    """The scales (64,) of a block of Z; zeros past the last block."""
+def _exponents(
+    z_scale, num_rows, row, r, ok, first, BLOCKS: gl.constexpr, I: gl.constexpr,
+    GATE_UP: gl.constexpr,
+):  # fmt: skip
+    """Exponents of the scales of BLOCKS ≤ 4 blocks of Z, a byte each: four scales would take six
+    registers more. Past the last block, where Z is zero, that of the last."""
     BLOCK: gl.constexpr = 128 if GATE_UP is None else 64
-    inside = ok & (block < (I + BLOCK - 1) // BLOCK)
-    return gl.load(z_scale + block * num_rows.to(gl.int64) + row + r, mask=inside, other=0.0)
+    packed = gl.zeros_like(r)
+    for b in gl.static_range(BLOCKS):
+        block = gl.minimum(first + b, (I + BLOCK - 1) // BLOCK - 1)
+        scale = gl.load(z_scale + block * num_rows.to(gl.int64) + row + r, mask=ok, other=0.0)
+        packed = packed | (scale.to(gl.int32, bitcast=True) >> 23 << 8 * b)
+    return packed
 
 
 @gluon.jit
 def _slice(
-    acc, score, unit, z, dz, a, z_smem, a_smem, end, row, column,
+    acc, score, exponent, z, dz, a, z_smem, a_smem, end, row, column,
     GATE_UP: gl.constexpr, BACKWARD: gl.constexpr, STORE_A: gl.constexpr,
     z_first, a_first,
 ):  # fmt: skip
@@ -88,19 +97,19 @@ def _slice(
     first = z_smem.index(z_first)
     source = z_buffer(z, first)
     if GATE_UP is None:
-        value, dplain = BACKWARD(_in_fp32(source.load(L), unit), acc * weight)
+        value, dplain = BACKWARD(_in_fp32(source.load(L), exponent), acc * weight)
         first.store(dplain.to(dz.dtype))
     elif GATE_UP == "concatenated":
         second = z_smem.index(z_first + 1)
         gate, up = source.load(L), z_buffer(z, second).load(L)
-        value, dgate, dup = BACKWARD(_in_fp32(gate, unit), _in_fp32(up, unit), acc * weight)
+        value, dgate, dup = BACKWARD(_in_fp32(gate, exponent), _in_fp32(up, exponent), acc * weight)
         first.store(dgate.to(dz.dtype))
         second.store(dup.to(dz.dtype))
     else:
         gate, up = pairs(source.load(LZ), 2 * SLICE)
         gate = gl.convert_layout(gate, L, assert_trivial=True)
         up = gl.convert_layout(up, L, assert_trivial=True)
-        value, dgate, dup = BACKWARD(_in_fp32(gate, unit), _in_fp32(up, unit), acc * weight)
+        value, dgate, dup = BACKWARD(_in_fp32(gate, exponent), _in_fp32(up, exponent), acc * weight)
         both = gl.reshape(gl.join(dgate.to(dz.dtype), dup.to(dz.dtype)), (CONSUMER_M, 2 * SLICE))
         first.store(gl.convert_layout(both, LZ, assert_trivial=True))
     if STORE_A:
@@ -145,6 +154,7 @@ def _consumer(
     PARTS: gl.constexpr = 2 if GATE_UP == "concatenated" else 1  # boxes of Z in a slice
     ROUNDS: gl.constexpr = BLOCK_N // SLICE // BUFFERS  # how often a tile fills all buffers
     STORES: gl.constexpr = PARTS + (1 if STORE_A else 0)
+    PER_LAP: gl.constexpr = 1 if GATE_UP is None else 2  # blocks of Z in BUFFERS slices
     r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
     MINE: gl.constexpr = CONSUMER * BUFFERS  # this consumer's first buffer
     step = 0
@@ -175,22 +185,13 @@ def _consumer(
         next_row, next_n = rows_of_work(index + stride, start, next_end, number, H, I, BLOCK_N)
         next_row += CONSUMER * CONSUMER_M
         next_slot = _slots(row_slot, next_row, next_end, r)
-        BLOCKS: gl.constexpr = BLOCK_N // 128 if GATE_UP is None else BLOCK_N // 64
         if z_scale is None:
-            unit, unit_1, unit_2, unit_3 = score, score, score, score
+            exponents = r
         else:
-            block = n * BLOCKS
-            PER_LAP: gl.constexpr = BLOCKS // ROUNDS
-            unit = _scales(z_scale, num_rows, row, r, ok, block, I, GATE_UP)
-            unit_1 = unit
-            if PER_LAP == 2:
-                unit_1 = _scales(z_scale, num_rows, row, r, ok, block + 1, I, GATE_UP)
-            unit_2, unit_3 = unit, unit_1
-            if ROUNDS == 2:
-                unit_2 = _scales(z_scale, num_rows, row, r, ok, block + PER_LAP, I, GATE_UP)
-                unit_3 = unit_2
-                if PER_LAP == 2:
-                    unit_3 = _scales(z_scale, num_rows, row, r, ok, block + 3, I, GATE_UP)
+            BLOCKS: gl.constexpr = ROUNDS * PER_LAP
+            exponents = _exponents(
+                z_scale, num_rows, row, r, ok, n * BLOCKS, BLOCKS, I, GATE_UP
+            )  # fmt: skip
         acc = finish(acc, step, empty, STAGES)
         ds = gl.zeros((CONSUMER_M, SLICE // 4), gl.float32, SUMS)
         now, then = acc, acc
@@ -204,7 +205,7 @@ def _consumer(
                 column = n * BLOCK_N + (lap * BUFFERS + i) * SLICE
                 mbarrier.wait(z_full.index(MINE + i), filled + lap & 1)
                 ds += _slice(
-                    parts[i], score, unit if i < 2 else unit_1,
+                    parts[i], score, exponents >> 8 * (i * PER_LAP // BUFFERS),
                     z, dz, a, z_smem, a_smem, end, row, column,
                     GATE_UP, BACKWARD, STORE_A, (MINE + i) * PARTS, CONSUMER * 2 + i % 2,
                 )  # fmt: skip
@@ -217,7 +218,9 @@ def _consumer(
                         z_full.index(MINE + (i - 1) % BUFFERS), z_smem,
                         (MINE + (i - 1) % BUFFERS) * PARTS, GATE_UP,
                     )  # fmt: skip
-            now, unit, unit_1 = then, unit_2, unit_3
+            now = then
+            if z_scale is not None:
+                exponents = exponents >> 8 * PER_LAP
         filled += ROUNDS
         if STORE_PARTIAL:
             sums = gl.convert_layout(gl.sum(ds, 1), gl.SliceLayout(1, L), assert_trivial=True)
