@@ -51,3 +51,15 @@ def check_bars(got: dict, case: Case) -> None:
             bar = SQUARE if squared and name in ("dw2", "dscores") else bar
             error = relative_error(got[name], exact[name])
             assert error <= bar, f"{name}: {error:.2%} of the norm, allowed {bar:.1%}"
+
+
+def check_not_finite(bad: float, device: str, backend: str, gate_up: str) -> None:
+    """A token that is not finite has such gradients, no other token has."""
+    case = Case("24,64,72,3,2", torch.bfloat16, GATED, gate_up=gate_up, routing="uniform")
+    inputs = make_inputs(case, device)
+    inputs.x[17, 3] = bad
+    inputs.differentiable = ("x", "scores")
+    got = run(partial(ours(case, backend), memory="fp8"), inputs)
+    for name in ("dx", "dscores"):
+        finite = got[name].isfinite().all(1)
+        assert not finite[17] and finite.sum() == 23, name

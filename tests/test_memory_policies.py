@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import ACTIVATIONS, Case, make_inputs, ours, plain, run, same_bits
-from memory_policies import CASES, EXACT, POLICIES, check_bars, results
+from memory_policies import CASES, EXACT, POLICIES, check_bars, check_not_finite, results
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
@@ -81,6 +81,12 @@ def test_a_value_that_is_not_finite_stays_in_its_row(bad):
     back = dequantize_blocks(*quantize_blocks(z, False), False)
     assert not back[2, 70].isfinite()
     assert back[[0, 1, 3]].isfinite().all() and back[2, 128:].isfinite().all()
+
+
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_stays_in_its_token(bad, gate_up):
+    check_not_finite(bad, "cpu", "torch", gate_up)
 
 
 # --- results --------------------------------------------------------------------------------------

@@ -146,8 +146,8 @@ def grouped_experts(
     e has rows [offsets[e], offsets[e] + counts[e]). Rows of no expert are neither read nor trusted;
     their output and gradient are zero. scores (R,), optional, multiply the rows of the result.
     Counts or offsets that do not fit R rows raise a ValueError on a CPU; on a GPU, where reading
-    them would wait for the device, output and dX are NaN. `memory` as in `experts`; without gaps
-    there is one row of output for each row, and `slices` has no effect.
+    them would wait for the device, output and dX are NaN. `memory` as in `experts`; `slices`
+    has no effect without gaps, since no rows are combined.
     """
     policy = memory_policy(memory)
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)

@@ -13,11 +13,11 @@ _SLICE_COLUMNS = 64  # slices of H are multiples of it: TMA reads views that sta
 class MemoryPolicy(NamedTuple):
     """How a layer trades memory for time or accuracy; `memory="fp8"` means `MemoryPolicy("fp8")`.
 
-    z: "keep" keeps Z as it is. "recompute" runs the up GEMM again in the backward pass, with the
-    same bits. "fp8" keeps Z in e4m3 with one power-of-two scale per row and 128 columns; gradients
-    then err by 3 to 5% of their norm.
-    slices: Y and the rows of dX are computed and combined in so many slices of H, each a multiple
-    of 64 columns, with the same bits. Rows that arrive sorted are not combined: no effect there.
+    z: "keep" keeps Z. "recompute" runs the up GEMM again in the backward pass: same bits. "fp8"
+    keeps Z in e4m3 with a power-of-two scale per row and 128 columns: gradients err by 3 to 5% of
+    their norm. It needs compute capability 8.9.
+    slices: Y and the rows of dX exist in slices of H, multiples of 64 columns: same bits. No effect
+    on rows that arrive sorted.
     """
 
     z: str = "keep"

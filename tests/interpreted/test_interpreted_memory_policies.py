@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import make_inputs, same_bits
-from memory_policies import CASES, EXACT, check_against_reference, results
+from memory_policies import CASES, EXACT, check_against_reference, check_not_finite, results
 
 from sonicmoe import MemoryPolicy
 from sonicmoe.launch import grouped_gemm
@@ -50,6 +50,12 @@ def test_z_is_quantized_as_the_reference_does(case):
     assert ((got - want).abs() <= 1.01 * step).all()
     if case.dtype == torch.float32:
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_stays_in_its_token(bad, gate_up):
+    check_not_finite(bad, "cpu", "triton", gate_up)
 
 
 def test_older_gpus_refuse_fp8(monkeypatch):

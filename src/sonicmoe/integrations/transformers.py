@@ -41,13 +41,13 @@ def register(
     "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
     package behind that name, for this process. Models whose experts do not use transformers'
     interface would ignore the name: asking for it raises a ValueError from now on. `memory` as in
-    `sonicmoe.experts`, for all models that use the name; adapters keep Z whatever it says.
+    `sonicmoe.experts`; adapters always keep Z.
     """
     policy = memory_policy(memory)
     current = ALL_EXPERTS_FUNCTIONS.get(name, experts_forward)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
-    if not is_ours(current) and not replace:
+    if not _is_ours(current) and not replace:
         raise bad_argument(
             "name",
             "one that transformers does not use",
@@ -63,7 +63,7 @@ def register(
     _refuse_models_without_interface()
 
 
-def is_ours(function: Any) -> bool:
+def _is_ours(function: Any) -> bool:
     """Whether transformers calls `experts_forward` by it."""
     return getattr(function, "func", function) is experts_forward
 
@@ -134,7 +134,7 @@ def _refuse_models_without_interface() -> None:
     @wraps(original)
     def checked(self, requested_experts):
         name = original(self, requested_experts)
-        if is_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
+        if _is_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
             for model in self.modules():  # in its constructor: the model alone
                 if isinstance(model, PreTrainedModel):
                     _check_interface(type(model))

@@ -23,9 +23,10 @@ def _slice_epilogue(
     i_ok = ok[:, None] & (i < I)[None, :]
     rows_64 = rows.to(tl.int64)[:, None]
     da = acc * score[:, None]
-    if z_scale is not None:  # a slice is part of one block
+    if z_scale is not None:  # a slice is part of one block, or past the last
         BLOCK: tl.constexpr = 128 if GATE_UP is None else 64
-        scales = z_scale + (column // BLOCK).to(tl.int64) * num_rows
+        block = tl.minimum(column // BLOCK, (I - 1) // BLOCK)
+        scales = z_scale + block.to(tl.int64) * num_rows
         z_unit = tl.load(scales + rows, mask=ok, other=0.0)[:, None]
     else:
         z_unit = 1.0
