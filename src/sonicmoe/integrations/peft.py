@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import bad_argument
 from .lora import LowRank
-from .transformers import _is_ours, register
+from .transformers import _calls_ours, register
 
 _NAME = "sonicmoe_experts"
 
@@ -99,7 +99,7 @@ def _weights(experts: Any) -> tuple[str, str]:
 
 
 def _is_ours(experts: Any) -> bool:
-    return _is_ours(ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation))
+    return _calls_ours(ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation))
 
 
 def _low_rank(wrapper: Any) -> LowRank | None:

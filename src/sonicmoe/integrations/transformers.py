@@ -47,7 +47,7 @@ def register(
     current = ALL_EXPERTS_FUNCTIONS.get(name, experts_forward)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
-    if not _is_ours(current) and not replace:
+    if not _calls_ours(current) and not replace:
         raise bad_argument(
             "name",
             "one that transformers does not use",
@@ -63,7 +63,7 @@ def register(
     _refuse_models_without_interface()
 
 
-def _is_ours(function: Any) -> bool:
+def _calls_ours(function: Any) -> bool:
     """Whether transformers calls `experts_forward` by it."""
     return getattr(function, "func", function) is experts_forward
 
@@ -134,7 +134,7 @@ def _refuse_models_without_interface() -> None:
     @wraps(original)
     def checked(self, requested_experts):
         name = original(self, requested_experts)
-        if _is_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
+        if _calls_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
             for model in self.modules():  # in its constructor: the model alone
                 if isinstance(model, PreTrainedModel):
                     _check_interface(type(model))
