@@ -4,14 +4,12 @@ Functions without an underscore have the names, parameters and results of the op
 `ops.grouped_gemm`, and take configurations to measure.
 """
 
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from ..enums import ActivationType
-from ..errors import bad_argument
 from ..kernels import combine as combine_kernels
 from ..kernels.activation import derivative_of, value_of
 from ..kernels.spans import sum_spans_kernel
@@ -21,8 +19,8 @@ from ..kernels.triton.wgrad import bias_gradient_kernel, wgrad_kernel
 from ..memory_policy import FP8_COLUMNS, slice_width
 from ..permutation import Permutation
 from ..shapes import ceil_div
-from ..tuning import RowConfig, Target, WeightConfig, row_config, weight_config
-from ..tuning.select import default_row_config
+from ..tuning import RowConfig, WeightConfig, row_config, weight_config
+from ..tuning.select import fp8_row_config
 from . import memory
 from .descriptors import descriptor
 from .launcher import Bound, dot_precision, launch, power_of_two, target_of
@@ -138,7 +136,7 @@ def up(
     if keep_z == "keep":
         z = memory.empty((rows, n), x.dtype, x.device)
     elif keep_z == "fp8":
-        config = _fp8_config(config, "up", hidden, a.shape[1], gate_up, target)
+        config = fp8_row_config(config, "up", hidden, a.shape[1], gate_up, target)
         z = memory.empty((rows, n), torch.float8_e4m3fn, x.device)
         z_scale = memory.empty((ceil_div(n, FP8_COLUMNS), rows), torch.float32, x.device)
     if rows == 0:
@@ -157,31 +155,6 @@ def up(
     options |= lora.options | _gemm_options(x, source, w1, config)
     launch(up_kernel, grid, *args, *w1.stride(), H=hidden, N=n, **options)
     return z, a, z_scale
-
-
-@cache
-def _fp8_config(
-    config: RowConfig, kernel: str, hidden: int, inner: int, gate_up: str | None, target: Target
-) -> RowConfig:
-    """`config` for Z in e4m3: whole blocks in a tile of `up`, one block for a slice of `dz`."""
-    if target.arch < 89:
-        raise bad_argument(
-            "memory",
-            "'keep' or 'recompute' on a GPU without e4m3",
-            f"'fp8' on compute capability {target.arch / 10}",
-            "'recompute' keeps less than 'fp8'.",
-        )
-    # TMA takes rows of 16 bytes alone; biases of a ragged N spill registers in a plain `up`.
-    ragged = gate_up != "interleaved" and inner % (16 if gate_up else 64)
-    narrow = kernel == "up" and config.block_n < 256  # the Hopper kernel stores half tiles
-    if config.hopper and (ragged or narrow):
-        config = default_row_config(kernel, 2, hidden, inner, target._replace(gluon=False))
-    if kernel == "dz":
-        return replace(config, slices=4) if config.block_n > 64 else config
-    if config.block_n >= FP8_COLUMNS:
-        return config
-    # In fp32, blocks of 32 spill 112 registers.
-    return replace(config, block_n=FP8_COLUMNS, block_k=16 if config.block_m < 128 else 32)
 
 
 def recomputed_z(dout, x, w1, b1, p: Permutation, activation, gate_up):
@@ -304,7 +277,7 @@ def dz_gemm(
         "dz", dtype.itemsize, hidden, intermediate, activation.is_gated, target
     )
     if z_scale is not None:
-        config = _fp8_config(config, "dz", hidden, intermediate, gate_up, target)
+        config = fp8_row_config(config, "dz", hidden, intermediate, gate_up, target)
     # The Hopper kernel always stores dZ.
     dz = memory.empty(z.shape, dtype, device) if needs.dz or config.hopper else None
     a = memory.empty((rows, intermediate), dtype, device) if needs.dw2 else None
