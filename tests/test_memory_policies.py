@@ -155,6 +155,7 @@ def gradients_of(moe: MoE, x: torch.Tensor, forward) -> list[torch.Tensor]:
     return [out.detach(), x.grad, *(p.grad.clone() for p in moe.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", POLICIES, ids=str)
 @pytest.mark.parametrize("mode", ["checkpointed", "compiled", "compiled checkpoint"])
 def test_modes(mode, memory):
@@ -218,6 +219,7 @@ def test_kept_bytes_to_the_byte(memory, activation, dtype):
     assert held == sum(kept.values()) + aux
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "share"), [("keep", 1.1), ("fp8", 0.6), ("recompute", 0.1)])
 def test_a_compiler_keeps_no_more(memory, share):
     """Its partitioner must not move the second `up` into the forward pass."""
