@@ -28,11 +28,11 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
     in_order = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
     logits, m = torch.randn(12, 4), p.tile_m
     scores, ids = ops.topk(logits, 2, True, b)
-    gather = (given.x, given.w1, given.b1, *p, "swiglu", "interleaved", True, b)
-    z, a = torch.ops.sonicmoe.up(*gather)
+    gather = (given.x, given.w1, given.b1, *p, "swiglu", "interleaved", "keep", b)
+    z, a, _ = torch.ops.sonicmoe.up(*gather)
     rows = torch.randn(24, 16, dtype=dtype)
-    down_back = (z, given.w2, given.b2, given.scores, *p, "swiglu", "interleaved")
-    grouped_back = (z, given.w2, None, None, *in_order, "swiglu", "concatenated")
+    down_back = (z, None, given.w2, given.b2, given.scores, *p, "swiglu", "interleaved")
+    grouped_back = (z, None, given.w2, None, None, *in_order, "swiglu", "concatenated")
     up_back = (z, given.x, given.w1, *p)
     everything, some = (True, True, True, True), (True, False, False, False)
     by_token = torch.arange(12, dtype=torch.int32).repeat_interleave(2)
@@ -107,8 +107,13 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
         "tiles": [(p.expert_start, 24, m, b)],
         "up": [
             gather,
-            (rows, transposed, None, *in_order, "geglu", "concatenated", False, b),
-            (rows, given.w1, None, *in_order, "relu_sq", "interleaved", True, b),
+            (rows, transposed, None, *in_order, "geglu", "concatenated", "no", b),
+            (rows, given.w1, None, *in_order, "relu_sq", "interleaved", "fp8", b),
+        ],
+        "recomputed_z": [(given.dout, *gather[:-2], b)],
+        "down_and_combine": [
+            (a, given.w2, given.b2, given.scores, *p, 12, 2, b),
+            (a, given.w2, None, None, *p._replace(token_start=ragged), 12, 1, b),
         ],
         "down": [
             (a, given.w2, given.b2, None, *p, b),
@@ -128,14 +133,14 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
             (w2_grad.clone(), given.dout, *down_back, False, True, False, False, b),
         ],
         "up_backward_into": [
-            (w1_grad.clone(), *up_back, True, True, True, b),
-            (w1_grad.clone(), *up_back, False, True, False, b),
+            (w1_grad.clone(), *up_back, True, True, True, 1, b),
+            (w1_grad.clone(), *up_back, False, True, False, 1, b),
         ],
         "up_backward": [
-            (*up_back, True, True, True, False, b),
-            (*up_back, False, True, False, False, b),
-            (z, given.x, given.w1, *p._replace(token_start=ragged), True, True, True, False, b),
-            (z, rows, transposed, *in_order, True, True, False, True, b),
+            (*up_back, True, True, True, False, 1, b),
+            (*up_back, False, True, False, False, 1, b),
+            (z, given.x, given.w1, *p._replace(token_start=ragged), True, True, True, False, 2, b),
+            (z, rows, transposed, *in_order, True, True, False, True, 1, b),
         ],
     }
 

@@ -19,13 +19,15 @@ from sonicmoe.tuning import Target, is_valid, row_config, tile_m, weight_config
 from sonicmoe.validation import LAYOUTS
 
 GEMMS = ("up_kernel", "gemm_kernel", "dz_kernel", "wgrad_kernel")
-TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
+TENSOR_CORES = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 WIDE, NARROW = (2048, 1024), (264, 72)  # H, I: every branch of the selection, and odd sizes
 LARGE = (4096, 14336)  # tiles in bands
 CACHE = 128 * 1024  # of instructions, by guess: dZ with 172 KB spent half its time waiting for them
 
 
-def compile_layer(arch, dtype, activation, gate_up, transposed, bias, sizes, gathered=True):
+def compile_layer(
+    arch, dtype, activation, gate_up, transposed, bias, sizes, gathered=True, keep_z="keep"
+):
     """All kernels of a forward and backward pass, as compiled for `arch`."""
     hidden, intermediate = sizes
     experts, rows, tokens = 2, 64, 32 if gathered else 64
@@ -47,12 +49,12 @@ def compile_layer(arch, dtype, activation, gate_up, transposed, bias, sizes, gat
     m = tile_m(dtype.itemsize)
     p = Permutation(maps, maps, maps, None, None, index(3), index(4, 4), m)
     needs = DownGradients(dz=True, dw2=True, db2=bias, dscores=gathered)
-    z = new(rows, columns)
     with compiling(arch) as compiled:
-        grouped_gemm.up(x, w1, b1, p, activation, gate_up, True)
+        z, _, z_scale = grouped_gemm.up(x, w1, b1, p, activation, gate_up, keep_z)
         grouped_gemm.down(new(rows, intermediate), w2, b2, None, p)
-        grouped_gemm.down_backward(x, z, w2, b2, scores, p, activation, gate_up, needs, False)
-        grouped_gemm.up_backward(z, x, w1, p, UpGradients(True, True, bias), False)
+        args = (z, z_scale, w2, b2, scores, p, activation, gate_up, needs, False)
+        dz, *_ = grouped_gemm.down_backward(x, *args)
+        grouped_gemm.up_backward(dz, x, w1, p, UpGradients(True, True, bias), False, 1)
     return compiled
 
 
@@ -80,7 +82,7 @@ def _crowded_kernel(x, SIZE: tl.constexpr):
     tl.store(x + tl.arange(0, SIZE), values / tl.sum(values))
 
 
-@pytest.mark.parametrize("arch", TENSOR_CORES)
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_report_agrees_with_a_disassembler(arch):
     instructions = {"mma": "HMMA", "wgmma": "HGMMA", "tcgen05": "UTCHMMA", "TMA loads": "UTMALDG"}
     hidden, intermediate = WIDE
@@ -165,6 +167,54 @@ def test_hopper_with_bias(activation):
 def test_other_architectures(arch, activation):
     compiled = compile_layer(arch, torch.bfloat16, activation, LAYOUTS[0], False, False, WIDE)
     assert check(compiled, arch, True) == (6 if arch == 100 else 0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "activation", "gate_up", "sizes"),
+    [
+        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[0], WIDE),
+        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], WIDE),
+        (90, torch.float16, ActivationType.SWIGLU_CLAMPED, LAYOUTS[0], WIDE),
+        (90, torch.float16, ActivationType.GELU, LAYOUTS[0], WIDE),
+        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], NARROW),  # rows of Z: 72 bytes
+        (90, torch.bfloat16, ActivationType.GELU, LAYOUTS[0], (2048, 272)),  # biases are masked
+        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], (2048, 272)),
+        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[0], (264, 48)),  # N of one block
+        (90, torch.float32, ActivationType.SWIGLU, LAYOUTS[1], NARROW),
+        (89, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], WIDE),
+        (100, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[0], WIDE),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_z_in_fp8(arch, dtype, activation, gate_up, sizes, bias):
+    compiled = compile_layer(arch, dtype, activation, gate_up, False, bias, sizes, keep_z="fp8")
+    check(compiled, arch, dtype.itemsize == 2)
+    products = [k for k in compiled if k.metadata.name.endswith(("up_kernel", "dz_kernel"))]
+    up, dz = (k.asm["ptx"] for k in products)
+    if arch >= 90:
+        assert "cvt.rn.satfinite.e4m3x2.f32" in up and "cvt.rn.f16x2.e4m3x2" in dz
+    aligned = sizes == WIDE or (sizes == (2048, 272) and activation.is_gated)
+    hopper = arch == 90 and dtype.itemsize == 2 and aligned
+    assert products[0].metadata.name.startswith("hopper_") == hopper
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
+@pytest.mark.parametrize("arch", [90, 100])
+def test_slices_of_h_read_views_of_the_weights(arch, transposed):
+    """TMA takes them as they lie; slices of one width share a kernel."""
+    a, b2 = torch.zeros(64, 512).bfloat16(), torch.zeros(2, 328).bfloat16()
+    w2 = torch.zeros(2, 512, 328).mT if transposed else torch.zeros(2, 328, 512)
+    maps, tiles = torch.zeros(64, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
+    p = Permutation(maps, maps, maps, None, None, maps[:3], tiles, 128)
+    with compiling(arch) as compiled:
+        out = grouped_gemm.down_and_combine(a, w2.bfloat16(), b2, None, p, 32, 3)
+    assert out.shape == (32, 328)
+    gemms = [k for k in compiled if k.metadata.name.endswith("gemm_kernel")]
+    assert len(compiled) == 6 and len(gemms) == 3  # 128, 128 and 72 columns
+    assert len({id(k) for k in gemms}) == 2
+    for kernel in gemms:
+        found = report(kernel)
+        assert found["TMA loads"] > 0 and found["spills"] == 0
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -274,12 +324,12 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
             )
             p = Permutation(row_token, row_slot, slot_row, None, counts, *rest, 128)
             swiglu, needs = ActivationType.SWIGLU, DownGradients(True, True, bias, True)
-            z, a = grouped_gemm.up(x, w1, b1, p, swiglu, LAYOUTS[0], True)
+            z, a, _ = grouped_gemm.up(x, w1, b1, p, swiglu, LAYOUTS[0], "keep")
             y = grouped_gemm.down(a, w2, b2, None, p)
             grouped_gemm.combine(y, scores, slot_row, None, tokens)
-            args = (x, z, w2, b2, scores, p, swiglu, LAYOUTS[0], needs)
+            args = (x, z, None, w2, b2, scores, p, swiglu, LAYOUTS[0], needs)
             grouped_gemm.down_backward(*args, False)
-            grouped_gemm.up_backward(z, x, w1, p, UpGradients(True, True, bias), False)
+            grouped_gemm.up_backward(z, x, w1, p, UpGradients(True, True, bias), False, 1)
             launch_routing.topk_backward(scores, scores, ids, new(tokens, experts), True)
         return compiled
 

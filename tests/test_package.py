@@ -27,6 +27,7 @@ def test_public_names_are_frozen():
         "ActivationType",
         "Experts",
         "KernelBackendMoE",
+        "MemoryPolicy",
         "MoE",
         "experts",
         "grouped_experts",

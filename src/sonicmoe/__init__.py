@@ -9,6 +9,7 @@ from .functional import (
     moe_TC_softmax_topk_layer,
     topk_scores,
 )
+from .memory_policy import MemoryPolicy
 from .moe import Experts, MoE
 from .warmup import warmup
 from .watch import watch
@@ -19,6 +20,7 @@ __all__ = [
     "ActivationType",
     "Experts",
     "KernelBackendMoE",
+    "MemoryPolicy",
     "MoE",
     "experts",
     "grouped_experts",

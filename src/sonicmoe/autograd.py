@@ -155,59 +155,69 @@ def _rounded(weight: torch.Tensor, data: torch.Tensor) -> tuple[torch.Tensor, bo
 
 
 class Up(torch.autograd.Function):
-    """X, W1, b1 → Z, A. Kept: X 2·T·H (the caller's own), the row maps. A carries no gradient.
+    """X, W1, b1 → Z, A; also Z in e4m3 and its scales. Kept: X 2·T·H (the caller's), the row maps.
 
-    W1 in another dtype than X is rounded here, and kept so.
+    `keep_z` is that of `MemoryPolicy`, or "no" without a backward pass. Only Z carries a gradient;
+    it is a placeholder if it is not kept as it is. W1 in another dtype than X is rounded here, and
+    kept so.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, b1, p: Permutation, activation, gate_up, keep_z, backend):
+    def forward(ctx, x, w1, b1, p: Permutation, activation, gate_up, keep_z, slices, backend):
         # Else autograd would fill R·I zeros for A, which has no gradient.
         ctx.set_materialize_grads(False)
         ctx.main = with_main_grad(w1)
         w1, ctx.fp32_dw = _rounded(w1, x)
-        z, a = ops.up(x, w1, b1, p, activation, gate_up, keep_z, backend)
-        ctx.mark_non_differentiable(a)
+        z, a, z_scale = ops.up(x, w1, b1, p, activation, gate_up, keep_z, backend)
         ctx.save_for_backward(x, w1, *p._replace(row_slot=None, counts=None).tensors)
-        ctx.options = (p.tile_m, backend)
-        return z, a
+        ctx.options = (p.tile_m, slices, backend)
+        if keep_z == "fp8":
+            ctx.mark_non_differentiable(a, z, z_scale)
+            return placeholder(a, *z.shape), a, z, z_scale
+        ctx.mark_non_differentiable(a)
+        return placeholder(a, a.shape[0], w1.shape[1]) if keep_z == "recompute" else z, a
 
     @staticmethod
-    def backward(ctx, dz, _):
+    def backward(ctx, dz, *_):
         refuse_second_derivatives()
         if dz is None:
-            return (None,) * 8
+            return (None,) * 9
         x, w1, *maps = ctx.saved_tensors
-        tile_m, backend = ctx.options
+        tile_m, *options = ctx.options
         p = Permutation(*maps, tile_m)
         needs = UpGradients(*ctx.needs_input_grad[:3])
         if needs.dw1 and ctx.main is not None:
-            dx, db1 = ops.up_backward_into(ctx.main.main_grad, dz, x, w1, p, needs, backend)
+            dx, db1 = ops.up_backward_into(ctx.main.main_grad, dz, x, w1, p, needs, *options)
             dw1 = added_to_main_grad(ctx.main)
         else:
-            dx, dw1, db1 = ops.up_backward(dz, x, w1, p, needs, ctx.fp32_dw, backend)
-        return *_needed((dx, dw1, db1), needs), *([None] * 5)
+            dx, dw1, db1 = ops.up_backward(dz, x, w1, p, needs, ctx.fp32_dw, *options)
+        return *_needed((dx, dw1, db1), needs), *([None] * 6)
 
 
 class Down(torch.autograd.Function):
     """Z, A, scores, W2, b2 → O. Kept: Z 2·R·N, scores 4·R, the row maps 12·R. Not A, not Y.
 
     For rows that arrive sorted, O has one row for each, times its score where there are scores.
-    `deferred` is that of `checkpoint.deferred_output`.
+    `deferred` is that of `checkpoint.deferred_output`. `source` is kept in the place of Z: Z in
+    e4m3 and its scales, or X, W1 and b1, from which Z is computed again. It gets no gradient here.
     """
 
     @staticmethod
     def forward(
-        ctx, z, a, scores, w2, b2, p: Permutation, tokens, activation, gate_up, backend, deferred
-    ):
+        ctx, z, a, scores, w2, b2, p: Permutation, tokens, activation, gate_up, slices, backend,
+        deferred, *source,
+    ):  # fmt: skip
         ctx.main = with_main_grad(w2)
         w2, ctx.fp32_dw = _rounded(w2, a)
-        ctx.save_for_backward(z, w2, b2, scores, *p._replace(token_start=None, counts=None).tensors)
+        maps = p._replace(token_start=None, counts=None).tensors
+        ctx.save_for_backward(w2, b2, scores, *maps, *(source or (z,)))
         ctx.options = (p.tile_m, activation, gate_up, backend)
 
         def output():
             if not p.is_gathered:
                 return ops.down(a, w2, b2, scores, p, backend)
+            if slices > 1:
+                return ops.down_and_combine(a, w2, b2, scores, p, tokens, slices, backend)
             y = ops.down(a, w2, b2, None, p, backend)
             return ops.combine(y, scores, p.slot_row, p.token_start, tokens, backend)
 
@@ -219,9 +229,14 @@ class Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         refuse_second_derivatives()
-        z, w2, b2, scores, *maps = ctx.saved_tensors
+        w2, b2, scores, *rest = ctx.saved_tensors
         tile_m, *act, backend = ctx.options
-        saved = (z, w2, b2, scores, Permutation(*maps, tile_m))
+        p, source = Permutation(*rest[:7], tile_m), rest[7:]
+        z, z_scale = source[0], source[1] if len(source) == 2 else None
+        if len(source) == 3:
+            x, w1, b1 = source
+            z = ops.recomputed_z(dout, x, _rounded(w1, x)[0], b1, p, *act, backend)
+        saved = (z, z_scale, w2, b2, scores, p)
         need_dz, _, need_dscores, need_dw2, need_db2 = ctx.needs_input_grad[:5]
         needs = DownGradients(need_dz, need_dw2, need_db2, need_dscores)
         if needs.dw2 and ctx.main is not None:
@@ -231,7 +246,7 @@ class Down(torch.autograd.Function):
         else:
             dz, dw2, db2, ds = ops.down_backward(dout, *saved, *act, needs, ctx.fp32_dw, backend)
         dz, dw2, db2, ds = _needed((dz, dw2, db2, ds), needs)
-        return dz, None, ds, dw2, db2, *([None] * 6)
+        return dz, None, ds, dw2, db2, *([None] * (len(ctx.needs_input_grad) - 5))
 
 
 def _needed(found: tuple, needs: tuple[bool, ...]) -> tuple:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import bad_argument
+from .memory_policy import FP8_COLUMNS, KEEP, MemoryPolicy, slice_width
 from .shapes import Problem, ceil_div, max_tiles
 
 INDEX = 4  # bytes of an index
+SCALE = 4  # bytes of a scale of Z in e4m3
 ROUTERS_THAT_KEEP_LOGITS = ("topk_over_softmax",)
 
 
@@ -37,6 +39,7 @@ def kept_bytes(
     itemsize: int = 2,
     tile_m: int = 128,
     router: str | None = "softmax_over_topk",
+    memory: MemoryPolicy = KEEP,
 ) -> dict[str, int]:
     """Bytes kept from forward to backward beside X, tensor by tensor.
 
@@ -44,8 +47,7 @@ def kept_bytes(
     at fixed K·I the sum does not depend on how fine the experts are.
     """
     score = max(4, itemsize)
-    kept = {
-        "z": p.R * p.N * itemsize,
+    kept = _kept_z(p, itemsize, memory) | {
         "scores": p.R * score,
         "ids": p.R * INDEX,
         "row_token": p.R * INDEX,
@@ -63,6 +65,14 @@ def kept_bytes(
     return kept
 
 
+def _kept_z(p: Problem, itemsize: int, memory: MemoryPolicy) -> dict[str, int]:
+    if memory.z == "keep":
+        return {"z": p.R * p.N * itemsize}
+    if memory.z == "fp8":
+        return {"z": p.R * p.N, "z_scale": p.R * ceil_div(p.N, FP8_COLUMNS) * SCALE}
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Peak:
     """Most bytes alive at once beside X, the weights and dO, which exist before the call."""
@@ -76,23 +86,28 @@ def peak_bytes(
     itemsize: int = 2,
     tile_m: int = 128,
     router: str | None = "softmax_over_topk",
+    memory: MemoryPolicy = KEEP,
 ) -> Peak:
     """What the lifetimes demand when every gather is fused into its product.
 
     Forward: what is kept, A, Y and the output. Backward, in two steps, the output still held: dZ,
-    A' and dW2 while Z is alive; then, without Z, A' and the map from rows to slots, dX with the
-    larger of dX̃ and dW1. The allocator of an H200 said the same at five shapes (2026-11-15).
+    A' and dW2 while Z is alive, kept or recomputed; then, without Z, A' and the map from rows to
+    slots, dX with the larger of dX̃ and dW1. Of Y and dX̃ one slice is alive. The allocator of an
+    H200 said the same at five shapes (2026-11-15).
     """
-    kept = kept_bytes(p, itemsize, tile_m, router)
+    kept = kept_bytes(p, itemsize, tile_m, router, memory)
     total = sum(kept.values())
     logits = 0 if router is None or "logits" in kept else p.T * p.E * itemsize
-    rows_h, rows_i, tokens_h = p.R * p.H * itemsize, p.R * p.I * itemsize, p.T * p.H * itemsize
-    dz, dw1, dw2 = kept["z"], p.E * p.N * p.H * itemsize, p.E * p.H * p.I * itemsize
+    rows_h = p.R * slice_width(p.H, memory.slices) * itemsize
+    rows_i, tokens_h = p.R * p.I * itemsize, p.T * p.H * itemsize
+    dz, dw1, dw2 = p.R * p.N * itemsize, p.E * p.N * p.H * itemsize, p.E * p.H * p.I * itemsize
     gradients = dz + kept["scores"] + dw2
-    later = total - kept["z"] - kept["row_slot"]
+    recomputed = dz if memory.z == "recompute" else 0
+    later = total - sum(_kept_z(p, itemsize, memory).values()) - kept["row_slot"]
+    first, second = total + recomputed + rows_i, later + tokens_h + max(rows_h, dw1)
     return Peak(
         forward=total + logits + rows_i + rows_h + tokens_h,
-        backward=tokens_h + gradients + max(total + rows_i, later + tokens_h + max(rows_h, dw1)),
+        backward=tokens_h + gradients + max(first, second),
     )
 
 
@@ -117,30 +132,40 @@ class Stage:
         return self.read + self.written
 
 
-def forward_stages(p: Problem, itemsize: int = 2, router: bool = True) -> list[Stage]:
-    s = _sizes(p, itemsize)
+def forward_stages(
+    p: Problem, itemsize: int = 2, router: bool = True, memory: MemoryPolicy = KEEP
+) -> list[Stage]:
+    s, z = _sizes(p, itemsize), sum(_kept_z(p, itemsize, memory).values())
+    slices = ceil_div(p.H, slice_width(p.H, memory.slices))
     routing = [
         Stage("router", 2 * p.T * p.H * p.E, s["x"] + s["router_w"], s["logits"]),
         Stage("top-k", 0, s["logits"], s["scores"] + s["index"]),
     ]
     stages = [
         Stage("permutation", 0, s["index"], 3 * s["index"]),
-        Stage("up", 2 * p.R * p.H * p.N, s["x"] + s["w1"], s["z"] + s["a"]),
-        Stage("down", 2 * p.R * p.H * p.I, s["a"] + s["w2"], s["y"]),
-        Stage("aggregation", 0, s["y"] + s["scores"] + s["index"], s["x"]),
+        Stage("up", 2 * p.R * p.H * p.N, s["x"] + s["w1"], z + s["a"]),
+        Stage("down", 2 * p.R * p.H * p.I, slices * s["a"] + s["w2"], s["y"]),
+        Stage("aggregation", 0, s["y"] + slices * (s["scores"] + s["index"]), s["x"]),
     ]
     return routing + stages if router else stages
 
 
-def backward_stages(p: Problem, itemsize: int = 2, router: bool = True) -> list[Stage]:
-    s = _sizes(p, itemsize)
+def backward_stages(
+    p: Problem, itemsize: int = 2, router: bool = True, memory: MemoryPolicy = KEEP
+) -> list[Stage]:
+    s, z = _sizes(p, itemsize), sum(_kept_z(p, itemsize, memory).values())
+    slices = ceil_div(p.H, slice_width(p.H, memory.slices))
     small, large = 2 * p.R * p.H * p.I, 2 * p.R * p.H * p.N
-    stages = [
-        Stage("dZ", small, s["x"] + s["w2"] + s["z"] + s["scores"], s["z"] + s["a"] + s["scores"]),
+    stages = []
+    if memory.z == "recompute":
+        z = s["z"]
+        stages = [Stage("up again", large, s["x"] + s["w1"], s["z"] + s["a"])]
+    stages += [
+        Stage("dZ", small, s["x"] + s["w2"] + z + s["scores"], s["z"] + s["a"] + s["scores"]),
         Stage("dW2", small, s["x"] + s["a"], s["w2"]),
-        Stage("dX rows", large, s["z"] + s["w1"], s["y"]),
+        Stage("dX rows", large, slices * s["z"] + s["w1"], s["y"]),
         Stage("dW1", large, s["z"] + s["x"], s["w1"]),
-        Stage("dX aggregation", 0, s["y"] + s["index"], s["x"]),
+        Stage("dX aggregation", 0, s["y"] + slices * s["index"], s["x"]),
     ]
     product = 2 * p.T * p.H * p.E
     routing = [

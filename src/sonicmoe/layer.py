@@ -13,6 +13,7 @@ from .checkpoint import deferred_output, finish
 from .enums import ActivationType
 from .errors import bad_argument
 from .fp8_weights import quantize_weights
+from .memory_policy import KEEP, MemoryPolicy, memory_policy
 from .ops.layout import dense_weight
 from .permutation import Permutation
 from .precompile import precompile_step
@@ -51,6 +52,7 @@ def experts(
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
+    memory: str | MemoryPolicy = "keep",
     backend: str | None = None,
 ) -> torch.Tensor:
     """Run every token through its experts and return their outputs summed with the scores.
@@ -62,11 +64,12 @@ def experts(
     the token of each, dropped outside [0, T); `token_start` (T+1,), where it is known, saves
     finding each token's first slot. Values that break these rules raise a ValueError on a CPU; on a
     GPU, where reading them would wait for the device, they put NaN into the output.
-    Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert).
+    Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert);
+    `memory` is "keep", "fp8", "recompute" or a `MemoryPolicy`.
 
     `precision="fp8"` runs the grouped GEMMs, backward too, in e4m3 for x in bf16: output and
     gradients then err by about 7% of their norm. No biases; H and I are multiples of 16. The
-    weights are quantized in every call.
+    weights are quantized in every call. It keeps Z.
     """
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
     return experts_and_counts(
@@ -74,6 +77,7 @@ def experts(
         ids,
         scores,
         weights,
+        memory_policy(memory, precision),
         slot_token=slot_token,
         token_start=token_start,
         precision=precision,
@@ -86,6 +90,7 @@ def experts_and_counts(
     ids: torch.Tensor,
     scores: torch.Tensor,
     weights: ExpertWeights,
+    memory: MemoryPolicy = KEEP,
     *,
     slot_token: torch.Tensor | None = None,
     token_start: torch.Tensor | None = None,
@@ -96,7 +101,7 @@ def experts_and_counts(
     ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
     x, weights, backend = prepare(x, weights, backend, precision)
     scores = score_dtype(scores, x)
-    precompile_step(experts, x, ids, weights, backend, precision=precision)
+    precompile_step(experts, x, ids, weights, backend, precision=precision, memory=memory)
     p = permute(
         ids,
         weights.num_experts,
@@ -108,16 +113,18 @@ def experts_and_counts(
     )
     assert p.counts is not None  # only rows that arrive sorted have none
     w1, w2, b1, b2, activation, gate_up = weights
-    keep_z = needs_backward(x, scores, weights)
+    keep_z, slices = kept_z(memory, x, scores, weights), memory.slices
     deferred = deferred_output()
-    last = (p, x.shape[0], activation, gate_up, backend, deferred)
     if precision == "fp8":
         q = quantize_weights(w1, w2, backend)
-        up = Fp8Up.apply(x, w1, q, p, activation, gate_up, keep_z, backend)
+        up = Fp8Up.apply(x, w1, q, p, activation, gate_up, keep_z != "no", backend)
+        last = (p, x.shape[0], activation, gate_up, backend, deferred)
         out = Fp8Down.apply(*up, scores, w2, q, *last)
     else:
-        z, a = Up.apply(x, w1, b1, p, activation, gate_up, keep_z, backend)
-        out = Down.apply(z, a, scores, w2, b2, *last)
+        z, a, *z8 = Up.apply(x, w1, b1, p, activation, gate_up, keep_z, slices, backend)
+        source = (x, w1, b1) if keep_z == "recompute" else z8
+        options = (activation, gate_up, slices, backend)
+        out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], *options, deferred, *source)
     return finish(out, deferred), p.counts
 
 
@@ -137,12 +144,14 @@ def prepare(
     return x.contiguous(), dense, backend
 
 
-def needs_backward(x: torch.Tensor, scores: torch.Tensor | None, weights: ExpertWeights) -> bool:
-    """Whether a backward pass can follow, which needs Z."""
+def kept_z(
+    memory: MemoryPolicy, x: torch.Tensor, scores: torch.Tensor | None, weights: ExpertWeights
+) -> str:
+    """The policy for Z, or "no" where no backward pass can follow."""
     if not torch.is_grad_enabled():
-        return False
+        return "no"
     of_scores = scores is not None and scores.requires_grad
-    return x.requires_grad or of_scores or weights.need_gradient()
+    return memory.z if x.requires_grad or of_scores or weights.need_gradient() else "no"
 
 
 def grouped_experts(
@@ -158,6 +167,7 @@ def grouped_experts(
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
+    memory: str | MemoryPolicy = "keep",
     backend: str | None = None,
 ) -> torch.Tensor:
     """Run the experts on rows that are already sorted by expert, such as an all-to-all's output.
@@ -167,8 +177,10 @@ def grouped_experts(
     e has rows [offsets[e], offsets[e] + counts[e]). Rows of no expert are neither read nor trusted;
     their output and gradient are zero. scores (R,), optional, multiply the rows of the result.
     Counts or offsets that do not fit R rows raise a ValueError on a CPU; on a GPU, where reading
-    them would wait for the device, output and dX are NaN. `precision` as in `experts`.
+    them would wait for the device, output and dX are NaN. `precision` and `memory` as in
+    `experts`; `slices` has no effect without gaps, since no rows are combined.
     """
+    policy = memory_policy(memory, precision)
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
     rows, weights, backend = prepare(rows, weights, backend, precision)
     w1, w2, b1, b2 = weights[:4]
@@ -189,23 +201,26 @@ def grouped_experts(
         scores = score_dtype(scores, rows)
     if with_gaps:
         ids, scores = _expert_of_row(rows, counts, offsets, scores)
-        return experts_and_counts(rows, ids, scores, weights, precision=precision, backend=backend)[
-            0
-        ]
+        out, _ = experts_and_counts(
+            rows, ids, scores, weights, policy, precision=precision, backend=backend
+        )
+        return out
     start = torch.nn.functional.pad(counts.cumsum(0), (1, 0)) if offsets is None else offsets
     m = tile_m(rows.dtype.itemsize)
     start, tiles = ops.tiles(start, rows.shape[0], m, backend)
     p = Permutation.of_sorted_rows(start, tiles, m)
-    keep_z = needs_backward(rows, scores, weights)
+    keep_z = kept_z(policy, rows, scores, weights)
     deferred = deferred_output()
-    last = (p, rows.shape[0], activation, gate_up, backend, deferred)
     if precision == "fp8":
         q = quantize_weights(w1, w2, backend)
-        up = Fp8Up.apply(rows, w1, q, p, activation, gate_up, keep_z, backend)
+        up = Fp8Up.apply(rows, w1, q, p, activation, gate_up, keep_z != "no", backend)
+        last = (p, rows.shape[0], activation, gate_up, backend, deferred)
         out = Fp8Down.apply(*up, scores, w2, q, *last)
     else:
-        z, a = Up.apply(rows, w1, b1, p, activation, gate_up, keep_z, backend)
-        out = Down.apply(z, a, scores, w2, b2, *last)
+        z, a, *z8 = Up.apply(rows, w1, b1, p, activation, gate_up, keep_z, 1, backend)
+        source = (rows, w1, b1) if keep_z == "recompute" else z8
+        options = (activation, gate_up, 1, backend)
+        out = Down.apply(z, a, scores, w2, b2, p, rows.shape[0], *options, deferred, *source)
     return finish(out, deferred)
 
 

@@ -12,7 +12,8 @@ from .checkpoint import deferred_output, finish
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
 from .fp8_weights import Fp8WeightCache, Fp8Weights, quantize_weights
-from .layer import experts, needs_backward, permute, prepare, router_logits, score_dtype
+from .layer import experts, kept_z, permute, prepare, router_logits, score_dtype
+from .memory_policy import MemoryPolicy, memory_policy
 from .precompile import precompile_step
 from .routing import Router, Routing, auxiliary_loss, make_router
 from .shapes import check_size
@@ -79,7 +80,7 @@ class MoE(nn.Module):
     every token and is added; `shared_gate` multiplies it by a sigmoid. `forward` returns the output
     and the auxiliary loss, aux_loss_coef · (Switch load-balancing loss) + z_loss_coef ·
     mean(logsumexp(logits)²), for which `all_reduce_counts` may map a rank's rows of each expert to
-    those of the global batch.
+    those of the global batch. `memory` is "keep", "fp8", "recompute" or a `MemoryPolicy`.
 
     `precision="fp8"` is that of `experts`. The weights are then quantized in every forward pass, or
     with `cache_fp8_weights` when they are seen to have changed. The cache sees steps of optimizers
@@ -115,6 +116,7 @@ class MoE(nn.Module):
         all_reduce_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
         precision: str | None = None,
         cache_fp8_weights: bool = False,
+        memory: str | MemoryPolicy = "keep",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -155,6 +157,7 @@ class MoE(nn.Module):
         self.all_reduce_counts = all_reduce_counts
         self.precision = precision
         self._fp8_cache = Fp8WeightCache() if cache_fp8_weights else None
+        self.memory = memory_policy(memory, precision)
 
         columns = 2 * intermediate_size if activation_function.is_gated else intermediate_size
         self.router = nn.Linear(
@@ -210,7 +213,8 @@ class MoE(nn.Module):
             ids, scores = _checked_slots(x, r)
             x, weights, backend = prepare(x, self._weights(), name, self.precision)
             scores = score_dtype(scores, x)
-            precompile_step(experts, x, ids, weights, backend, r.logits.dtype, self.precision)
+            of_layer = (r.logits.dtype, self.precision, self.memory)
+            precompile_step(experts, x, ids, weights, backend, *of_layer)
             p = permute(
                 ids,
                 self.num_experts,
@@ -223,16 +227,18 @@ class MoE(nn.Module):
             # Before the experts, so that a checkpoint need not run them again to get at it.
             aux_loss = None if is_inference_mode else self._aux_loss(logits, r, p.counts, name)
             w1, w2, b1, b2, act, gate_up = weights
-            keep_z = needs_backward(x, scores, weights)
+            keep_z, slices = kept_z(self.memory, x, scores, weights), self.memory.slices
             deferred = deferred_output()
-            last = (p, x.shape[0], act, gate_up, backend, deferred)
             if self.precision == "fp8":
                 q = self._fp8_weights(w1, w2, backend)
-                up = Fp8Up.apply(x, w1, q, p, act, gate_up, keep_z, backend)
+                up = Fp8Up.apply(x, w1, q, p, act, gate_up, keep_z != "no", backend)
+                last = (p, x.shape[0], act, gate_up, backend, deferred)
                 out = Fp8Down.apply(*up, scores, w2, q, *last)
             else:
-                z, a = Up.apply(x, w1, b1, p, act, gate_up, keep_z, backend)
-                out = Down.apply(z, a, scores, w2, b2, *last)
+                z, a, *z8 = Up.apply(x, w1, b1, p, act, gate_up, keep_z, slices, backend)
+                source = (x, w1, b1) if keep_z == "recompute" else z8
+                options = (act, gate_up, slices, backend)
+                out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], *options, deferred, *source)
             out = finish(out, deferred)
             if shared is not None:
                 out = out + shared

@@ -22,6 +22,7 @@ from .autograd import Down, Up
 from .autograd_fp8 import Fp8Down, Fp8Up
 from .enums import ActivationType
 from .main_grad import with_main_grad
+from .memory_policy import KEEP, MemoryPolicy
 from .notices import say_once
 from .weights import ExpertWeights
 
@@ -49,6 +50,7 @@ class Layer(NamedTuple):
     logits: torch.dtype | None = None  # where the auxiliary loss follows
     weights: torch.dtype | None = None  # where it is not that of the data
     precision: str | None = None
+    memory: MemoryPolicy = KEEP
 
 
 def precompile_step(
@@ -59,6 +61,7 @@ def precompile_step(
     backend: str,
     logits: torch.dtype | None = None,
     precision: str | None = None,
+    memory: MemoryPolicy = KEEP,
 ) -> None:
     """Precompile a training step of `experts` with these arguments, once per kind of layer.
 
@@ -87,6 +90,7 @@ def precompile_step(
         logits=logits,
         weights=None if w1.dtype == x.dtype else w1.dtype,
         precision=precision,
+        memory=memory,
     )
     _precompile_once(x.get_device(), layer, experts)
 
@@ -190,7 +194,7 @@ def run_experts(
     )
     x = _new(tokens, hidden, dtype=layer.dtype)
     options = {"activation": layer.activation, "gate_up": layer.gate_up, "backend": "triton"}
-    options["precision"] = layer.precision
+    options |= {"precision": layer.precision, "memory": layer.memory}
     where = {"slot_token": slot_token, "token_start": token_start}
     return experts(x, ids, scores, w1, w2, b1, b2, **where, **options)
 
@@ -212,7 +216,7 @@ def run_step(layer: Layer, experts: ExpertsFunction) -> None:
                 Fp8Up.backward(down.next_functions[5][0], *([None] * 5), *dz)
             else:
                 dz, *_ = Down.backward(down, dout)
-                Up.backward(down.next_functions[0][0], dz, None)
+                Up.backward(down.next_functions[0][0], dz)
             if layer.logits is not None:
                 logits = _new(tokens, layer.experts, dtype=layer.logits)
                 counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")

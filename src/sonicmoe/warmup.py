@@ -10,6 +10,7 @@ import torch
 from .enums import ActivationType
 from .errors import bad_argument
 from .layer import experts
+from .memory_policy import MemoryPolicy, memory_policy
 from .precompile import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
 from .routing import Router, auxiliary_loss, make_router
 from .shapes import check_size
@@ -36,14 +37,16 @@ def warmup(
     main_grad: bool = False,
     weights: torch.dtype | None = None,
     precision: str | None = None,
+    memory: str | MemoryPolicy = "keep",
     device: str | torch.device = "cuda",
     progress: bool = True,
 ) -> float:
     """Precompile the kernels of training and inference in parallel; returns the seconds it took.
 
-    `router` and `precision` as in `MoE`. `main_grad=True` compiles the variant for weights with a
-    `main_grad`. `weights` is the dtype of the weights if it is not `dtype`, as under autocast; they
-    are assumed to be contiguous. Uses no GPU memory. Raises ValueError without a GPU.
+    `router`, `precision` and `memory` as in `MoE`. `main_grad=True` compiles the variant for
+    weights with a `main_grad`. `weights` is the dtype of the weights if it is not `dtype`, as under
+    autocast; they are assumed to be contiguous. Uses no GPU memory. Raises ValueError without a
+    GPU.
     """
     check_size("hidden_size", hidden_size)
     check_size("intermediate_size", intermediate_size)
@@ -54,7 +57,8 @@ def warmup(
     check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
     index = _gpu_index(device)
     sizes = (hidden_size, intermediate_size, num_experts, num_experts_per_tok)
-    layer = Layer(*sizes, dtype, activation, gate_up, weights=weights)
+    policy = memory_policy(memory, precision)
+    layer = Layer(*sizes, dtype, activation, gate_up, weights=weights, memory=policy)
     layer = layer._replace(bias=(add_bias, add_bias), main_grad=(main_grad, main_grad))
     layer = layer._replace(precision=precision)
     begin = time.perf_counter()

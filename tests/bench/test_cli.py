@@ -1,6 +1,7 @@
 """The command line from end to end on the CPU: the same code as on a GPU, by the clock."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -93,6 +94,18 @@ def test_cost_prints_the_model(capsys):
     assert main(["cost", "--case", "7b-fine", "--gpu", "h200"]) == 0
     printed = capsys.readouterr().out
     assert "0.46 TFLOP forward" in printed and "205285908" in printed and "H200" in printed
+
+
+def test_cost_of_a_memory_policy(capsys):
+    arguments = ["cost", "--shape", "32768,4096,256,256,16"]
+    for more, kept, words in (
+        (["--memory", "fp8"], 274, "z_scale"),
+        (["--memory", "recompute", "--slices", "4"], 10, "up again"),
+    ):
+        assert main([*arguments, *more]) == 0
+        printed = capsys.readouterr().out
+        found = re.search(r"kept for backward\W+\d+\W+(\d+)", printed)
+        assert found and int(found[1]) == kept and words in printed
 
 
 def test_cost_knows_the_tiles_of_each_dtype(capsys):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers import Case
 
-from sonicmoe import ActivationType
+from sonicmoe import ActivationType, MemoryPolicy
 from sonicmoe.distributed.agreement import _encode
 from sonicmoe.routing import ROUTERS
 
@@ -63,6 +63,11 @@ def test_layer(two, tokens, router):
 def test_layer_with_other_options(two):
     options = {"fp32_router_logits": True, "z_loss_coef": 0.1, "gate_up": "concatenated"}
     two.run(ranks.layer_equals_one_process, [7, 0], options)
+
+
+@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("fp8", slices=2)], ids=str)
+def test_layer_with_a_memory_policy(two, memory):
+    two.run(ranks.layer_equals_one_process, [7, 4], {"memory": memory})
 
 
 @pytest.mark.tries("expert parallelism", "router bias, shared expert")

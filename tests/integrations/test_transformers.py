@@ -18,9 +18,10 @@ from hf_models import MODELS, NAME, close, small, step, with_backend
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from sonicmoe import ActivationType
+from sonicmoe import ActivationType, MemoryPolicy
 from sonicmoe.integrations import recognition
 from sonicmoe.integrations import transformers as adapter
+from sonicmoe.memory_policy import memory_policy
 
 
 @pytest.fixture(autouse=True)
@@ -379,6 +380,27 @@ def test_names_of_transformers_are_not_taken(names_restored):
         adapter.register("eager", replace=True)
     adapter.register("another_name")
     adapter.register("another_name")
+
+
+@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("fp8", slices=2)], ids=str)
+def test_memory_policy_of_a_name(memory, names_restored, monkeypatch):
+    seen, original = [], adapter.experts
+
+    def recorded(*args, **options):
+        seen.append(options["memory"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(adapter, "experts", recorded)
+    adapter.register("frugal", memory=memory)
+    adapter.register("frugal", memory=memory)
+    model = small("Qwen3Moe")
+    got, want = step(with_backend(model, "frugal")), step(with_backend(model, "eager"))
+    assert seen == [memory_policy(memory)] * 2
+    for name in want:
+        error = (got[name] - want[name]).norm() / want[name].norm().clamp_min(1e-12)
+        assert error <= (1e-4 if memory == "recompute" else 0.06), name
+    with pytest.raises(ValueError, match="memory: expected one of 'keep'"):
+        adapter.register("frugal", memory="less")
 
 
 @pytest.mark.tries("Hugging Face transformers", '`register("sonicmoe", replace=True)`')

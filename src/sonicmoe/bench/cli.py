@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import cost
 from ..enums import ActivationType
 from ..errors import bad_argument
+from ..memory_policy import Z_POLICIES, MemoryPolicy, memory_policy
 from ..shapes import check_size
 from ..validation import LAYOUTS, check_writable
 from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case
@@ -60,6 +61,8 @@ def register(subparsers) -> None:
     add_selection(costs, routings=False)
     costs.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     costs.add_argument("--gpu", default="h200", help=f"one of {', '.join(cost.GPUS)}")
+    costs.add_argument("--memory", choices=Z_POLICIES, default="keep", help="of Z; default: keep")
+    costs.add_argument("--slices", type=int, default=1, help="of H in Y and dX; default: 1")
     costs.add_argument("--tile-m", type=int, metavar="M", help="128, in float32 32")
 
 
@@ -306,8 +309,9 @@ def run_cost(args: argparse.Namespace) -> int:
     itemsize = 4 if args.dtype == "float32" else 2
     m = tile_m(itemsize) if args.tile_m is None else args.tile_m
     check_size("--tile-m", m)
+    policy = memory_policy(MemoryPolicy(args.memory, args.slices))
     for case in selected_cases(args):
-        print(cost_report(case, gpu, itemsize, m))
+        print(cost_report(case, gpu, itemsize, m, policy))
     return 0
 
 

@@ -2,17 +2,21 @@
 
 from .. import cost
 from ..cost import Gpu, Stage
+from ..memory_policy import KEEP, MemoryPolicy
 from .cases import Case
 from .tables import table
 
 MIB = 2**20
 
 
-def cost_report(case: Case, gpu: Gpu, itemsize: int, tile_m: int) -> str:
+def cost_report(
+    case: Case, gpu: Gpu, itemsize: int, tile_m: int, policy: MemoryPolicy = KEEP
+) -> str:
     p = case.problem
-    kept = cost.kept_bytes(p, itemsize, tile_m, case.router)
-    peak = cost.peak_bytes(p, itemsize, tile_m, case.router)
-    forward, backward = cost.forward_stages(p, itemsize), cost.backward_stages(p, itemsize)
+    kept = cost.kept_bytes(p, itemsize, tile_m, case.router, policy)
+    peak = cost.peak_bytes(p, itemsize, tile_m, case.router, policy)
+    forward = cost.forward_stages(p, itemsize, memory=policy)
+    backward = cost.backward_stages(p, itemsize, memory=policy)
     even = [p.R // p.E + (e < p.R % p.E) for e in range(p.E)]
     memory = kept | {
         "kept for backward": sum(kept.values()),

@@ -42,10 +42,12 @@ def products(inputs: Inputs, gate_up: str) -> tuple[list[Product], Target]:
     needs = DownGradients(dz=True, dw2=True, db2=False, dscores=True)
 
     def up(config):
-        return launches.up(x, w1, b1, p, activation, gate_up, True, config)
+        return launches.up(x, w1, b1, p, activation, gate_up, "keep", config)[:2]
 
     def dz(config):
-        return launches.dz_gemm(dout, z, w2, b2, scores, p, activation, gate_up, needs, config)
+        return launches.dz_gemm(
+            dout, z, None, w2, b2, scores, p, activation, gate_up, needs, config
+        )
 
     def down(config):
         return (launches.down(a, w2, b2, None, p, config),)

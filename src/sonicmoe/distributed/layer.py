@@ -14,6 +14,7 @@ from ..autograd import refuse_second_derivatives
 from ..enums import ActivationType
 from ..layer import autocast, experts_and_counts
 from ..main_grad import with_main_grad
+from ..memory_policy import MemoryPolicy, memory_policy
 from ..shapes import check_size
 from ..validation import (
     check_fp8,
@@ -55,6 +56,7 @@ def experts(
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
+    memory: str | MemoryPolicy = "keep",
     backend: str | None = None,
 ) -> torch.Tensor:
     """`sonicmoe.experts` with the experts spread evenly over the ranks of `group`.
@@ -76,6 +78,7 @@ def experts(
             check_fp8(x, w1, w2, b1, b2)
         ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
         resolve_backend(backend, x)
+        policy = memory_policy(memory, precision)
         for w in (w1, w2):
             with_main_grad(w)  # raises if the buffer does not fit
         settings = _settings(x, scores, w1.shape[0])._replace(
@@ -91,7 +94,14 @@ def experts(
     rows, pair_row, ids, scores = arrived
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
     y, _ = experts_and_counts(
-        rows, ids, scores, weights, slot_token=pair_row, precision=precision, backend=backend
+        rows,
+        ids,
+        scores,
+        weights,
+        policy,
+        slot_token=pair_row,
+        precision=precision,
+        backend=backend,
     )
     return combine(y, plan)
 

@@ -54,6 +54,7 @@ class ExpertParallelMoE(MoE):
                 activation=activation,
                 gate_up=gate_up,
                 precision=self.precision,
+                memory=self.memory,
                 backend=backend,
             )
             if shared is not None:

@@ -9,7 +9,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from ..errors import bad_argument
 from ..ops.registry import NAMESPACE
 
-FORWARD = ("topk", "sigmoid_topk", "balance", "permute", "tiles", "up", "down", "combine")
+# The last is both before it where `MemoryPolicy` has slices.
+_DOWN = ("down", "combine", "down_and_combine")
+FORWARD = ("topk", "sigmoid_topk", "balance", "permute", "tiles", "up", *_DOWN)
 
 
 def save_operators(*names: str) -> Callable:

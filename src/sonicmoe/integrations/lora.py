@@ -151,7 +151,7 @@ class _Gemms:
     def gathered(self, x, w):
         """(T, in) → (R, r), rows gathered by the GEMM; its activation is not used."""
         relu = ActivationType.RELU
-        return ops.up(x, w, None, self.p, relu, "interleaved", True, self.backend)[0]
+        return ops.up(x, w, None, self.p, relu, "interleaved", "keep", self.backend)[0]
 
     def rows(self, rows, w):
         """(R, in) → (R, r)."""
@@ -172,7 +172,7 @@ class _Gemms:
         if not gathered:
             p = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
         needs = UpGradients(dx=False, dw1=True, db1=False)
-        return ops.up_backward(rows, other, w, p, needs, False, self.backend)[1]
+        return ops.up_backward(rows, other, w, p, needs, False, 1, self.backend)[1]
 
 
 class _LowRankLayer(torch.autograd.Function):

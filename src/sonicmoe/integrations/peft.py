@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import bad_argument
 from .lora import LowRank
-from .transformers import _fp8_experts_forward, experts_forward, register
+from .transformers import _calls_ours, register
 
 _NAME = "sonicmoe_experts"
 
@@ -41,7 +41,7 @@ def use_lora_experts(model: nn.Module) -> int:
             f"{type(model).__name__} without any",
             "Pass target_parameters=['experts.gate_up_proj', 'experts.down_proj'] to LoraConfig.",
         )
-    if any(_implementation(wrapper.get_base_layer()) is _fp8_experts_forward for wrapper in outer):
+    if any(_is_fp8(wrapper.get_base_layer()) for wrapper in outer):
         expected, remedy = "experts without precision='fp8'", "Call register() without precision."
         raise bad_argument("model", expected, "experts in FP8", remedy)
     register(_NAME)
@@ -105,8 +105,12 @@ def _implementation(experts: Any) -> Any:
     return ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
 
 
+def _is_fp8(experts: Any) -> bool:
+    return getattr(_implementation(experts), "keywords", {}).get("precision") == "fp8"
+
+
 def _is_ours(experts: Any) -> bool:
-    return _implementation(experts) is experts_forward
+    return _calls_ours(_implementation(experts))
 
 
 def _low_rank(wrapper: Any) -> LowRank | None:

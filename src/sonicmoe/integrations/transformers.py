@@ -7,7 +7,7 @@ router, the shared experts and the losses stay those of the model.
 import inspect
 import re
 import sys
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import bad_argument
 from ..extras import missing
 from ..functional import experts
+from ..memory_policy import KEEP, MemoryPolicy, memory_policy
 from ..validation import check_precision
 from .lora import LowRank, lora_experts
 from .recognition import activation_of, gate_up_of
@@ -30,32 +31,44 @@ _KEEP = "Or keep 'sonicmoe_experts'."
 
 
 def register(
-    name: str = "sonicmoe_experts", *, replace: bool = False, precision: str | None = None
+    name: str = "sonicmoe_experts",
+    *,
+    replace: bool = False,
+    precision: str | None = None,
+    memory: str | MemoryPolicy = "keep",
 ) -> None:
     """Make `name` a valid `experts_implementation` of transformers.
 
     Use it in `from_pretrained` or `model.set_experts_implementation`. transformers already has a
     "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
     package behind that name, for this process. Models whose experts do not use transformers'
-    interface would ignore the name: asking for it raises a ValueError from now on. `precision` is
-    that of `sonicmoe.experts`.
+    interface would ignore the name: asking for it raises a ValueError from now on. `precision` and
+    `memory` are those of `sonicmoe.experts`; adapters always keep Z.
     """
     check_precision(precision)
-    ours = _fp8_experts_forward if precision == "fp8" else experts_forward
-    current = ALL_EXPERTS_FUNCTIONS.get(name, ours)
+    policy = memory_policy(memory, precision)
+    current = ALL_EXPERTS_FUNCTIONS.get(name, experts_forward)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
-    if not _is_ours(current) and not replace:
+    if not _calls_ours(current) and not replace:
         raise bad_argument(
             "name",
             "one that transformers does not use",
             f"{name!r}, which is {current.__module__}.{current.__qualname__}",
             f"Pass replace=True to replace it. {_KEEP}",
         )
-    ExpertsInterface.register(name, ours)
-    if ALL_EXPERTS_FUNCTIONS[name] is not ours:  # assigned to the instance before
-        ALL_EXPERTS_FUNCTIONS[name] = ours
+    function: Any = experts_forward
+    if policy != KEEP or precision:
+        function = partial(experts_forward, precision=precision, memory=policy)
+    ExpertsInterface.register(name, function)
+    if ALL_EXPERTS_FUNCTIONS[name] is not function:  # assigned to the instance before
+        ALL_EXPERTS_FUNCTIONS[name] = function
     _refuse_models_without_interface()
+
+
+def _calls_ours(function: Any) -> bool:
+    """Whether transformers calls `experts_forward` by it."""
+    return getattr(function, "func", function) is experts_forward
 
 
 def experts_forward(
@@ -66,6 +79,7 @@ def experts_forward(
     lora1: LowRank | None = None,
     lora2: LowRank | None = None,
     precision: str | None = None,
+    memory: MemoryPolicy = KEEP,
 ) -> torch.Tensor:
     """Run the experts of a transformers module; `register` makes transformers call this.
 
@@ -92,7 +106,8 @@ def experts_forward(
 
     def run(x, ids, scores):
         if lora1 is None and lora2 is None:
-            return experts(x, ids, scores, w1, w2, b1, b2, **options, precision=precision)
+            policies = {"precision": precision, "memory": memory}
+            return experts(x, ids, scores, w1, w2, b1, b2, **options, **policies)
         return lora_experts(x, ids, scores, w1, w2, lora1, lora2, b1, b2, **options)
 
     if getattr(module, "has_post_expert_norm", False):
@@ -101,15 +116,6 @@ def experts_forward(
     else:
         out = run(hidden_states, top_k_index, top_k_weights)
     return out.to(hidden_states.dtype)
-
-
-def _fp8_experts_forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`experts_forward` with precision="fp8"; LoRA has no FP8."""
-    return experts_forward(module, *args, **kwargs | {"precision": "fp8"})
-
-
-def _is_ours(function: Any) -> bool:
-    return function is experts_forward or function is _fp8_experts_forward
 
 
 def _normed(run, norm, num_experts: int, x, ids, scores) -> torch.Tensor:
@@ -136,7 +142,7 @@ def _refuse_models_without_interface() -> None:
     @wraps(original)
     def checked(self, requested_experts):
         name = original(self, requested_experts)
-        if _is_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
+        if _calls_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
             for model in self.modules():  # in its constructor: the model alone
                 if isinstance(model, PreTrainedModel):
                     _check_interface(type(model))

@@ -9,11 +9,13 @@ from .tile_order import load_tile
 @triton.jit(do_not_specialize=["slots"])
 def combine_kernel(
     y, scores, slot_row, token_start, out,
-    K, slots, H: tl.constexpr, UNROLL: tl.constexpr, BLOCK_H: tl.constexpr,
+    K, slots, H: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[t] = Σ_k score · y[row of slot k of t], in fp32, in the order of the slots.
 
-    UNROLL slots are loaded before the first is used, to have that many loads in flight.
+    Rows of `out` are OUT_STRIDE elements apart: it may be a slice of columns. UNROLL slots are
+    loaded before the first is used, to have that many loads in flight.
 
     Grid: (T, H/BLOCK_H); a program owns BLOCK_H columns of one token.
     """
@@ -36,7 +38,7 @@ def combine_kernel(
                 score = tl.load(scores + slot + j, mask=here, other=0.0)
                 value *= score
             acc += value
-    tl.store(out + token * H + h, acc.to(out.dtype.element_ty), mask=h < H)
+    tl.store(out + token * OUT_STRIDE + h, acc.to(out.dtype.element_ty), mask=h < H)
 
 
 @triton.jit(do_not_specialize=["slots", "plane"])

@@ -16,9 +16,11 @@ from ..kernels.spans import sum_spans_kernel
 from ..kernels.triton.dz import dz_kernel
 from ..kernels.triton.gemm import gemm_kernel, up_kernel
 from ..kernels.triton.wgrad import bias_gradient_kernel, wgrad_kernel
+from ..memory_policy import FP8_COLUMNS, slice_width
 from ..permutation import Permutation
 from ..shapes import ceil_div
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
+from ..tuning.select import fp8_row_config
 from . import memory
 from .descriptors import descriptor
 from .launcher import Bound, dot_precision, launch, power_of_two, target_of
@@ -126,27 +128,37 @@ def up(
     lora=NO_LORA,
 ):
     rows, (_, n, hidden) = p.rows_of(x), w1.shape
-    z = memory.empty((rows, n), x.dtype, x.device) if keep_z else None
     a = memory.empty((rows, activation.intermediate_size(n)), x.dtype, x.device)
-    if rows == 0:
-        return z, a
-    z_target = a if z is None else z  # if Z is not stored, any valid address will do
     gate_up = gate_up if activation.is_gated else None
     target = target_of(x)
     config = config or row_config("up", x.element_size(), hidden, n, activation.is_gated, target)
+    z = z_scale = None
+    if keep_z == "keep":
+        z = memory.empty((rows, n), x.dtype, x.device)
+    elif keep_z == "fp8":
+        config = fp8_row_config(config, "up", hidden, a.shape[1], gate_up, target)
+        z = memory.empty((rows, n), torch.float8_e4m3fn, x.device)
+        z_scale = memory.empty((ceil_div(n, FP8_COLUMNS), rows), torch.float32, x.device)
+    if rows == 0:
+        return z, a, z_scale
+    outputs = (a if z is None else z, z_scale, a)  # if Z is not stored, any valid address will do
     grid = _row_grid(config, p, n, target)
     if config.hopper:
         kernel, args = _hopper().up(
-            x, w1, b1, p, z_target, a, activation, gate_up, keep_z, config, lora
+            x, w1, b1, p, outputs, activation, gate_up, z is not None, config, lora
         )
         launch(kernel, grid, *args)
-        return z, a
+        return z, a, z_scale
     source, weights = _row_source(x, config, p.is_gathered), _weight_source(w1, config, gate_up)
-    args = (source, p.row_token, weights, b1, *lora.contiguous, z_target, a, p.tiles)
-    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation), "KEEP_Z": keep_z}
+    args = (source, p.row_token, weights, b1, *lora.contiguous, *outputs, p.tiles, rows)
+    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation), "KEEP_Z": z is not None}
     options |= lora.options | _gemm_options(x, source, w1, config)
     launch(up_kernel, grid, *args, *w1.stride(), H=hidden, N=n, **options)
-    return z, a
+    return z, a, z_scale
+
+
+def recomputed_z(dout, x, w1, b1, p: Permutation, activation, gate_up):
+    return up(x, w1, b1, p, activation, gate_up, "keep")[0]
 
 
 def down(a, w2, b2, row_scores, p: Permutation, config=None, lora=NO_LORA, kernel="down"):
@@ -180,30 +192,52 @@ def _zero_tail(y: torch.Tensor, p: Permutation) -> None:
 
 
 @cache
-def _combine_kernel(hidden: int, per_token: int) -> tuple[int, Bound]:
+def _combine_kernel(hidden: int, stride: int, per_token: int) -> tuple[int, Bound]:
     """Programs per token, and the kernel."""
     block = min(power_of_two(hidden), 1024)
     unroll = min(power_of_two(max(per_token, 1)), 8)
     kernel = combine_kernels.combine_kernel
-    return ceil_div(hidden, block), Bound(
-        kernel, H=hidden, UNROLL=unroll, BLOCK_H=block, num_warps=4
-    )
+    options = {"H": hidden, "OUT_STRIDE": stride, "UNROLL": unroll, "BLOCK_H": block}
+    return ceil_div(hidden, block), Bound(kernel, **options, num_warps=4)
 
 
-def combine(y, scores, slot_row, token_start, tokens):
+def combine(y, scores, slot_row, token_start, tokens, out=None):
+    """`out` may be columns of a wider tensor."""
     hidden = y.shape[1]
-    out = memory.empty((tokens, hidden), y.dtype, y.device)
+    if out is None:
+        out = memory.empty((tokens, hidden), y.dtype, y.device)
     slots = slot_row.shape[0]
     if tokens == 0:
         return out
     per_token = slots // tokens if token_start is None else 0
-    programs, kernel = _combine_kernel(hidden, per_token)
+    programs, kernel = _combine_kernel(hidden, out.stride(0), per_token)
     launch(kernel, (tokens, programs), y, scores, slot_row, token_start, out, per_token, slots)
     return out
 
 
-def down_backward(dout, z, w2, b2, scores, p: Permutation, activation, gate_up, needs, fp32_dw):
-    dz, a, dscores = dz_gemm(dout, z, w2, b2, scores, p, activation, gate_up, needs)
+def down_and_combine(a, w2, b2, scores, p: Permutation, tokens, slices, kernel="down"):
+    """Also dX, kernel "dx". Sorted rows are not combined, and come in one piece."""
+    if not p.is_gathered or slices == 1:
+        y = down(a, w2, b2, None, p, kernel=kernel)
+        return combine(y, scores, p.slot_row, p.token_start, tokens) if p.is_gathered else y
+    hidden, k = w2.shape[1:]
+    # One configuration for all slices: in fp32, another block_k would sum in another order.
+    config = row_config(kernel, a.element_size(), k, hidden, True, target_of(a))
+    out = memory.empty((tokens, hidden), a.dtype, a.device)
+    width = slice_width(hidden, slices)
+    for first in range(0, hidden, width):
+        columns = slice(first, first + width)
+        bias = None if b2 is None else b2[:, columns].contiguous()
+        y = down(a, w2[:, columns], bias, None, p, config, kernel=kernel)
+        combine(y, scores, p.slot_row, p.token_start, tokens, out[:, columns])
+        del y  # before the next one is allocated
+    return out
+
+
+def down_backward(
+    dout, z, z_scale, w2, b2, scores, p: Permutation, activation, gate_up, needs, fp32_dw
+):
+    dz, a, dscores = dz_gemm(dout, z, z_scale, w2, b2, scores, p, activation, gate_up, needs)
     dw2 = db2 = None
     if needs.dw2:
         dw2 = memory.empty_like(w2, torch.float32 if fp32_dw else w2.dtype)
@@ -214,10 +248,10 @@ def down_backward(dout, z, w2, b2, scores, p: Permutation, activation, gate_up, 
 
 
 def down_backward_into(
-    main_grad, dout, z, w2, b2, scores, p: Permutation, activation, gate_up, needs
+    main_grad, dout, z, z_scale, w2, b2, scores, p: Permutation, activation, gate_up, needs
 ):
     needs = needs._replace(dw2=True)
-    dz, a, dscores = dz_gemm(dout, z, w2, b2, scores, p, activation, gate_up, needs)
+    dz, a, dscores = dz_gemm(dout, z, z_scale, w2, b2, scores, p, activation, gate_up, needs)
     weight_gradient(dout, a, main_grad, p, gathered="left", add=True)
     db2 = _bias_gradient(dout, b2, p, scores, gathered=True) if needs.db2 else None
     return dz, db2, dscores
@@ -229,20 +263,24 @@ def _sum_partials_kernel(planes: int) -> Bound:
 
 
 def dz_gemm(
-    dout, z, w2, b2, scores, p: Permutation, activation, gate_up, needs, config=None, lora=NO_LORA
-):
+    dout, z, z_scale, w2, b2, scores, p: Permutation, activation, gate_up, needs,
+    config=None, lora=NO_LORA,
+):  # fmt: skip
     """dZ, A' = score · A and dscores; None where not needed: A' is, where dW2 is."""
     if not (needs.dz or needs.dw2 or needs.dscores):
         return None, None, None
-    rows, device = z.shape[0], z.device
+    rows, dtype, device = z.shape[0], dout.dtype, z.device
     experts, hidden, intermediate = w2.shape
     target = target_of(z)
+    gate_up = gate_up if activation.is_gated else None
     config = config or row_config(
-        "dz", z.element_size(), hidden, intermediate, activation.is_gated, target
+        "dz", dtype.itemsize, hidden, intermediate, activation.is_gated, target
     )
+    if z_scale is not None:
+        config = fp8_row_config(config, "dz", hidden, intermediate, gate_up, target)
     # The Hopper kernel always stores dZ.
-    dz = memory.empty(z.shape, z.dtype, device) if needs.dz or config.hopper else None
-    a = memory.empty((rows, intermediate), z.dtype, device) if needs.dw2 else None
+    dz = memory.empty(z.shape, dtype, device) if needs.dz or config.hopper else None
+    a = memory.empty((rows, intermediate), dtype, device) if needs.dw2 else None
     dscores = memory.empty(scores.shape, torch.float32, device) if needs.dscores else None
     if rows == 0:
         return (dz if needs.dz else None), a, dscores
@@ -252,23 +290,24 @@ def dz_gemm(
     plane = 4 * ceil_div(slots, 4)  # every plane is aligned to 16 bytes for every T
     partial = memory.empty((planes if needs.dscores else 0, plane), torch.float32, device)
     grid = _row_grid(config, p, intermediate, target)
-    gate_up = gate_up if activation.is_gated else None
     outputs = (dz, a, partial)
     if config.hopper:
+        inputs = (dout, z, z_scale, w2, scores, p)
         kernel, args = _hopper().dz_gemm(
-            dout, z, w2, scores, p, outputs, activation, gate_up, needs.dscores, config, lora
+            *inputs, outputs, activation, gate_up, needs.dscores, config, lora
         )
         launch(kernel, grid, *args)
     else:
         w2t = w2.mT  # the GEMM sums over H: (E, I, H) weights
         source, weights = _row_source(dout, config, p.is_gathered), _weight_source(w2t, config)
-        args = (source, p.row_token, weights, *lora.contiguous, scores, p.row_slot, z, *outputs)
+        args = (source, p.row_token, weights, *lora.contiguous, scores, p.row_slot)
+        args = (*args, z, z_scale, *outputs, p.tiles, plane, rows)
         stored = {"STORE_DZ": needs.dz, "STORE_A": needs.dw2, "STORE_PARTIAL": needs.dscores}
         options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), **stored}
         options |= {"SLICES": config.slices, **lora.options}
         options |= _gemm_options(dout, source, w2t, config)
         sizes = {"H": hidden, "I": intermediate}
-        launch(dz_kernel, grid, *args, p.tiles, plane, *w2t.stride(), **sizes, **options)
+        launch(dz_kernel, grid, *args, *w2t.stride(), **sizes, **options)
     if dscores is not None:
         if b2 is not None:
             _bias_scores(dout, b2, p, partial[parts])
@@ -286,24 +325,22 @@ def _bias_scores(dout, b2, p: Permutation, out) -> None:
     launch(kernel, (p.tiles.shape[0] - 1,), *args, **sizes, num_warps=8)
 
 
-def up_backward(dz, x, w1, p: Permutation, needs, fp32_dw):
-    dx = _dx(dz, x, w1, p) if needs.dx else None
-    dw1 = None
+def up_backward(dz, x, w1, p: Permutation, needs, fp32_dw, slices):
+    dx = dw1 = None
+    if needs.dx:
+        dx = down_and_combine(dz, w1.mT, None, None, p, x.shape[0], slices, "dx")
     if needs.dw1:
         dw1 = memory.empty_like(w1, torch.float32 if fp32_dw else w1.dtype)
         weight_gradient(dz, x, dw1, p, gathered="right")
     return dx, dw1, _bias_gradient(dz, w1[:, :, 0], p) if needs.db1 else None
 
 
-def up_backward_into(main_grad, dz, x, w1, p: Permutation, needs):
-    dx = _dx(dz, x, w1, p) if needs.dx else None
+def up_backward_into(main_grad, dz, x, w1, p: Permutation, needs, slices):
+    dx = None
+    if needs.dx:
+        dx = down_and_combine(dz, w1.mT, None, None, p, x.shape[0], slices, "dx")
     weight_gradient(dz, x, main_grad, p, gathered="right", add=True)
     return dx, _bias_gradient(dz, w1[:, :, 0], p) if needs.db1 else None
-
-
-def _dx(dz, x, w1, p: Permutation):
-    dx = down(dz, w1.mT, None, None, p, kernel="dx")
-    return combine(dx, None, p.slot_row, p.token_start, x.shape[0]) if p.is_gathered else dx
 
 
 def weight_gradient(left, right, dw, p: Permutation, gathered: str, add=False, config=None) -> None:

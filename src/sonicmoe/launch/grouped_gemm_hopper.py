@@ -91,7 +91,7 @@ def _ring(config: RowConfig) -> dict[str, int]:
 
 
 @lru_cache(maxsize=1024)
-def _up(dtype, shape, strides, config, activation, gate_up, keep_z, gather, rank):
+def _up(dtype, z_dtype, shape, strides, config, activation, gate_up, keep_z, gather, rank):
     """The kernel; boxes of W1, Z and A."""
     _, columns, hidden = shape
     inner = activation.intermediate_size(columns)
@@ -101,7 +101,7 @@ def _up(dtype, shape, strides, config, activation, gate_up, keep_z, gather, rank
     sizes = {"H": hidden, "N": columns, "RANK": rank}
     kernel = Bound(hopper_up_kernel, **sizes, **_ring(config), **options, num_warps=4)
     weights = _weight_boxes(dtype, shape, strides, n, k, gate_up)
-    z = _z_boxes(dtype, columns, n // 4, gate_up)
+    z = _z_boxes(z_dtype, columns, n // 4, gate_up)
     return kernel, weights, z, _row_boxes(dtype, (inner,), (inner, 1), (_ROWS, n // 4))
 
 
@@ -118,8 +118,8 @@ def _gemm(dtype, shape, strides, config, rank):
 
 
 @lru_cache(maxsize=1024)
-def _dz_gemm(dtype, shape, strides, config, activation, gate_up, stores, gather, rank):
-    """The kernel; boxes of W2 as (E, I, H) weights, of Z and dZ, and of A'."""
+def _dz_gemm(dtype, z_dtype, shape, strides, config, activation, gate_up, stores, gather, rank):
+    """The kernel; boxes of W2 as (E, I, H) weights, of Z, dZ and A'."""
     experts, hidden, inner = shape
     options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), "GATHER": gather}
     options |= {"STORE_A": stores[0], "STORE_PARTIAL": stores[1]}
@@ -132,8 +132,8 @@ def _dz_gemm(dtype, shape, strides, config, activation, gate_up, stores, gather,
     )
     columns = 2 * inner if activation.is_gated else inner
     width = 2 * _WIDTH if gate_up == "interleaved" else _WIDTH
-    z = _z_boxes(dtype, columns, width, gate_up)
-    return kernel, weights, z, _row_boxes(dtype, (inner,), (inner, 1), (_ROWS, _WIDTH))
+    z, dz = (_z_boxes(d, columns, width, gate_up) for d in (z_dtype, dtype))
+    return kernel, weights, z, dz, _row_boxes(dtype, (inner,), (inner, 1), (_ROWS, _WIDTH))
 
 
 @lru_cache(maxsize=1024)
@@ -150,10 +150,13 @@ def _weight_gradient(dtype, shape, strides, config, gather_left, gather_right, a
 
 # --- kernels and their arguments ------------------------------------------------------------------
 def up(
-    x, w1, b1, p: Permutation, z, a, activation: ActivationType, gate_up, keep_z, config, lora
+    x, w1, b1, p: Permutation, outputs, activation: ActivationType, gate_up, keep_z, config, lora
 ) -> Launch:
+    """`outputs` are Z, its scales or None, and A."""
+    z, z_scale, a = outputs
     kernel, weights, z_boxes, a_boxes = _up(
         x.dtype,
+        z.dtype,
         w1.shape,
         w1.stride(),
         config,
@@ -165,8 +168,10 @@ def up(
     )
     rows = x if p.is_gathered else row_boxes(x, _ROWS, config.block_k)
     low_rank = _lora(lora, weight_layout(w1), config, gate_up)
-    outputs = ((z, z_boxes), (a, a_boxes))
-    return kernel, (rows, p.row_token, (w1, weights), *low_rank, b1, *outputs, p.tiles)
+    stored = ((z, z_boxes), z_scale, (a, a_boxes))
+    return kernel, (
+        rows, p.row_token, (w1, weights), *low_rank, b1, *stored, p.tiles, p.rows_of(x),
+    )  # fmt: skip
 
 
 def down(a, w, bias, row_scores, y, p: Permutation, config: RowConfig, lora: Lora) -> Launch:
@@ -177,12 +182,14 @@ def down(a, w, bias, row_scores, y, p: Permutation, config: RowConfig, lora: Lor
 
 
 def dz_gemm(
-    dout, z, w2, scores, p: Permutation, outputs, activation, gate_up, store_partial, config, lora
-) -> Launch:
+    dout, z, z_scale, w2, scores, p: Permutation, outputs, activation, gate_up, store_partial,
+    config, lora,
+) -> Launch:  # fmt: skip
     """`outputs` are dZ, A' or None, and the partial sums of the score gradient."""
     dz, a, partial = outputs
     stores = (a is not None, store_partial)
-    kernel, weights, z_boxes, a_boxes = _dz_gemm(
+    kernel, weights, z_boxes, dz_boxes, a_boxes = _dz_gemm(
+        dout.dtype,
         z.dtype,
         w2.shape,
         w2.stride(),
@@ -195,9 +202,9 @@ def dz_gemm(
     )
     rows = dout if p.is_gathered else row_boxes(dout, _ROWS, config.block_k)
     low_rank = _lora(lora, "nk" if w2.stride(1) == 1 else "kn", config)
-    stored = ((z, z_boxes), (dz, z_boxes), (dz if a is None else a, a_boxes))
+    stored = ((z, z_boxes), z_scale, (dz, dz_boxes), (dz if a is None else a, a_boxes))
     args = (rows, p.row_token, (w2, weights), *low_rank, scores, p.row_slot, *stored)
-    return kernel, (*args, partial, partial.shape[1], p.tiles)
+    return kernel, (*args, partial, partial.shape[1], p.tiles, z.shape[0])
 
 
 def weight_gradient(

@@ -28,7 +28,7 @@ def lora_up(x, w1, b1, u, factor, p, activation, gate_up):
         "up", x.element_size(), hidden, n, activation.is_gated, grouped_gemm.target_of(x)
     )
     lora = Lora(u, factor)
-    return grouped_gemm.up(x, w1, b1, p, activation, gate_up, True, config, lora)
+    return grouped_gemm.up(x, w1, b1, p, activation, gate_up, "keep", config, lora)[:2]
 
 
 def lora_gemm(a, w, bias, u, factor, p, kernel):
@@ -43,7 +43,7 @@ def lora_down_backward(dout, z, w2, b2, u, factor, scores, p, activation, gate_u
     config = _config("dz", z.element_size(), hidden, intermediate, gated, target)
     needs = DownGradients(dz=True, dw2=True, db2=False, dscores=True)
     return grouped_gemm.dz_gemm(
-        dout, z, w2, b2, scores, p, activation, gate_up, needs, config, Lora(u, factor)
+        dout, z, None, w2, b2, scores, p, activation, gate_up, needs, config, Lora(u, factor)
     )
 
 

@@ -13,8 +13,10 @@ from .fp8 import quantize_rows as quantize_rows
 from .fp8 import quantize_weight as quantize_weight
 from .grouped_gemm import combine as combine
 from .grouped_gemm import down as down
+from .grouped_gemm import down_and_combine as down_and_combine
 from .grouped_gemm import down_backward as down_backward
 from .grouped_gemm import down_backward_into as down_backward_into
+from .grouped_gemm import recomputed_z as recomputed_z
 from .grouped_gemm import up as up
 from .grouped_gemm import up_backward as up_backward
 from .grouped_gemm import up_backward_into as up_backward_into

@@ -19,6 +19,7 @@ import torch
 
 from ..enums import ActivationType
 from ..permutation import Permutation
+from ..shapes import ceil_div
 from .activation import activate, activate_backward
 from .grouped_gemm import _expert_rows, _gather, _slots, combine
 
@@ -286,3 +287,29 @@ def fp8_up_backward_into(
     )
     main_grad.add_(dw1)
     return dx
+
+
+def quantize_blocks(z: torch.Tensor, concatenated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Z (R, N) in e4m3 and its scales (⌈N/128⌉, R), one for 128 columns of a row.
+
+    If gate and up columns are concatenated, a block is 64 gates and the ups that belong to them.
+    """
+    rows, columns = z.shape
+    block = _block_of_column(columns, concatenated, z.device)
+    amax = z.new_zeros(rows, ceil_div(columns, BLOCK), dtype=torch.float32)
+    amax.scatter_reduce_(1, block.expand(rows, -1), z.float().abs(), "amax")
+    scale = power_of_two_scale(amax)
+    return to_e4m3(z.float() / scale[:, block]), scale.mT.contiguous()
+
+
+def dequantize_blocks(z8: torch.Tensor, scale: torch.Tensor, concatenated: bool) -> torch.Tensor:
+    """The inverse of `quantize_blocks`, in fp32."""
+    block = _block_of_column(z8.shape[1], concatenated, z8.device)
+    return z8.float() * scale.mT[:, block]
+
+
+def _block_of_column(columns: int, concatenated: bool, device: torch.device) -> torch.Tensor:
+    column = torch.arange(columns, device=device)
+    if concatenated:
+        return column % (columns // 2) // (BLOCK // 2)
+    return column // BLOCK

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from ..enums import ActivationType
 from ..permutation import Permutation
 from .activation import activate, activate_backward
+from .fp8 import dequantize_blocks, quantize_blocks
 
 
 def _expert_rows(p: Permutation) -> Iterator[tuple[int, slice]]:
@@ -34,9 +35,20 @@ def _slots(p: Permutation, rows: slice) -> torch.Tensor | slice:
     return rows if p.row_slot is None else p.row_slot[rows].long()
 
 
-def up(x, w1, b1, p: Permutation, activation: ActivationType, gate_up: str, keep_z: bool):
-    z = gathered_gemm(x, w1, b1, p)
-    return (z if keep_z else None), activate(in_fp32(z), activation, gate_up).to(x.dtype)
+def up(x, w1, b1, p: Permutation, activation: ActivationType, gate_up: str, keep_z: str):
+    z, z_scale = gathered_gemm(x, w1, b1, p), None
+    a = activate(in_fp32(z), activation, gate_up).to(x.dtype)
+    if keep_z == "fp8":
+        z, z_scale = quantize_blocks(z, _concatenated(activation, gate_up))
+    return (z if keep_z in ("keep", "fp8") else None), a, z_scale
+
+
+def _concatenated(activation: ActivationType, gate_up: str) -> bool:
+    return activation.is_gated and gate_up == "concatenated"
+
+
+def recomputed_z(dout, x, w1, b1, p: Permutation, activation, gate_up):
+    return gathered_gemm(x, w1, b1, p)
 
 
 def gathered_gemm(x, w, bias, p: Permutation):
@@ -71,11 +83,19 @@ def combine(y, scores, slot_row, token_start, tokens: int):
     return out.index_add_(0, token[here], picked).to(y.dtype)
 
 
+def down_and_combine(a, w2, b2, scores, p: Permutation, tokens: int, slices: int):
+    """In one piece: slices bound the memory of the kernels and change no bit."""
+    return combine(down(a, w2, b2, None, p), scores, p.slot_row, p.token_start, tokens)
+
+
 def down_backward(
-    dout, z, w2, b2, scores, p: Permutation, activation: ActivationType, gate_up, needs, fp32_dw
-):
+    dout, z, z_scale, w2, b2, scores, p: Permutation, activation: ActivationType, gate_up, needs,
+    fp32_dw,
+):  # fmt: skip
     """Without Y: dS = ⟨dA', A⟩ over I."""
-    dz, dw2 = torch.zeros_like(z), torch.zeros_like(w2)
+    if z_scale is not None:
+        z = dequantize_blocks(z, z_scale, _concatenated(activation, gate_up))
+    dz, dw2 = torch.zeros_like(z, dtype=dout.dtype), torch.zeros_like(w2)
     db2 = None if b2 is None else torch.zeros_like(b2)
     dscores = None if scores is None else torch.zeros_like(scores).flatten()
     for e, r in _expert_rows(p):
@@ -89,24 +109,24 @@ def down_backward(
             dscores[_slots(p, r)] = ds.to(dscores.dtype)
             s = scores.flatten()[_slots(p, r)][:, None]
             da, a = da * s, a * s
-        dz[r] = activate_backward(z_r, da, activation, gate_up).to(z.dtype)
-        dw2[e] = do.mT @ a.to(z.dtype)
+        dz[r] = activate_backward(z_r, da, activation, gate_up).to(dz.dtype)
+        dw2[e] = do.mT @ a.to(dout.dtype)
         if db2 is not None:
             db2[e] = (in_fp32(do) if s is None else in_fp32(do) * s).sum(0).to(db2.dtype)
     dscores = None if scores is None or dscores is None else dscores.view_as(scores)
     return _needed((dz, dw2.float() if fp32_dw else dw2, db2, dscores), needs)
 
 
-def down_backward_into(main_grad, dout, z, w2, b2, scores, p, activation, gate_up, needs):
+def down_backward_into(main_grad, dout, z, z_scale, w2, b2, scores, p, activation, gate_up, needs):
     needs = needs._replace(dw2=True)
     dz, dw2, db2, dscores = down_backward(
-        dout, z, w2, b2, scores, p, activation, gate_up, needs, True
+        dout, z, z_scale, w2, b2, scores, p, activation, gate_up, needs, True
     )
     main_grad.add_(dw2)
     return dz, db2, dscores
 
 
-def up_backward(dz, x, w1, p: Permutation, needs, fp32_dw):
+def up_backward(dz, x, w1, p: Permutation, needs, fp32_dw, slices):
     dx, dw1 = dz.new_zeros(dz.shape[0], x.shape[1]), torch.zeros_like(w1)
     db1 = w1.new_zeros(w1.shape[0], w1.shape[1])
     for e, r in _expert_rows(p):
@@ -118,8 +138,8 @@ def up_backward(dz, x, w1, p: Permutation, needs, fp32_dw):
     return _needed((dx, dw1.float() if fp32_dw else dw1, db1), needs)
 
 
-def up_backward_into(main_grad, dz, x, w1, p, needs):
-    dx, dw1, db1 = up_backward(dz, x, w1, p, needs._replace(dw1=True), True)
+def up_backward_into(main_grad, dz, x, w1, p, needs, slices):
+    dx, dw1, db1 = up_backward(dz, x, w1, p, needs._replace(dw1=True), True, slices)
     main_grad.add_(dw1)
     return dx, db1
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from .. import cost
+from ..memory_policy import memory_policy
 from ..shapes import Problem
 from .config import ModelConfig, TrainConfig
 
@@ -46,12 +47,15 @@ class LayerBytes:
     gathered: int
 
 
-def layer_bytes(m: ModelConfig, tokens: int, element: int) -> LayerBytes:
+def layer_bytes(m: ModelConfig, tokens: int, element: int, policy: str = "keep") -> LayerBytes:
     """Ours: X, Z and about 20 bytes of routing a row. Gathered: rows of X, A and Y in addition."""
     p = Problem(tokens, m.hidden_size, m.intermediate_size, m.num_experts, m.experts_per_token)
     router = m.router.partition(":")[0]
-    ours = cost.caller_bytes(p, element) + sum(cost.kept_bytes(p, element, router=router).values())
-    return LayerBytes(ours, ours + element * p.R * (2 * p.H + p.I))
+    x = cost.caller_bytes(p, element)
+    kept = cost.kept_bytes(p, element, router=router, memory=memory_policy(policy))
+    ours = x + sum(kept.values())
+    whole = x + sum(cost.kept_bytes(p, element, router=router).values())
+    return LayerBytes(ours, whole + element * p.R * (2 * p.H + p.I))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,8 @@ def memory(config: TrainConfig, shards: int = 1) -> Memory:
     count = parameters(m)
     state = STATE_BYTES[config.precision] * count.total / shards
     gathered_weights = 0 if shards == 1 else 4 * element * count.total / m.num_layers
-    layer = layer_bytes(m, tokens, element).ours + BLOCK_ELEMENTS * element * tokens * m.hidden_size
+    layer = layer_bytes(m, tokens, element, config.memory).ours
+    layer += BLOCK_ELEMENTS * element * tokens * m.hidden_size
     if config.recompute:
         kept = m.num_layers * element * tokens * m.hidden_size + layer
     else:

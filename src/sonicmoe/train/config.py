@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import bad_argument
+from ..memory_policy import memory_policy
 
 PRECISIONS = {
     "fp32": "everything in float32",
@@ -65,8 +66,8 @@ class TrainConfig:
     """One training run. `batch` sequences a step, cut into micro-batches of `micro_batch`.
 
     `data` is "local" (text that this installation carries), files and folders, or a Hugging Face
-    dataset. `target_loss` is checked against the validation loss at the end. `keep` checkpoints are
-    kept; 0 writes none.
+    dataset. `memory` is that of `MoE`: keep, fp8 or recompute. `target_loss` is checked against the
+    validation loss at the end. `keep` checkpoints are kept; 0 writes none.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -95,6 +96,7 @@ class TrainConfig:
     compile: bool = False
     deterministic: bool = True
     recompute: bool = False
+    memory: str = "keep"
     loss_chunk: int = 0
     expert_parallel: int = 1
 
@@ -118,6 +120,7 @@ class TrainConfig:
         if self.precision == "fp8":
             for name in ("hidden_size", "intermediate_size"):
                 _multiple(name, getattr(self.model, name), 16)
+        memory_policy(self.memory, "fp8" if self.precision == "fp8" else None)
         if self.warmup_steps < 0 or self.warmup_steps >= self.steps:
             below, remedy = f"from 0 to below steps ({self.steps})", "Use a few percent of them."
             raise bad_argument("warmup_steps", below, self.warmup_steps, remedy)

@@ -283,8 +283,8 @@ def peak_memory(device: torch.device) -> int:
 
 def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
     with world.device:
-        options = (config.backend, config.recompute, config.precision == "fp8")
-        model = Decoder(config.model, *options)
+        fp8 = config.precision == "fp8"
+        model = Decoder(config.model, config.backend, config.recompute, config.memory, fp8)
     if config.precision == "bf16":
         model.to(torch.bfloat16)
     if config.compile:

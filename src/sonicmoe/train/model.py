@@ -92,7 +92,12 @@ class Block(nn.Module):
     which a checkpoint of a compiled block does."""
 
     def __init__(
-        self, c: ModelConfig, backend: str, recompute: bool = False, fp8: bool = False
+        self,
+        c: ModelConfig,
+        backend: str,
+        recompute: bool = False,
+        memory: str = "keep",
+        fp8: bool = False,
     ) -> None:
         super().__init__()
         self.backend, self.recompute = backend, recompute
@@ -102,6 +107,7 @@ class Block(nn.Module):
         sizes = (c.num_experts, c.experts_per_token, c.hidden_size, c.intermediate_size)
         options: dict[str, Any] = {"router": _router(c), "gate_up": "concatenated"}
         options |= {"aux_loss_coef": c.aux_loss_coef, "z_loss_coef": c.z_loss_coef}
+        options["memory"] = memory
         if fp8:
             options |= {"precision": "fp8", "cache_fp8_weights": True}
         self.moe = MoE(*sizes, ActivationType.SWIGLU, False, c.init_std, **options)
@@ -126,12 +132,14 @@ class Decoder(nn.Module):
         config: ModelConfig,
         backend: str = "auto",
         recompute: bool = False,
+        memory: str = "keep",
         fp8: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = (Block(config, backend, recompute, fp8) for _ in range(config.num_layers))
+        options = (config, backend, recompute, memory, fp8)
+        blocks = (Block(*options) for _ in range(config.num_layers))
         self.blocks = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.reset_parameters()

@@ -22,7 +22,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
     seconds = sum(s for _, s in steady)
     rate = sum(t for t, _ in steady) / seconds if seconds else 0.0
     element = accounting.ELEMENT_BYTES[c.precision]
-    kept = accounting.layer_bytes(c.model, c.micro_batch * c.model.context, element)
+    kept = accounting.layer_bytes(c.model, c.micro_batch * c.model.context, element, c.memory)
     layers_at_once = 1 if c.recompute else c.model.num_layers
     count = accounting.parameters(c.model)
     device, ranks = trainer.world.device, trainer.world.size

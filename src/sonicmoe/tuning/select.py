@@ -4,6 +4,11 @@ The table of `sonicmoe tune` comes first, see `table`; the built-in choices come
 in docs/log/. Nothing depends on the number of tokens, so a new T compiles nothing.
 """
 
+from dataclasses import replace
+from functools import cache
+
+from ..errors import bad_argument
+from ..memory_policy import FP8_COLUMNS
 from ..shapes import ceil_div
 from .config import RowConfig, Target, WeightConfig
 from .table import RowKey, WeightKey, cached_until_tuned, tuned
@@ -44,6 +49,31 @@ def default_row_config(kernel: str, itemsize: int, K: int, N: int, target: Targe
         return RowConfig(128, 64, 32, warps=8, stages=3, tma=False, slices=2)
     # With two slices the clamped activation spills up to 34 registers on an A100.
     return RowConfig(128, 128, 64, warps=8, stages=3, tma=False, slices=4)
+
+
+@cache
+def fp8_row_config(
+    config: RowConfig, kernel: str, hidden: int, inner: int, gate_up: str | None, target: Target
+) -> RowConfig:
+    """`config` for Z in e4m3: whole blocks in a tile of `up`, one block for a slice of `dz`."""
+    if target.arch < 89:
+        raise bad_argument(
+            "memory",
+            "'keep' or 'recompute' on a GPU without e4m3",
+            f"'fp8' on compute capability {target.arch / 10}",
+            "'recompute' keeps less than 'fp8'.",
+        )
+    # TMA takes rows of 16 bytes alone; biases of a ragged N spill registers in a plain `up`.
+    ragged = gate_up != "interleaved" and inner % (16 if gate_up else 64)
+    narrow = kernel == "up" and config.block_n < 256  # the Hopper kernel stores half tiles
+    if config.hopper and (ragged or narrow):
+        config = default_row_config(kernel, 2, hidden, inner, target._replace(gluon=False))
+    if kernel == "dz":
+        return replace(config, slices=4) if config.block_n > 64 else config
+    if config.block_n >= FP8_COLUMNS:
+        return config
+    # In fp32, blocks of 32 spill 112 registers.
+    return replace(config, block_n=FP8_COLUMNS, block_k=16 if config.block_m < 128 else 32)
 
 
 def _has_tma_and_shared_memory(target: Target) -> bool:

@@ -3,6 +3,7 @@
 The main loop is in `ring`. In the epilogue a consumer warpgroup walks over slices of 32 columns. Z
 arrives in shared memory by TMA, `BUFFERS` slices ahead, the first of them under the main loop. dZ
 overwrites Z there and leaves by TMA; the buffer is free again when that store has been waited for.
+Z in e4m3 takes the first half of its buffer, and its scales are loaded under the last wgmma.
 """
 
 from triton.experimental import gluon
@@ -25,6 +26,7 @@ from .ring import (
     quarters,
     rows_of_work,
     weight_ring,
+    z_buffer,
 )
 
 SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of an interleaved row of Z
@@ -39,19 +41,45 @@ SUMS = gl.constexpr(
 def load_z(z, end, row, column, barrier, smem, first, GATE_UP: gl.constexpr):
     """Start the TMA load of one slice of Z: one box, or a gate and an up box if concatenated."""
     PER_COLUMN: gl.constexpr = 1 if GATE_UP is None else 2  # columns of Z per column of A
-    mbarrier.expect(barrier, 2 * CONSUMER_M * PER_COLUMN * SLICE)
+    mbarrier.expect(barrier, z.dtype.primitive_bitwidth // 8 * CONSUMER_M * PER_COLUMN * SLICE)
     if GATE_UP == "concatenated":
         for half in gl.static_range(2):
-            box = smem.index(first + half).reshape([1, 1, CONSUMER_M, 1, SLICE])
+            box = z_buffer(z, smem.index(first + half)).reshape([1, 1, CONSUMER_M, 1, SLICE])
             load_rows_of_half(z, end, row, half, column, barrier, box)
     else:
-        box = smem.index(first).reshape([1, 1, CONSUMER_M, PER_COLUMN * SLICE])
+        box = z_buffer(z, smem.index(first)).reshape([1, 1, CONSUMER_M, PER_COLUMN * SLICE])
         load_rows(z, end, row, PER_COLUMN * column, barrier, box)
 
 
 @gluon.jit
+def _in_fp32(z, exponent):
+    """Z in fp32, times 2^(exponent − 127) of its row if it is in e4m3."""
+    if z.dtype == gl.float8e4nv:
+        scale = ((exponent & 0xFF) << 23).to(gl.float32, bitcast=True)
+        return z.to(gl.float32) * gl.expand_dims(scale, 1)
+    else:
+        return z.to(gl.float32)
+
+
+@gluon.jit
+def _exponents(
+    z_scale, num_rows, row, r, ok, first, BLOCKS: gl.constexpr, I: gl.constexpr,
+    GATE_UP: gl.constexpr,
+):  # fmt: skip
+    """Exponents of the scales of BLOCKS ≤ 4 blocks of Z, a byte each: four scales would take six
+    registers more. Past the last block, where Z is zero, that of the last."""
+    BLOCK: gl.constexpr = 128 if GATE_UP is None else 64
+    packed = gl.zeros_like(r)
+    for b in gl.static_range(BLOCKS):
+        block = gl.minimum(first + b, (I + BLOCK - 1) // BLOCK - 1)
+        scale = gl.load(z_scale + block * num_rows.to(gl.int64) + row + r, mask=ok, other=0.0)
+        packed = packed | (scale.to(gl.int32, bitcast=True) >> 23 << 8 * b)
+    return packed
+
+
+@gluon.jit
 def _slice(
-    acc, score, dz, a, z_smem, a_smem, end, row, column,
+    acc, score, exponent, z, dz, a, z_smem, a_smem, end, row, column,
     GATE_UP: gl.constexpr, BACKWARD: gl.constexpr, STORE_A: gl.constexpr,
     z_first, a_first,
 ):  # fmt: skip
@@ -67,20 +95,21 @@ def _slice(
     acc = gl.convert_layout(acc, L, assert_trivial=True)
     weight = gl.expand_dims(score, 1)
     first = z_smem.index(z_first)
+    source = z_buffer(z, first)
     if GATE_UP is None:
-        value, dplain = BACKWARD(first.load(L).to(gl.float32), acc * weight)
+        value, dplain = BACKWARD(_in_fp32(source.load(L), exponent), acc * weight)
         first.store(dplain.to(dz.dtype))
     elif GATE_UP == "concatenated":
         second = z_smem.index(z_first + 1)
-        gate, up = first.load(L), second.load(L)
-        value, dgate, dup = BACKWARD(gate.to(gl.float32), up.to(gl.float32), acc * weight)
+        gate, up = source.load(L), z_buffer(z, second).load(L)
+        value, dgate, dup = BACKWARD(_in_fp32(gate, exponent), _in_fp32(up, exponent), acc * weight)
         first.store(dgate.to(dz.dtype))
         second.store(dup.to(dz.dtype))
     else:
-        gate, up = pairs(first.load(LZ), 2 * SLICE)
+        gate, up = pairs(source.load(LZ), 2 * SLICE)
         gate = gl.convert_layout(gate, L, assert_trivial=True)
         up = gl.convert_layout(up, L, assert_trivial=True)
-        value, dgate, dup = BACKWARD(gate.to(gl.float32), up.to(gl.float32), acc * weight)
+        value, dgate, dup = BACKWARD(_in_fp32(gate, exponent), _in_fp32(up, exponent), acc * weight)
         both = gl.reshape(gl.join(dgate.to(dz.dtype), dup.to(dz.dtype)), (CONSUMER_M, 2 * SLICE))
         first.store(gl.convert_layout(both, LZ, assert_trivial=True))
     if STORE_A:
@@ -111,7 +140,7 @@ def _slots(row_slot, row, end, r):
 
 @gluon.jit
 def _consumer(
-    z, dz, a, scores, row_slot, partial, plane, tiles, total,
+    z, z_scale, num_rows, dz, a, scores, row_slot, partial, plane, tiles, total,
     do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
     CONSUMER: gl.constexpr, H: gl.constexpr, I: gl.constexpr, RANK: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -125,6 +154,7 @@ def _consumer(
     PARTS: gl.constexpr = 2 if GATE_UP == "concatenated" else 1  # boxes of Z in a slice
     ROUNDS: gl.constexpr = BLOCK_N // SLICE // BUFFERS  # how often a tile fills all buffers
     STORES: gl.constexpr = PARTS + (1 if STORE_A else 0)
+    PER_LAP: gl.constexpr = 1 if GATE_UP is None else 2  # blocks of Z in BUFFERS slices
     r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
     MINE: gl.constexpr = CONSUMER * BUFFERS  # this consumer's first buffer
     step = 0
@@ -155,6 +185,13 @@ def _consumer(
         next_row, next_n = rows_of_work(index + stride, start, next_end, number, H, I, BLOCK_N)
         next_row += CONSUMER * CONSUMER_M
         next_slot = _slots(row_slot, next_row, next_end, r)
+        if z_scale is None:
+            exponents = r
+        else:
+            BLOCKS: gl.constexpr = ROUNDS * PER_LAP
+            exponents = _exponents(
+                z_scale, num_rows, row, r, ok, n * BLOCKS, BLOCKS, I, GATE_UP
+            )  # fmt: skip
         acc = finish(acc, step, empty, STAGES)
         ds = gl.zeros((CONSUMER_M, SLICE // 4), gl.float32, SUMS)
         now, then = acc, acc
@@ -168,7 +205,8 @@ def _consumer(
                 column = n * BLOCK_N + (lap * BUFFERS + i) * SLICE
                 mbarrier.wait(z_full.index(MINE + i), filled + lap & 1)
                 ds += _slice(
-                    parts[i], score, dz, a, z_smem, a_smem, end, row, column,
+                    parts[i], score, exponents >> 8 * (i * PER_LAP // BUFFERS),
+                    z, dz, a, z_smem, a_smem, end, row, column,
                     GATE_UP, BACKWARD, STORE_A, (MINE + i) * PARTS, CONSUMER * 2 + i % 2,
                 )  # fmt: skip
                 # Only this slice's stores are still in flight: the buffer before it is free and
@@ -181,6 +219,8 @@ def _consumer(
                         (MINE + (i - 1) % BUFFERS) * PARTS, GATE_UP,
                     )  # fmt: skip
             now = then
+            if z_scale is not None:
+                exponents = exponents >> 8 * PER_LAP
         filled += ROUNDS
         if STORE_PARTIAL:
             sums = gl.convert_layout(gl.sum(ds, 1), gl.SliceLayout(1, L), assert_trivial=True)
@@ -189,9 +229,10 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["plane"])
+@gluon.jit(do_not_specialize=["plane", "num_rows"])
 def hopper_dz_kernel(
-    dout, row_token, w2, lora_u, lora_b, scores, row_slot, z, dz, a, partial, plane, tiles,
+    dout, row_token, w2, lora_u, lora_b, scores, row_slot, z, z_scale, dz, a, partial, plane, tiles,
+    num_rows,
     H: gl.constexpr, I: gl.constexpr, RANK: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WEIGHT_LAYOUT: gl.constexpr, GATE_UP: gl.constexpr, BACKWARD: gl.constexpr,
@@ -200,11 +241,11 @@ def hopper_dz_kernel(
     """dZ (R, N), A' (R, I) and partial sums of dS (I/BLOCK_N, plane ≥ S) from dO and Z.
 
     dA' = dO W2, with LoRA dO W2 + U Bᵀ. GATE_UP is as in `triton.gemm.up_kernel`. Rows of dO are
-    gathered if GATHER.
+    gathered if GATHER. With `z_scale` Z is in e4m3.
 
     Grid: one program per SM; each owns the tiles that it writes.
     """
-    dtype: gl.constexpr = z.dtype
+    dtype: gl.constexpr = dz.dtype
     Z_COLUMNS: gl.constexpr = 2 * SLICE if GATE_UP == "interleaved" else SLICE
     PARTS: gl.constexpr = 2 if GATE_UP == "concatenated" else 1
     do_smem = gl.allocate_shared_memory(
@@ -236,13 +277,13 @@ def hopper_dz_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                z, dz, a, scores, row_slot, partial, plane, tiles, total,
+                z, z_scale, num_rows, dz, a, scores, row_slot, partial, plane, tiles, total,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
                 0, H, I, RANK, BLOCK_N, BLOCK_K, STAGES,
                 WEIGHT_LAYOUT, GATE_UP, BACKWARD, STORE_A, STORE_PARTIAL, GATHER,
             )),
             (_consumer, (
-                z, dz, a, scores, row_slot, partial, plane, tiles, total,
+                z, z_scale, num_rows, dz, a, scores, row_slot, partial, plane, tiles, total,
                 do_smem, w_smem, z_smem, a_smem, full, empty, z_full,
                 1, H, I, RANK, BLOCK_N, BLOCK_K, STAGES,
                 WEIGHT_LAYOUT, GATE_UP, BACKWARD, STORE_A, STORE_PARTIAL, GATHER,

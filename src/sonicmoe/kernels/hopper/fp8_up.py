@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..quantize import power_of_two_scale
+from ..quantize import scale_and_inverse
 from .gluon_compat import reinterpreted
 from .ragged import store_rows, store_rows_of_half
 from .ring import (
@@ -144,9 +144,9 @@ def _consumer(
             value, accumulator_layout(BLOCK_I, x_smem.dtype), assert_trivial=True
         )
         amax = gl.convert_layout(gl.max(gl.abs(value), 1), ROWS, assert_trivial=True)
-        block_scale = power_of_two_scale(amax)
+        block_scale, inverse = scale_and_inverse(amax)
         inverse = gl.convert_layout(
-            1.0 / block_scale, gl.SliceLayout(1, value.type.layout), assert_trivial=True
+            inverse, gl.SliceLayout(1, value.type.layout), assert_trivial=True
         )
         quantized = (value * gl.expand_dims(inverse, 1)).to(a.dtype)
         # A takes the place of a slice of Z: of the one before the last, or of both if plain.

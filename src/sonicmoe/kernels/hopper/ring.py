@@ -267,6 +267,18 @@ def pairs(x, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def z_buffer(z, smem):
+    """Where a box of Z lies in a buffer for 16-bit data: in its first half if Z is in e4m3."""
+    if z.dtype == smem.dtype:
+        return smem
+    else:
+        HALVES: gl.constexpr = [2] + z.block_shape
+        LAYOUT: gl.constexpr = z.layout
+        both = reinterpreted(smem, z.dtype, HALVES, LAYOUT)
+        return both.index(0).reshape([CONSUMER_M, smem.shape[1]])
+
+
+@gluon.jit
 def stage_and_store(value, out, end, row, column, smem, COLUMNS: gl.constexpr):
     """Store (64, COLUMNS) through shared memory to rows from `row` on, up to the expert's `end`."""
     smem.store(value)

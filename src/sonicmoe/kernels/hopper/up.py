@@ -4,15 +4,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ..quantize import scale_and_inverse
 from .ragged import store_rows_of_half
 from .ring import (
     CONSUMER_M,
+    halves,
     next_tile,
     pairs,
     producer,
     quarters,
     stage_and_store,
     weight_ring,
+    z_buffer,
 )
 
 
@@ -36,8 +39,20 @@ def _biased(part, b1, expert, column, N: gl.constexpr, COLUMNS: gl.constexpr, L:
 
 
 @gluon.jit
+def _store_scale(
+    amax, z_scale, num_rows, end, row, block, N: gl.constexpr, L: gl.constexpr
+):  # fmt: skip
+    """Store the scales (64,) of a block of Z, return their inverses (64, 1)."""
+    scale, inverse = scale_and_inverse(amax)
+    r = row + gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
+    inside = (r < end) & (block < (N + 127) // 128)
+    gl.store(z_scale + block * num_rows.to(gl.int64) + r, scale, mask=inside)
+    return gl.expand_dims(inverse, 1)
+
+
+@gluon.jit
 def _store_gated(
-    acc, z, a, b1, expert, end, row, n, smem,
+    acc, z, z_scale, num_rows, a, b1, expert, end, row, n, smem,
     CONSUMER: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
     GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
@@ -75,16 +90,23 @@ def _store_gated(
         first_smem = smem.index(2 * CONSUMER + i * STORES % 2)
         second_smem = smem.index(2 * CONSUMER + (i * STORES + 1) % 2)
         if KEEP_Z:
+            if z_scale is not None:  # BLOCK_N is 256, so these pieces are one block
+                amax = gl.maximum(gl.max(gl.abs(g), 1), gl.max(gl.abs(u), 1))
+                inverse = _store_scale(amax, z_scale, num_rows, end, row, 2 * n + i, N, L)
+                g = g * inverse
+                u = u * inverse
+            g_smem = z_buffer(z, first_smem)
+            u_smem = z_buffer(z, second_smem)
             tma.store_wait(1)
             if GATE_UP == "concatenated":
-                _stage_and_store_half(g.to(z.dtype), z, end, row, 0, g_column, first_smem, PIECE)
+                _stage_and_store_half(g.to(z.dtype), z, end, row, 0, g_column, g_smem, PIECE)
             else:
-                stage_and_store(g.to(z.dtype), z, end, row, g_column, first_smem, PIECE)
+                stage_and_store(g.to(z.dtype), z, end, row, g_column, g_smem, PIECE)
             tma.store_wait(1)
             if GATE_UP == "concatenated":
-                _stage_and_store_half(u.to(z.dtype), z, end, row, 1, g_column, second_smem, PIECE)
+                _stage_and_store_half(u.to(z.dtype), z, end, row, 1, g_column, u_smem, PIECE)
             else:
-                stage_and_store(u.to(z.dtype), z, end, row, u_column, second_smem, PIECE)
+                stage_and_store(u.to(z.dtype), z, end, row, u_column, u_smem, PIECE)
         tma.store_wait(1)
         stage_and_store(value, a, end, row, n * HALF + i * PIECE, first_smem, PIECE)
 
@@ -112,8 +134,38 @@ def _store_plain(
 
 
 @gluon.jit
+def _store_plain_fp8(
+    acc, z, z_scale, num_rows, a, b1, expert, end, row, n, smem,
+    CONSUMER: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
+    ACTIVATION: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """`_store_plain` with Z in e4m3. BLOCK_N is 256, so half of it is one block."""
+    PIECE: gl.constexpr = BLOCK_N // 4
+    now, then = halves(acc)
+    for block in range(2):  # not unrolled: GELU of both halves at once spills 24 registers
+        column = n * BLOCK_N + 2 * block * PIECE
+        left, right = halves(now)
+        left = gl.convert_layout(left, L, assert_trivial=True)
+        right = gl.convert_layout(right, L, assert_trivial=True)
+        left = _biased(left, b1, expert, column, N, PIECE, L)
+        right = _biased(right, b1, expert, column + PIECE, N, PIECE, L)
+        amax = gl.maximum(gl.max(gl.abs(left), 1), gl.max(gl.abs(right), 1))
+        inverse = _store_scale(amax, z_scale, num_rows, end, row, 2 * n + block, N, L)
+        both = (left, right)
+        for i in gl.static_range(2):
+            z_smem, a_smem = z_buffer(z, smem.index(2 * CONSUMER)), smem.index(2 * CONSUMER + 1)
+            tma.store_wait(1)
+            part = (both[i] * inverse).to(z.dtype)
+            stage_and_store(part, z, end, row, column + i * PIECE, z_smem, PIECE)
+            value = ACTIVATION(both[i]).to(a.dtype)
+            tma.store_wait(1)
+            stage_and_store(value, a, end, row, column + i * PIECE, a_smem, PIECE)
+        now = then
+
+
+@gluon.jit
 def _consumer(
-    z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
+    z, z_scale, num_rows, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
     CONSUMER: gl.constexpr, H: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WEIGHT_LAYOUT: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -133,22 +185,27 @@ def _consumer(
             step, index, tiles, total, x_smem, w_smem, full, empty,
             CONSUMER, H, N, RANK, BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT, GATHER,
         )  # fmt: skip
-        if GATE_UP is None:
+        if GATE_UP is None and z_scale is not None:
+            _store_plain_fp8(
+                acc, z, z_scale, num_rows, a, b1, expert, end, row, n, out_smem,
+                CONSUMER, N, BLOCK_N, ACTIVATION, L,
+            )  # fmt: skip
+        elif GATE_UP is None:
             _store_plain(
                 acc, z, a, b1, expert, end, row, n, out_smem,
                 CONSUMER, N, BLOCK_N, ACTIVATION, KEEP_Z, L,
             )  # fmt: skip
         else:
             _store_gated(
-                acc, z, a, b1, expert, end, row, n, out_smem,
+                acc, z, z_scale, num_rows, a, b1, expert, end, row, n, out_smem,
                 CONSUMER, N, BLOCK_N, GATE_UP, ACTIVATION, KEEP_Z, L,
             )  # fmt: skip
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows"])
 def hopper_up_kernel(
-    x, row_token, w1, lora_u, lora_b, b1, z, a, tiles,
+    x, row_token, w1, lora_u, lora_b, b1, z, z_scale, a, tiles, num_rows,
     H: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WEIGHT_LAYOUT: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -156,7 +213,7 @@ def hopper_up_kernel(
 ):  # fmt: skip
     """Z = X W1ᵀ + b1, with LoRA X W1ᵀ + U Bᵀ + b1, and A = act(Z); Z is stored if KEEP_Z.
 
-    GATE_UP is as in `triton.gemm.up_kernel`. Rows of X are gathered if GATHER.
+    GATE_UP and `z_scale` are as in `triton.gemm.up_kernel`. Rows of X are gathered if GATHER.
 
     Grid: one program per SM; each owns the tiles of Z and A that it writes.
     """
@@ -182,12 +239,14 @@ def hopper_up_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
+                z, z_scale, num_rows, a, b1, tiles, total,
+                x_smem, w_smem, out_smem, full, empty,
                 0, H, N, RANK, BLOCK_N, BLOCK_K, STAGES,
                 WEIGHT_LAYOUT, GATE_UP, ACTIVATION, KEEP_Z, GATHER,
             )),
             (_consumer, (
-                z, a, b1, tiles, total, x_smem, w_smem, out_smem, full, empty,
+                z, z_scale, num_rows, a, b1, tiles, total,
+                x_smem, w_smem, out_smem, full, empty,
                 1, H, N, RANK, BLOCK_N, BLOCK_K, STAGES,
                 WEIGHT_LAYOUT, GATE_UP, ACTIVATION, KEEP_Z, GATHER,
             )),

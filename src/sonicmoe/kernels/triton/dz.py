@@ -14,47 +14,66 @@ from .tile import accumulate, halves, pairs, source_rows
 
 @triton.jit
 def _slice_epilogue(
-    acc, score, rows, ok, column, z, dz, a,
+    acc, score, rows, ok, column, z, z_scale, dz, a, num_rows,
     I: tl.constexpr, GATE_UP: tl.constexpr, BACKWARD: tl.constexpr,
     STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Store dZ and A' of one slice (BLOCK_M, BLOCK_N), return its part of ⟨dA', A⟩ (BLOCK_M,)."""
-    dtype = z.dtype.element_ty
     i = column + tl.arange(0, BLOCK_N)
     i_ok = ok[:, None] & (i < I)[None, :]
     rows_64 = rows.to(tl.int64)[:, None]
     da = acc * score[:, None]
+    if z_scale is not None:  # a slice is part of one block, or past the last
+        BLOCK: tl.constexpr = 128 if GATE_UP is None else 64
+        block = tl.minimum(column // BLOCK, (I - 1) // BLOCK)
+        scales = z_scale + block.to(tl.int64) * num_rows
+        z_unit = tl.load(scales + rows, mask=ok, other=0.0)[:, None]
+    else:
+        z_unit = 1.0
     if GATE_UP == "concatenated":
         z_rows = rows_64 * (2 * I)
-        gate = tl.load(z + z_rows + i[None, :], mask=i_ok, other=0.0).to(tl.float32)
-        up = tl.load(z + z_rows + I + i[None, :], mask=i_ok, other=0.0).to(tl.float32)
+        gate = tl.load(z + z_rows + i[None, :], mask=i_ok, other=0.0)
+        up = tl.load(z + z_rows + I + i[None, :], mask=i_ok, other=0.0)
+        gate, up = _as_fp32(gate, z_unit), _as_fp32(up, z_unit)
         value, dgate, dup = BACKWARD(gate, up, da)
         if STORE_DZ:
-            tl.store(dz + z_rows + i[None, :], dgate.to(dtype), mask=i_ok)
-            tl.store(dz + z_rows + I + i[None, :], dup.to(dtype), mask=i_ok)
+            tl.store(dz + z_rows + i[None, :], dgate.to(dz.dtype.element_ty), mask=i_ok)
+            tl.store(dz + z_rows + I + i[None, :], dup.to(dz.dtype.element_ty), mask=i_ok)
     elif GATE_UP == "interleaved":
         z_rows = rows_64 * (2 * I)
         n = 2 * column + tl.arange(0, 2 * BLOCK_N)
         n_ok = ok[:, None] & (n < 2 * I)[None, :]
         both = tl.load(z + z_rows + n[None, :], mask=n_ok, other=0.0)
         gate, up = pairs(both, BLOCK_M, 2 * BLOCK_N)
-        value, dgate, dup = BACKWARD(gate.to(tl.float32), up.to(tl.float32), da)
+        value, dgate, dup = BACKWARD(_as_fp32(gate, z_unit), _as_fp32(up, z_unit), da)
         if STORE_DZ:
+            dtype = dz.dtype.element_ty
             both = tl.interleave(dgate.to(dtype), dup.to(dtype))
             tl.store(dz + z_rows + n[None, :], both, mask=n_ok)
     else:
-        z_in = tl.load(z + rows_64 * I + i[None, :], mask=i_ok, other=0.0).to(tl.float32)
-        value, dz_out = BACKWARD(z_in, da)
+        z_in = tl.load(z + rows_64 * I + i[None, :], mask=i_ok, other=0.0)
+        value, dz_out = BACKWARD(_as_fp32(z_in, z_unit), da)
         if STORE_DZ:
-            tl.store(dz + rows_64 * I + i[None, :], dz_out.to(dtype), mask=i_ok)
+            tl.store(dz + rows_64 * I + i[None, :], dz_out.to(dz.dtype.element_ty), mask=i_ok)
     if STORE_A:
-        tl.store(a + rows_64 * I + i[None, :], (value * score[:, None]).to(dtype), mask=i_ok)
+        scaled = (value * score[:, None]).to(a.dtype.element_ty)
+        tl.store(a + rows_64 * I + i[None, :], scaled, mask=i_ok)
     return tl.sum(acc * value, 1)
 
 
-@triton.jit(do_not_specialize=["plane"])
+@triton.jit
+def _as_fp32(z, z_unit):
+    """Z in fp32; `z_unit` is its scale, or 1.0 where Z is not in e4m3."""
+    if z.dtype == tl.float8e4nv:
+        return z.to(tl.float32) * z_unit
+    else:
+        return z.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["plane", "num_rows"])
 def dz_kernel(
-    dout, row_token, w2, lora_u, lora_b, scores, row_slot, z, dz, a, partial, tiles, plane,
+    dout, row_token, w2, lora_u, lora_b, scores, row_slot, z, z_scale, dz, a, partial, tiles, plane,
+    num_rows,
     w_stride_e, w_stride_n, w_stride_k,
     H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr,
     GATE_UP: tl.constexpr, BACKWARD: tl.constexpr,
@@ -103,7 +122,7 @@ def dz_kernel(
         ds = tl.zeros((BLOCK_M,), tl.float32)
         for s in tl.static_range(SLICES):
             ds += _slice_epilogue(
-                parts[s], score, rows, ok, column + s * SLICE_N, z, dz, a,
+                parts[s], score, rows, ok, column + s * SLICE_N, z, z_scale, dz, a, num_rows,
                 I, GATE_UP, BACKWARD, STORE_DZ, STORE_A, BLOCK_M, SLICE_N,
             )  # fmt: skip
         if STORE_PARTIAL:

@@ -7,13 +7,14 @@ The kernels are persistent: programs walk over (M-tile, N-tile) pairs in the ord
 import triton
 import triton.language as tl
 
+from ..fp8 import block_maxima, quantized, store_scales
 from ..tile_order import tile_of
 from .tile import accumulate, halves, pairs, source_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def up_kernel(
-    x, row_token, w1, b1, lora_u, lora_b, z, a, tiles,
+    x, row_token, w1, b1, lora_u, lora_b, z, z_scale, a, tiles, num_rows,
     w_stride_e, w_stride_n, w_stride_k,
     H: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr,
     GATE_UP: tl.constexpr, ACTIVATION: tl.constexpr, KEEP_Z: tl.constexpr,
@@ -24,7 +25,8 @@ def up_kernel(
     """Z = X W1ᵀ + b1, with LoRA X W1ᵀ + U Bᵀ + b1, and A = act(Z); Z is stored if KEEP_Z.
 
     GATE_UP is the order of the gate and up columns of a gated activation: "interleaved",
-    "concatenated", or None for an activation without a gate.
+    "concatenated", or None for an activation without a gate. With `z_scale` (N/128, num_rows) Z is
+    stored in e4m3.
 
     Grid: any number of programs; each owns the tiles of Z and A that it writes.
     """
@@ -55,7 +57,17 @@ def up_kernel(
                 bias = b1 + expert * N
                 gate += tl.load(bias + i, mask=i < I, other=0.0).to(tl.float32)[None, :]
                 up += tl.load(bias + I + i, mask=i < I, other=0.0).to(tl.float32)[None, :]
-            if KEEP_Z:
+            if KEEP_Z and z_scale is not None:
+                amax = block_maxima(gate, BLOCK_M, BLOCK_N // 2, 64)
+                amax = tl.maximum(amax, block_maxima(up, BLOCK_M, BLOCK_N // 2, 64))
+                inverse = store_scales(
+                    z_scale, amax, rows, ok, column // 128, num_rows, N, BLOCK_N // 128
+                )
+                gate8 = quantized(gate, inverse, BLOCK_M, BLOCK_N // 2, 64)
+                up8 = quantized(up, inverse, BLOCK_M, BLOCK_N // 2, 64)
+                tl.store(z_rows + i[None, :], gate8, mask=i_ok)
+                tl.store(z_rows + I + i[None, :], up8, mask=i_ok)
+            elif KEEP_Z:
                 tl.store(z_rows + i[None, :], gate.to(dtype), mask=i_ok)
                 tl.store(z_rows + I + i[None, :], up.to(dtype), mask=i_ok)
             tl.store(a_rows + i[None, :], ACTIVATION(gate, up).to(dtype), mask=i_ok)
@@ -64,7 +76,14 @@ def up_kernel(
             n_ok = ok[:, None] & (n < N)[None, :]
             if b1 is not None:
                 acc += tl.load(b1 + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-            if KEEP_Z:
+            if KEEP_Z and z_scale is not None:
+                amax = block_maxima(acc, BLOCK_M, BLOCK_N, 128)
+                inverse = store_scales(
+                    z_scale, amax, rows, ok, column // 128, num_rows, N, BLOCK_N // 128
+                )
+                z8 = quantized(acc, inverse, BLOCK_M, BLOCK_N, 128)
+                tl.store(z_rows + n[None, :], z8, mask=n_ok)
+            elif KEEP_Z:
                 tl.store(z_rows + n[None, :], acc.to(dtype), mask=n_ok)
             if GATE_UP == "interleaved":
                 gate, up = pairs(acc, BLOCK_M, BLOCK_N)

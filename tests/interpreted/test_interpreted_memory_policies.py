@@ -1,0 +1,65 @@
+"""The portable kernels of the memory policies, in memory full of NaN."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import make_inputs, same_bits
+from memory_policies import CASES, EXACT, check_against_reference, check_not_finite, results
+
+from sonicmoe import MemoryPolicy
+from sonicmoe.launch import grouped_gemm
+from sonicmoe.layer import permute
+from sonicmoe.reference.fp8 import dequantize_blocks, quantize_blocks
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_recompute_and_slices_change_no_bit(case):
+    case = replace(case, shape=case.shape.replace("128,", "24,", 1))
+    keep = results(case, "keep", backend="triton")
+    for memory in EXACT:
+        same_bits(keep, results(case, memory, backend="triton"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fp8_errs_as_the_reference(case):
+    check_against_reference(case)
+
+
+def test_slices_and_fp8_together():
+    fp8 = results(CASES[1], "fp8", backend="triton")
+    same_bits(fp8, results(CASES[1], MemoryPolicy("fp8", 3), backend="triton"))
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_z_is_quantized_as_the_reference_does(case):
+    """A 16-bit reference rounds Z first: e4m3 may then differ by one step, from a tie."""
+    i = make_inputs(case)
+    p = permute(i.ids, case.problem.E, dtype=case.dtype, backend="triton")
+    args = (i.x, i.w1, i.b1, p, case.activation, case.gate_up)
+    z8, _, scale = grouped_gemm.up(*args, "fp8")
+    z, _, none = grouped_gemm.up(*args, "keep")
+    assert none is None
+    used = int(p.expert_start[-1])
+    concatenated = case.activation.is_gated and case.gate_up == "concatenated"
+    want8, want_scale = quantize_blocks(z[:used], concatenated)
+    assert (scale[:, :used] == want_scale).float().mean() > 0.99
+    got = dequantize_blocks(z8[:used], scale[:, :used], concatenated)
+    want = dequantize_blocks(want8, want_scale, concatenated)
+    step = torch.maximum(want.abs() / 8, want_scale.mT.amax(1, True) * 2.0**-9)
+    assert ((got - want).abs() <= 1.01 * step).all()
+    if case.dtype == torch.float32:
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_stays_in_its_token(bad, gate_up):
+    check_not_finite(bad, "cpu", "triton", gate_up)
+
+
+def test_older_gpus_refuse_fp8(monkeypatch):
+    older = grouped_gemm.target_of(torch.empty(0))._replace(arch=80)
+    monkeypatch.setattr(grouped_gemm, "target_of", lambda t: older)
+    with pytest.raises(ValueError, match=r"memory: expected 'keep' or 'recompute' .* 8\.0"):
+        results(CASES[0], "fp8", backend="triton")
