@@ -6,7 +6,7 @@ from .errors import bad_argument
 from .shapes import ceil_div
 
 Z_POLICIES = ("keep", "fp8", "recompute")
-FP8_COLUMNS = 128  # columns of Z that share one scale
+FP8_COLUMNS = 128  # columns of a row of Z or A that share one scale
 _SLICE_COLUMNS = 64  # slices of H are multiples of it: TMA reads views that start on 16 bytes
 
 

@@ -17,7 +17,7 @@ from memory_policies import (
 from sonicmoe import ActivationType, MemoryPolicy, MoE, cost
 from sonicmoe.launch import grouped_gemm
 from sonicmoe.layer import permute
-from sonicmoe.reference.fp8 import dequantize_blocks, quantize_blocks
+from sonicmoe.reference.quantize import dequantize_blocks, quantize_blocks
 from sonicmoe.shapes import Problem
 from sonicmoe.tuning import Target
 

@@ -10,7 +10,7 @@ from memory_policies import CASES, EXACT, check_against_reference, check_not_fin
 from sonicmoe import MemoryPolicy
 from sonicmoe.launch import grouped_gemm
 from sonicmoe.layer import permute
-from sonicmoe.reference.fp8 import dequantize_blocks, quantize_blocks
+from sonicmoe.reference.quantize import dequantize_blocks, quantize_blocks
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,4 +1,4 @@
-"""Z in e4m3 with power-of-two scales, the format of `reference.fp8.quantize_blocks`."""
+"""Z in e4m3 with power-of-two scales, the format of `reference.quantize.quantize_blocks`."""
 
 import triton
 import triton.language as tl

@@ -35,7 +35,7 @@ def up(
     """Z = X W1ᵀ + b1 (R, N), A = act(Z) (R, I) and the scales of Z; X is gathered by row.
 
     `keep_z` "keep" returns Z, "fp8" returns it in e4m3 with scales (⌈N/128⌉, R) of
-    `reference.fp8.quantize_blocks`; with any other value both are None.
+    `reference.quantize.quantize_blocks`; with any other value both are None.
     """
     rows, n = p.rows_of(x), w1.shape[1]
     a, z, z_scale = x.new_empty(rows, activation.intermediate_size(n)), None, None

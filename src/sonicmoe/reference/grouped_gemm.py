@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from ..enums import ActivationType
 from ..permutation import Permutation
 from .activation import activate, activate_backward
-from .fp8 import dequantize_blocks, quantize_blocks
+from .quantize import dequantize_blocks, quantize_blocks
 
 
 def _expert_rows(p: Permutation) -> Iterator[tuple[int, slice]]:

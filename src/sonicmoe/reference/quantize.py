@@ -1,0 +1,60 @@
+"""Quantization to e4m3. Every scale is a power of two, so that multiplying by it is exact."""
+
+import math
+
+import torch
+
+from ..memory_policy import FP8_COLUMNS as BLOCK
+from ..shapes import ceil_div
+
+
+def power_of_two_scale(bound: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two s ≥ 2⁻⁷⁰ with bound ≤ 448·s; NaN if `bound` is not finite."""
+    bits = bound.float().view(torch.int32)
+    exponent = ((bits + 0x1FFFFF) >> 23) - 8  # 448 is 1.75·2⁸
+    scale = (exponent.clamp(57, 254) << 23).view(torch.float32)
+    return torch.where(bound.isfinite(), scale, math.nan)
+
+
+def to_e4m3(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.float8_e4m3fn)
+
+
+def quantize_rows(x):
+    """e4m3 (T, H), the scale (T,) and the Euclidean norm (T,) of each row."""
+    x = x.float()
+    scale = power_of_two_scale(x.abs().amax(-1))
+    return to_e4m3(x / scale[:, None]), scale, x.square().sum(-1).sqrt()
+
+
+def quantize_weight(w):
+    """e4m3 (E, N, K), the same transposed (E, K, N), and the scale (E,) of each expert."""
+    scale = power_of_two_scale(w.abs().amax((1, 2)).float())
+    q = to_e4m3(w.float() / scale[:, None, None])
+    return q.contiguous(), q.mT.contiguous(), scale
+
+
+def quantize_blocks(z: torch.Tensor, concatenated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Z (R, N) in e4m3 and its scales (⌈N/128⌉, R), one for 128 columns of a row.
+
+    If gate and up columns are concatenated, a block is 64 gates and the ups that belong to them.
+    """
+    rows, columns = z.shape
+    block = _block_of_column(columns, concatenated, z.device)
+    amax = z.new_zeros(rows, ceil_div(columns, BLOCK), dtype=torch.float32)
+    amax.scatter_reduce_(1, block.expand(rows, -1), z.float().abs(), "amax")
+    scale = power_of_two_scale(amax)
+    return to_e4m3(z.float() / scale[:, block]), scale.mT.contiguous()
+
+
+def dequantize_blocks(z8: torch.Tensor, scale: torch.Tensor, concatenated: bool) -> torch.Tensor:
+    """The inverse of `quantize_blocks`, in fp32."""
+    block = _block_of_column(z8.shape[1], concatenated, z8.device)
+    return z8.float() * scale.mT[:, block]
+
+
+def _block_of_column(columns: int, concatenated: bool, device: torch.device) -> torch.Tensor:
+    column = torch.arange(columns, device=device)
+    if concatenated:
+        return column % (columns // 2) // (BLOCK // 2)
+    return column // BLOCK
