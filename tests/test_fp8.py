@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
 from sonicmoe import ActivationType, MoE
-from sonicmoe.reference import fp8
+from sonicmoe.reference import fp8, quantize
 from sonicmoe.validation import fp8_backend
 
 SHAPE = "512,256,192,8,2"  # I is no multiple of 128
@@ -131,7 +131,8 @@ def test_nothing_saturates(monkeypatch):
         largest.append(value.abs().max().item())
         return to_e4m3(value)
 
-    monkeypatch.setattr(fp8, "to_e4m3", recorded)
+    for module in (fp8, quantize):
+        monkeypatch.setattr(module, "to_e4m3", recorded)
     for activation in ACTIVATIONS:
         case = Case(SHAPE, activation=activation)
         inputs = make_inputs(case)

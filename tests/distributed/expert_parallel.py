@@ -90,9 +90,11 @@ def nothing_of_size_h_is_kept_but_the_rows(rank: int, case: Case) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         experts(given.x, given.ids, given.scores, *weights, group=dist.group.WORLD)
     kept = [t for t in saved if t.is_floating_point() and all(t is not w for w in weights)]
-    rows, pairs = (len(t) for t in (kept[0], kept[1]))
-    p = case.problem
-    assert [tuple(t.shape) for t in kept] == [(rows, p.H), (pairs, p.N), (pairs,)]
+    p, (rows, *of_pairs) = case.problem, kept
+    assert rows.shape[1:] == (p.H,)
+    shapes = {tuple(t.shape) for t in of_pairs}
+    pairs = len(of_pairs[0])
+    assert len(of_pairs) == 2 and shapes == {(pairs, p.N), (pairs,)}
 
 
 def _layer(**options) -> MoE:

@@ -19,18 +19,17 @@ _VECTOR: tl.constexpr = tl.constexpr(8)
 
 @triton.jit
 def scale_and_inverse(bound):
-    """The smallest power of two s ≥ 2⁻⁷⁰ with bound ≤ 448·s, and 1/s; NaN if `bound` is not
-    finite."""
+    """`power_of_two_scale`, and its inverse, which is finite also where the scale is NaN."""
     bits = bound.to(tl.int32, bitcast=True)
     exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 57)  # 448 is 1.75·2⁸
-    finite = (bits & 0x7F800000) != 0x7F800000
     scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # a division is not exact
-    return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, float("nan"))
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7F800000) != 0x7F800000, scale, float("nan")), inverse
 
 
 @triton.jit
 def power_of_two_scale(bound):
+    """The smallest power of two s ≥ 2⁻⁷⁰ with bound ≤ 448·s; NaN if `bound` is not finite."""
     scale, _ = scale_and_inverse(bound)
     return scale
 
@@ -55,8 +54,8 @@ def quantize_rows_kernel(
     row, used = t.to(tl.int64)[:, None], t < tokens
     inside = used[:, None] & (h < H)
     values = tl.load(x + row * stride + h, mask=inside, other=0.0).to(tl.float32)
-    s, inverse = scale_and_inverse(tl.max(magnitude_bits(values), 1).to(tl.float32, bitcast=True))
-    scaled = values * inverse[:, None]
+    s = power_of_two_scale(tl.max(magnitude_bits(values), 1).to(tl.float32, bitcast=True))
+    scaled = values * tl.div_rn(1.0, s)[:, None]  # plain division is not exact
     tl.store(q + row * H + h, scaled.to(q.dtype.element_ty), mask=inside)
     tl.store(scale + t, s, mask=used)
     tl.store(norm + t, tl.sqrt_rn(tl.sum(values * values, 1)), mask=used)
@@ -120,7 +119,8 @@ def quantize_weight_kernel(
     """
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     index, expert = tl.program_id(0), tl.program_id(1)
-    s, factor = scale_and_inverse(tl.load(amax + expert).to(tl.float32, bitcast=True))
+    s = power_of_two_scale(tl.load(amax + expert).to(tl.float32, bitcast=True))
+    factor = tl.div_rn(1.0, s)
     if index == 0:
         tl.store(scale + expert, s)
     word = index // k_tiles * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
@@ -182,11 +182,11 @@ def row_bounds_kernel(
         if zmax is not None:
             bound *= slope * z_bits.to(tl.float32, bitcast=True) + offset
         a_bound = tl.abs(s) * do * (E4M3_MAX * a_bits.to(tl.float32, bitcast=True))
-        scale, inverse = scale_and_inverse(bound)
+        scale = power_of_two_scale(bound)
         tl.store(dz_scale + row, scale, mask=used)
         tl.store(factors + row, do * w2, mask=used)
         tl.store(factors + plane + row, s, mask=used)
-        tl.store(factors + 2 * plane + row, inverse, mask=used)
+        tl.store(factors + 2 * plane + row, tl.div_rn(1.0, scale), mask=used)
         tl.store(factors + 3 * plane + row, x, mask=used)
         tl.store(factors + 4 * plane + row, s * do, mask=used)
         t_bits = tl.max(magnitude_bits(bound * x), 0)

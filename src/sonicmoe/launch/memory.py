@@ -14,4 +14,4 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 
 def empty_like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """With the strides of `t`, which is dense."""
-    return torch.empty_like(t, dtype=dtype)
+    return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
