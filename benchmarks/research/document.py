@@ -12,7 +12,7 @@ from sonicmoe.bench.modes import MODES
 from sonicmoe.bench.results import Record
 from sonicmoe.bench.tables import table
 
-from . import kept
+from . import fp8, kept
 from .rounding_sweep import sweep_table
 from .training_report import throughput_table
 
@@ -89,6 +89,7 @@ def _sections(
     made = [
         _times(layers, kept.measured_gpu(device, dtype)),
         _memory(layers),
+        _fp8(found),
         _skew(found),
         _modes(found),
         _host(found),
@@ -173,6 +174,16 @@ def _mib(record: Record | None) -> str:
         return ""
     both = (record["kept_mib"], record.get("peak_mib"))
     return " / ".join(f"{mib:.0f}" for mib in both if mib is not None)
+
+
+def _fp8(records: Sequence[Record]) -> Section | None:
+    measured = [r for r in records if r.get("kind") == fp8.KIND]
+    runs = kept.newest_runs(measured, candidate=OURS)
+    if not runs:
+        return None
+    found = fp8.fp8_table({layer.label: run for layer, run in runs.items()})
+    caption = "A step forward and backward at settled clocks ([how](../benchmarks/README.md#fp8))."
+    return Section("FP8", caption, found, [run[0] for run in runs.values()])
 
 
 # --- skewed routing, modes, host time, cold start -------------------------------------------------

@@ -85,14 +85,17 @@ def energies(inputs: Inputs, gate_up: str) -> Iterator[tuple[Energy, Energy]]:
     dense = dense_gemms(inputs.case.problem, inputs.x.device, inputs.x.dtype)
     for product in products(inputs, gate_up)[0]:
         calls = (lambda product=product: product.run(None)), dense[product.name]
-        ours, theirs = (_measure(product.name, product.flops, call, board) for call in calls)
+        ours, theirs = (measure(product.name, product.flops, call, board) for call in calls)
         yield ours, theirs
 
 
-def _measure(
+def measure(
     name: str, flops: int, call: Callable[[], object], board: Board, seconds: float = 0.6
 ) -> Energy:
-    """Without a pause, so that power and clock are those of this call alone."""
+    """Settle for `seconds`, then measure for as long.
+
+    Without a pause, so that power and clock are those of this call alone.
+    """
     call()  # may compile, which is no measure of a burst
     burst = min(_MOST_CALLS, max(1, round(_BURST_S / _repeat(call, 3, lambda: None))))
     _repeat(call, burst, lambda: None, seconds)  # until the clock has settled

@@ -40,9 +40,10 @@ def test_old_records_are_read_with_todays_names(tmp_path):
 def test_provenance_names_no_folder():
     command = "sonicmoe bench --results /home/me/out --case olmoe --commit abc --out=/tmp/x"
     assert results.provenance("cpu", command, "abc")["command"] == "sonicmoe bench --case olmoe"
-    command = "python benchmarks/layer.py --sonicmoe-path /home/me/theirs --peers"
-    kept = results.provenance("cpu", command, "abc")["command"]
-    assert kept == "python benchmarks/layer.py --sonicmoe-path FOLDER --peers"
+    for flag in ("--sonicmoe-path", "--peers-path"):
+        command = f"python benchmarks/layer.py {flag} /home/me/theirs --peers"
+        kept = results.provenance("cpu", command, "abc")["command"]
+        assert kept == f"python benchmarks/layer.py {flag} FOLDER --peers"
 
 
 def test_provenance_says_where_a_figure_comes_from():

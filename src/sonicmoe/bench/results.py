@@ -18,7 +18,7 @@ Record = dict
 RESULTS = Path("benchmarks/results")
 # Paths of one machine, and what the record says itself.
 _WHERE_IT_WENT = re.compile(r" --(results|output|out|commit)[ =]\S+")
-_PUBLISHED = re.compile(r" --sonicmoe-path[ =]\S+")
+_PEERS = re.compile(r" (--(sonicmoe|peers)-path)[ =]\S+")
 
 
 def provenance(device: str | torch.device, command: str, commit: str | None = None) -> Record:
@@ -35,7 +35,7 @@ def provenance(device: str | torch.device, command: str, commit: str | None = No
         "python": platform.python_version(),
         "commit": commit or _commit(),
         "tuned": tuned_entries(device),
-        "command": _PUBLISHED.sub(" --sonicmoe-path FOLDER", _WHERE_IT_WENT.sub("", command)),
+        "command": _PEERS.sub(r" \1 FOLDER", _WHERE_IT_WENT.sub("", command)),
     }
 
 

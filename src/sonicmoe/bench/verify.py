@@ -5,7 +5,7 @@ references run one expert at a time, so that the largest cases fit beside their 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from .inputs import Inputs
 # At two bytes rounding decides; at four the order of a sum does, which nobody fixes.
 MARGIN = {2: 1.1, 4: 2.0, 8: 2.0}
 PEER_MARGIN = 4.0
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,22 @@ def passed(checks: list[Check]) -> bool:
     return all(check.passed for check in checks)
 
 
-def verify(candidate: Candidate, inputs: Inputs, *, peer: bool = False) -> list[Check]:
+def verify(
+    candidate: Candidate,
+    inputs: Inputs,
+    *,
+    peer: bool = False,
+    margin: float | None = None,
+    linear: Linear = F.linear,
+) -> list[Check]:
     """One check for the output (`out`) and one for each leaf's gradient.
 
     A peer may break ties of the router as it likes, and may round more often: tokens whose choice
-    hangs on a tie are left out, and its margin is wider.
+    hangs on a tie are left out, and its margin is wider. `linear` is what plain PyTorch computes
+    the experts' GEMMs with.
     """
-    margin = PEER_MARGIN if peer else MARGIN[inputs.x.element_size()]
+    if margin is None:
+        margin = PEER_MARGIN if peer else MARGIN[inputs.x.element_size()]
     dout = inputs.dout
     judged = torch.ones(dout.shape[0], dtype=torch.bool, device=dout.device)
     if peer and candidate.router:
@@ -60,7 +70,7 @@ def verify(candidate: Candidate, inputs: Inputs, *, peer: bool = False) -> list[
     errors: dict[str, _Error] = {}
     with _honest_products():
         exact = _Pass(candidate, inputs, dout, torch.float64)
-        plain = _Pass(candidate, inputs, dout, inputs.x.dtype)
+        plain = _Pass(candidate, inputs, dout, inputs.x.dtype, linear)
         for e in range(inputs.case.problem.E):
             true, rounded = exact.expert(e), plain.expert(e)
             for name in true:
@@ -128,9 +138,14 @@ class _Pass:
     """The layer in one dtype, an expert at a time, forward and backward. Scores at least fp32."""
 
     def __init__(
-        self, candidate: Candidate, inputs: Inputs, dout: torch.Tensor, dtype: torch.dtype
+        self,
+        candidate: Candidate,
+        inputs: Inputs,
+        dout: torch.Tensor,
+        dtype: torch.dtype,
+        linear: Linear = F.linear,
     ) -> None:
-        self.candidate, self.inputs, self.dtype = candidate, inputs, dtype
+        self.candidate, self.inputs, self.dtype, self.linear = candidate, inputs, dtype, linear
         self.x = inputs.x.detach().to(dtype)
         self.dout = dout.to(dtype)
         self.out, self.dx = torch.zeros_like(self.x), torch.zeros_like(self.x)
@@ -172,9 +187,9 @@ class _Pass:
         }
         x = self.x[token].requires_grad_()
         score = self.scores.detach().flatten()[slots].requires_grad_()
-        z = F.linear(x, weights["w1"], weights.get("b1"))
+        z = self.linear(x, weights["w1"], weights.get("b1"))
         a = activate(z, self.inputs.case.activation, self.candidate.gate_up)
-        y = F.linear(a, weights["w2"], weights.get("b2"))
+        y = self.linear(a, weights["w2"], weights.get("b2"))
         weighted = (score.unsqueeze(-1) * y).to(self.dtype)
         dx, dscore, *found = torch.autograd.grad(
             weighted, (x, score, *weights.values()), self.dout[token]

@@ -1,0 +1,159 @@
+"""FP8 layers beside bf16 and beside bare GEMMs: what `benchmarks/fp8.py` runs, and its table."""
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from sonicmoe import cost
+from sonicmoe.bench.candidates import OURS, Candidate
+from sonicmoe.bench.cases import Case
+from sonicmoe.bench.dense import DENSE
+from sonicmoe.bench.inputs import Inputs, make_inputs
+from sonicmoe.bench.results import Record
+from sonicmoe.bench.run import Options, about_case, progress, release
+from sonicmoe.bench.tables import table
+from sonicmoe.bench.timing import is_cuda, median_ms
+from sonicmoe.bench.verify import passed, verify
+
+from .energy import Board, measure
+from .fp8_candidates import CANDIDATES, OURS_FP8, WEIGHTS, Call, fp8_linear
+
+KIND = "fp8"
+MARGIN = 1.5  # times the error of plain PyTorch with FP8 operands, for every FP8 layer
+ROUNDS, SECONDS = 3, 0.6
+PACKAGES = ("torchao", "sgl-deep-gemm")
+NAMES = {
+    OURS: "this package, bf16",
+    OURS_FP8: "this package, FP8",
+    WEIGHTS: "quantizing its weights",
+    DENSE: "dense cuBLAS, bf16",
+    "dense_fp8": "`_scaled_mm`, bare GEMMs",
+    "grouped_fp8": "`_scaled_grouped_mm`, bare GEMMs",
+    "torchao_rowwise": "torchao, row-wise",
+    "torchao_blockwise": "torchao, block-wise on DeepGEMM",
+}
+
+
+def bench_case(
+    case: Case, names: Sequence[str], options: Options, rounds: int, seconds: float
+) -> list[Record]:
+    """A record for each candidate, with its times or with the reason why it `failed`."""
+    shared = about_case(case, options) | {"kind": KIND, "routing": "uniform"} | versions()
+    records: dict[str, Record] = {name: shared | {"candidate": name} for name in names}
+    inputs = make_inputs(case, "uniform", options.device, options.dtype)
+    torch.compiler.reset()  # after eight shapes the compiler would fall back to eager
+    calls: dict[str, Call] = {}
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+
+    def give_up(name: str, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        records[name]["failed"] = reason
+        calls.pop(name, None)
+        progress(case, f"{name} gives no figure: {reason}")
+
+    for name in names:
+        try:
+            made = CANDIDATES[name](inputs)
+            if isinstance(made, Candidate):
+                records[name] |= verified(made, inputs)
+                progress(case, f"{name} verified, out errs {100 * records[name]['error']:.2f}%")
+                made = made.forward_backward
+            calls[name] = made
+        except Exception as error:  # a peer that raises must not stop the benchmark
+            give_up(name, error)
+        release()
+    board = Board(options.device) if is_cuda(options.device) else None
+    for _ in range(rounds):
+        for name, call in list(calls.items()):
+            try:
+                found = sample(name, call, options.device, board, seconds)
+                samples[name].append(found)
+                progress(case, f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
+            except Exception as error:
+                give_up(name, error)
+    flops = cost.forward_flops(case.problem) + cost.backward_flops(case.problem)
+    for name in calls:
+        for key in samples[name][0]:
+            records[name][key] = statistics.median(found[key] for found in samples[name])
+        if name != WEIGHTS:
+            records[name]["tflops"] = flops / records[name]["ms"] / 1e9
+    return list(records.values())
+
+
+def versions() -> Record:
+    """Of the packages that were found."""
+    found = {d.name: d.version for d in metadata.distributions() if d.name in PACKAGES}
+    return {"packages": found}
+
+
+def verified(candidate: Candidate, inputs: Inputs) -> Record:
+    """The checks against fp64; raises if one failed."""
+    plain: dict[str, Any] = {}
+    if candidate.name != OURS:
+        plain = {"margin": MARGIN, "linear": fp8_linear}
+    peer = candidate.name not in (OURS, OURS_FP8)
+    checks = verify(candidate, inputs, peer=peer, **plain)
+    if not passed(checks):
+        wrong = [
+            f"{c.tensor} {c.error:.2%} (allowed {c.allowed:.2%})" for c in checks if not c.passed
+        ]
+        raise RuntimeError(f"differs from fp64: {', '.join(wrong)}")
+    return {"error": checks[0].error, "checks": [asdict(check) for check in checks]}
+
+
+def sample(
+    name: str, call: Call, device: str, board: Board | None, seconds: float
+) -> dict[str, float]:
+    """One turn: on a GPU with settled clocks, without a pause, and with the board's energy."""
+    if board is None:
+        return {"ms": median_ms(call, device)}
+    found = measure(name, 0, call, board, seconds)
+    energy = {"watts": found.watts, "mhz": found.mhz, "millijoules": found.millijoules}
+    return {"ms": found.ms} | energy
+
+
+def call_once(case: Case, names: Sequence[str], options: Options) -> None:
+    """Compile what the layers need, for a process that starts later."""
+    inputs = make_inputs(case, "uniform", options.device, options.dtype)
+    for name in names:
+        try:
+            made = CANDIDATES[name](inputs) if name not in _NOTHING_TO_COMPILE else None
+            if isinstance(made, Candidate):
+                made.forward_backward()
+        except Exception as error:  # reported when it is measured
+            print(f"{case.name}: {name}: {type(error).__name__}", file=sys.stderr)
+        release()
+
+
+_NOTHING_TO_COMPILE = (WEIGHTS, DENSE, "dense_fp8", "grouped_fp8")
+
+
+def fp8_table(runs: Mapping[str, Sequence[Record]]) -> str:
+    """A row for each layer and candidate, by label of the layer; below, what failed and why."""
+    rows: list[list[object]] = []
+    failed = []
+    for label, records in runs.items():
+        base = next((r.get("ms") for r in records if r["candidate"] == OURS), None)
+        for record in records:
+            name, ms = record["candidate"], record.get("ms")
+            cells = [
+                _form(ms, "{:.2f}"),
+                _form(base and ms and name != WEIGHTS and base / ms, "{:.2f}×"),
+                _form(record.get("tflops"), "{:.0f}"),
+                _form(record.get("millijoules"), "{:.0f}"),
+                _form(100 * record.get("error", 0.0), "{:.2f}%"),
+            ]
+            rows.append([label, NAMES[name], *cells])
+            if "failed" in record:
+                failed.append(f"{label}, {NAMES[name]}: `{record['failed']}`")
+    head = ("layer", "candidate", "ms", "speedup", "TFLOP/s", "mJ", "error of the output")
+    return "\n\n".join([table(head, rows), *failed])
+
+
+def _form(value: float | bool | None, form: str) -> str | None:
+    return form.format(value) if value else None
