@@ -2,6 +2,7 @@
 
 import email
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -177,6 +178,25 @@ def test_wheel_pins_nothing(wheel):
         assert not re.search(r"<|==|~=|@", requirement), f"{requirement}: no caps, no pins"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
+
+
+def test_wheel_for_a_package_index(tmp_path, monkeypatch):
+    """Links of the README and the project's URLs are absolute, and what they name exists."""
+    build = pytest.importorskip("flit_core.buildapi", reason="comes with the extra 'test'")
+    program = runpy.run_path(str(ROOT / "packaging/wheel.py"))
+    repository = "https://example.org/someone/sonicmoe"
+    program["copy_for_index"](tmp_path / "copy", repository)
+    monkeypatch.chdir(tmp_path / "copy")
+    with zipfile.ZipFile(tmp_path / build.build_wheel(str(tmp_path))) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert f"Repository, {repository}" in metadata.get_all("Project-URL")
+    links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
+    start = re.compile(rf"{repository}/(blob|raw)/v{sonicmoe.__version__}/")
+    ours = [start.sub("", link) for link in links if link.startswith(repository)]
+    assert len(ours) > 20 and all(link.startswith(("https://", "#")) for link in links)
+    for link in ours:
+        assert (ROOT / link.split("#")[0]).exists(), link
 
 
 # --- the repository -------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""Build the wheel for a package index: its page needs absolute links and the project's URLs.
+
+    python packaging/wheel.py https://github.com/OWNER/NAME [folder, by default dist]
+
+The address is that of the repository that is published, with a tag for the version. The last commit
+is built; nothing in the checkout changes.
+"""
+
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+USAGE = "python packaging/wheel.py https://github.com/OWNER/NAME [folder, by default dist]"
+_RELATIVE = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?!https?:|#|mailto:)(?P<path>[^)]+)\)")
+
+
+def absolute_links(markdown: str, repository: str, version: str) -> str:
+    """`markdown` with links to files of the repository at the tag of `version`."""
+
+    def absolute(link: re.Match) -> str:
+        kind = "raw" if link["image"] else "blob"
+        address = f"{repository}/{kind}/v{version}/{link['path']}"
+        return f"{link['image']}[{link['text']}]({address})"
+
+    return _RELATIVE.sub(absolute, markdown)
+
+
+def urls(repository: str) -> str:
+    """The table [project.urls] of pyproject.toml."""
+    pages = {"Repository": "", "Documentation": "/tree/HEAD/docs"}
+    pages |= {"Changelog": "/blob/HEAD/CHANGELOG.md", "Issues": "/issues"}
+    lines = [f'{name} = "{repository}{page}"' for name, page in pages.items()]
+    return "\n".join(["[project.urls]", *lines]) + "\n"
+
+
+def copy_for_index(copy: Path, repository: str) -> None:
+    """Put the last commit into the folder `copy`, with absolute links and the URLs."""
+    archive = ["git", "-C", str(ROOT), "archive", "HEAD"]
+    commit = subprocess.run(archive, stdout=subprocess.PIPE, check=True).stdout
+    with tarfile.open(fileobj=BytesIO(commit)) as files:
+        files.extractall(copy, filter="data")
+    readme, project = copy / "README.md", copy / "pyproject.toml"
+    readme.write_text(absolute_links(readme.read_text(), repository, _version(copy)))
+    project.write_text(f"{project.read_text()}\n{urls(repository)}")
+
+
+def _version(root: Path) -> str:
+    source = (root / "src/sonicmoe/__init__.py").read_text()
+    found = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def main() -> None:
+    if not 2 <= len(sys.argv) <= 3 or not re.fullmatch(r"https://\S+[^/\s]", sys.argv[1]):
+        sys.exit(f"usage: {USAGE}")
+    folder = Path(sys.argv[2] if len(sys.argv) == 3 else "dist").absolute()
+    with tempfile.TemporaryDirectory() as copy:
+        copy_for_index(Path(copy), sys.argv[1])
+        pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), copy]
+        sys.exit(subprocess.run(pip).returncode)
+
+
+if __name__ == "__main__":
+    main()
