@@ -183,7 +183,7 @@ def test_wheel_pins_nothing(wheel):
 def test_wheel_for_a_package_index(tmp_path, monkeypatch):
     """Links of the README and the project's URLs are absolute, and what they name exists."""
     build = pytest.importorskip("flit_core.buildapi", reason="comes with the extra 'test'")
-    program = runpy.run_path(str(ROOT / "packaging/wheel.py"))
+    program = runpy.run_path(str(ROOT / "release/wheel.py"))
     repository = "https://example.org/someone/sonicmoe"
     program["copy_for_index"](tmp_path / "copy", repository)
     monkeypatch.chdir(tmp_path / "copy")

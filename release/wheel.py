@@ -1,6 +1,6 @@
 """Build the wheel for a package index: its page needs absolute links and the project's URLs.
 
-    python packaging/wheel.py https://github.com/OWNER/NAME [folder, by default dist]
+    python release/wheel.py https://github.com/OWNER/NAME [folder, by default dist]
 
 The address is that of the repository that is published, with a tag for the version. The last commit
 is built; nothing in the checkout changes.
@@ -15,7 +15,7 @@ from io import BytesIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-USAGE = "python packaging/wheel.py https://github.com/OWNER/NAME [folder, by default dist]"
+USAGE = "python release/wheel.py https://github.com/OWNER/NAME [folder, by default dist]"
 _RELATIVE = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?!https?:|#|mailto:)(?P<path>[^)]+)\)")
 
 
