@@ -1,4 +1,4 @@
-"""Time and memory of each memory policy at the five layers of the README, as JSON lines.
+"""Time and memory of each memory policy at the five layers of the README, as kept results.
 
     python benchmarks/memory_policies.py
 
@@ -7,7 +7,6 @@ kept from forward to backward and at the peak, beside inputs and weights.
 """
 
 import gc
-import json
 import statistics
 import sys
 
@@ -15,6 +14,7 @@ import torch
 from before_after import LARGE
 
 from sonicmoe import MemoryPolicy, MoE
+from sonicmoe.bench import results
 
 POLICIES = {
     "keep": MemoryPolicy(),
@@ -27,8 +27,8 @@ POLICIES = {
 ROUNDS, CALLS, MIB = 9, 3, 2**20
 
 
-def measure(name: str, sizes: tuple[int, ...]) -> None:
-    """Print one line per policy; all share the weights of one layer."""
+def measure(name: str, sizes: tuple[int, ...]) -> list[results.Record]:
+    """One record per policy; all share the weights of one layer."""
     T, H, I, E, K = sizes
     torch.manual_seed(0)
     moe = MoE(E, K, H, I, std=0.02, device="cuda", dtype=torch.bfloat16)
@@ -69,19 +69,23 @@ def measure(name: str, sizes: tuple[int, ...]) -> None:
             end.record()
             torch.cuda.synchronize()
             times[label].append(begin.elapsed_time(end) / CALLS)
-    keep = statistics.median(times["keep"])
+    keep, records = statistics.median(times["keep"]), []
     for label, found in times.items():
         ms = statistics.median(found)
-        record = {"layer": name, "shape": ",".join(map(str, sizes)), "memory": label}
+        record = {"case": name, "shape": ",".join(map(str, sizes)), "memory": label}
         record |= {"ms": round(ms, 3), "relative": round(ms / keep, 3), **memory[label]}
-        print(json.dumps(record), flush=True)
+        print(record, flush=True)
+        records.append(record)
+    return records
 
 
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("memory_policies.py needs a GPU")
+    origin = results.provenance("cuda", "python benchmarks/memory_policies.py")
     for name, sizes in LARGE.items():
-        measure(name, sizes)
+        found = [origin | {"kind": "memory policies"} | record for record in measure(name, sizes)]
+        results.write(found, results.RESULTS, "memory-policies")
         torch.cuda.empty_cache()
 
 

@@ -38,7 +38,7 @@ def memory_policy(memory: str | MemoryPolicy, precision: str | None = None) -> M
             "Import it: from sonicmoe import MemoryPolicy.",
         )
     if type(policy.slices) is not int or policy.slices < 1:
-        expected, remedy = "a positive integer", "Use 4 for a peak about half as high."
+        expected, remedy = "a positive integer", "Use 4 where rows of dX make the peak."
         raise bad_argument("slices of memory", expected, repr(policy.slices), remedy)
     if precision == "fp8" and policy != KEEP:
         remedy = "Leave memory or precision='fp8' out."
