@@ -1,6 +1,7 @@
 """The FP8 quantizers in poisoned memory against `reference.fp8` on the CPU, bit by bit."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,12 +40,17 @@ def check_rows(x: torch.Tensor) -> None:
 
 
 def check_weight(w: torch.Tensor) -> None:
-    want = dict(zip(("q", "q_t", "scale"), fp8.quantize_weight(w.cpu()), strict=True))
-    got = run_poisoned(
-        lambda: dict(zip(want, quantize.quantize_weight(w), strict=True)), w.device.type
-    )
-    for name in want:
-        same(got[name], want[name], name)
+    names = ("w8", "w8_t", "w_scale")
+    want = dict(zip(names, fp8.quantize_weight(w.cpu(), True), strict=True))
+    for transposed in (True, False):
+        quantized = partial(quantize.quantize_weight, w, transposed)
+        got = run_poisoned(
+            lambda q=quantized: dict(zip(names, q(), strict=True)),  # type: ignore[misc]
+            w.device.type,
+        )
+        assert transposed or got.pop("w8_t") is None
+        for name in got:
+            same(got[name], want[name], name)
 
 
 def all_bf16() -> torch.Tensor:
@@ -125,3 +131,32 @@ def check_scales(
     same(got["dz_t_scale"], want[2], "dz_t_scale")
     same(got["a_t_scale"], want[3], "a_t_scale")
     assert bad is None or any(t.isnan().any() for t in want), "nothing was bad"
+
+
+def check_dequantized(rows: int, columns: int, device: str = "cpu") -> None:
+    q = (32 * torch.randn(rows, columns)).clamp(-448, 448).to(E4M3)
+    scale = torch.randint(-70, 30, (rows,)).float().exp2()
+    scale[:1] = torch.nan
+    got = run_poisoned(
+        lambda: {"rows": quantize.dequantize_rows(q.to(device), scale.to(device))}, device
+    )["rows"].cpu()
+    assert got.dtype == torch.bfloat16 and got.is_contiguous()
+    torch.testing.assert_close(
+        got.double(), q.double() * scale[:, None], rtol=0, atol=0, equal_nan=True
+    )
+
+
+def check_scored_activation(
+    activation: ActivationType, gate_up: str, is_gathered: bool, with_scores: bool, device="cpu"
+) -> None:
+    """A' of the rows of experts; what lies past them may be anything."""
+    p, used, inner = make_permutation(COUNTS, is_gathered, dropped=15), sum(COUNTS), 144
+    z = torch.randn(used + 15, 2 * inner if activation.is_gated else inner).to(torch.bfloat16)
+    z[used:] = torch.nan
+    scores = torch.randn(used + 15) if with_scores else None
+    want = fp8.scored_activation(z, scores, p, activation, gate_up)[:used]
+    maps = [None if t is None else t.to(device) for t in p.tensors]
+    there: list[Any] = [z.to(device), None if scores is None else scores.to(device)]
+    there += [Permutation._make([*maps, p.tile_m]), activation, gate_up]
+    got = run_poisoned(lambda: {"a": quantize.scored_activation(*there)}, device)["a"].cpu()
+    torch.testing.assert_close(got[:used], want, rtol=2**-7, atol=1e-6)

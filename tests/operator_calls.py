@@ -6,6 +6,7 @@ import torch
 from helpers import Case, Inputs, make_inputs
 
 from sonicmoe import ActivationType, ops
+from sonicmoe.fp8_tensors import Fp8Kept, Fp8Weight
 from sonicmoe.gradients import Fp8DownGradients
 from sonicmoe.layer import permute
 from sonicmoe.permutation import Permutation
@@ -154,57 +155,67 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     in_order = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
     rows = torch.randn(24, 16, dtype=torch.bfloat16)
     (x8, x_scale, _), (rows8, rows_scale, _) = (reference.quantize_rows(t) for t in (x, rows))
-    w1_8, w1_t, w1_scale = reference.quantize_weight(w1)
-    w2_8, w2_t, w2_scale = reference.quantize_weight(w2)
-    up = (x8, x_scale, w1_8, w1_scale, *p, "swiglu", "interleaved")
-    up_rows = (rows8, rows_scale, w1_8, w1_scale, *in_order)
-    with_p = (x8, x_scale, w1_8, w1_scale, p, ActivationType.SWIGLU, "interleaved", True)
-    z, zmax, a8, a_scale = reference.fp8_up(*with_p)
+    of_w1, of_w2 = (Fp8Weight(*reference.quantize_weight(w, True)) for w in (w1, w2))
     act = (ActivationType.SWIGLU, "interleaved")
-    every, dx_alone, dw1_alone = (
-        Fp8DownGradients(*needs)
-        for needs in ((True,) * 4, (True, False, False, False), (False, True, False, False))
+    up = (x8, x_scale, *of_w1, *p, "swiglu", "interleaved")
+    up_rows = (rows8, rows_scale, *of_w1._replace(w8_t=None), *in_order)
+    z, zmax, a8, a_scale = reference.fp8_up(x8, x_scale, of_w1, p, *act, True)
+    every, without_scores = (Fp8DownGradients(True, True, True, scores) for scores in (True, False))
+    dx_alone, dw1_alone, dw2_alone = (
+        Fp8DownGradients(*(i == needed for i in range(4))) for needed in range(3)
     )
-    kept = (z, zmax, a_scale, x_scale)
-    quantized = (w2_t, w2_scale, given.scores)
-    dz = reference.fp8_down_backward(dout, *kept, w2, *quantized, p, *act, every, False)[:4]
-    sorted_rows = (w2_t, w2_scale, None, *in_order, "swiglu", "concatenated")
-    of_rows = (z, zmax, a_scale, rows_scale)
+    kept, of_rows = Fp8Kept(z, zmax, a_scale, x_scale), (z, zmax, a_scale, rows_scale)
+    down = (dout, kept, w2, of_w2, given.scores, p, *act, every)
+    dz = reference.fp8_down_backward(*down, False, False)[:4]
     grad1, grad2 = (torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2))
-    down_back = (*p, "swiglu", "interleaved")
-    of_w1 = (w1_t, w1_scale, *p)
+    empty, transposed = Fp8Weight(), of_w2._replace(w8=None)
+    down_back = (given.scores, *p, "swiglu", "interleaved")
+    w1_t, w2_t = (w.mT.contiguous().mT for w in (w1, w2))
+    sorted_rows = (*in_order, "swiglu", "concatenated")
+    recomputed = (*p, "swiglu", "interleaved", b)
+    ragged = torch.arange(0, 25, 2, dtype=torch.int32)
     return {
         "quantize_rows": [(x, b), (x[:0], b)],
-        "quantize_weight": [(w1, b), (w2.float().mT.contiguous().mT, b)],
+        "quantize_weight": [(w1, True, b), (w1, False, b)]
+        + [(w2_t.float(), transposed, b) for transposed in (True, False)],
         "fp8_up": [
             (*up, True, b),
             (*up, False, b),
             (*up_rows, "relu_sq", "interleaved", True, b),
             (*up_rows, "geglu", "concatenated", True, b),
         ],
+        "fp8_recomputed": [(dout, x, w1, *w, *recomputed) for w in (of_w1, empty)],
         "fp8_gemm": [
-            (a8, a_scale, w2_8, w2_scale, None, *p, b),
-            (a8, a_scale, w2_8, w2_scale, torch.rand(24), *in_order, b),
+            (a8, a_scale, *of_w2, None, *p, b),
+            (a8, a_scale, *of_w2, torch.rand(24), *in_order, b),
+        ],
+        "fp8_down_and_combine": [
+            (a8, a_scale, *of_w2, given.scores, *p, 12, 2, b),
+            (a8, a_scale, *of_w2, None, *p._replace(token_start=ragged), 12, 1, b),
         ],
         "fp8_down_backward": [
-            (dout, *kept, w2, *quantized, *down_back, *every, False, b),
-            (dout, *kept, w2.mT.contiguous().mT, *quantized, *down_back, *every, True, b),
-            (dout, *kept, w2, *quantized, *down_back, *dx_alone, False, b),
-            (dout, *kept, w2, *quantized, *down_back, *dw1_alone, False, b),
-            (rows, *of_rows, w2, *sorted_rows, True, True, True, False, False, b),
+            (dout, *kept, w2, *transposed, *down_back, *every, False, False, b),
+            (dout, *kept, w2_t, *of_w2, *down_back, *every, True, False, b),
+            (dout, *kept, w2, *of_w2, *down_back, *dx_alone, False, False, b),
+            (dout, *kept, w2, *of_w2, *down_back, *dw1_alone, False, False, b),
+            (dout, *kept, w2, *empty, *down_back, *every, False, True, b),
+            (rows, *of_rows, w2, *of_w2, None, *sorted_rows, *without_scores, False, False, b),
         ],
         "fp8_down_backward_into": [
-            (grad2.clone(), dout, *kept, *quantized, *down_back, *every, b),
-            (grad2.clone(), dout, *kept, *quantized, *down_back, False, False, True, False, b),
+            (grad2.clone(), dout, *kept, w2, *of_w2, *down_back, *every, False, b),
+            (grad2.clone(), dout, *kept, w2, *empty, *down_back, *every, True, b),
+            (grad2.clone(), dout, *kept, w2, *of_w2, *down_back, *dw2_alone, False, b),
         ],
         "fp8_up_backward": [
-            (*dz, x, w1, *of_w1, True, True, False, b),
-            (*dz, x, w1.mT.contiguous().mT, *of_w1, True, True, True, b),
-            (*dz[:2], None, None, x, w1, *of_w1, True, False, False, b),
-            (None, None, *dz[2:], x, w1, *of_w1, False, True, False, b),
+            (*dz, x, w1, *of_w1, *p, True, True, False, False, 1, b),
+            (*dz, x, w1_t, *empty, *p, True, True, True, False, 2, b),
+            (*dz[:2], None, None, x, w1, *of_w1, *p, True, False, False, False, 1, b),
+            (None, None, *dz[2:], x, w1, *of_w1, *p, False, True, False, False, 1, b),
+            (*dz[:2], None, None, x, w1, *of_w1, *p, True, True, False, True, 1, b),
         ],
         "fp8_up_backward_into": [
-            (grad1.clone(), *dz, x, *of_w1, True, True, b),
-            (grad1.clone(), None, None, *dz[2:], x, *of_w1, False, True, b),
+            (grad1.clone(), *dz, x, w1, *of_w1, *p, True, True, False, 1, b),
+            (grad1.clone(), *dz, x, w1, *empty, *p, True, True, True, 2, b),
+            (grad1.clone(), None, None, *dz[2:], x, w1, *of_w1, *p, False, True, False, 1, b),
         ],
     }

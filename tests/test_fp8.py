@@ -390,7 +390,7 @@ def test_autocast():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "fp16"}, r"^precision: expected 'fp8' or None, got 'fp16'"),
+        ({"precision": "fp16"}, r"^precision: expected 'fp8', 'fp8_bf16_dw' or None, got 'fp16'"),
         ({"x": torch.float32, "w1": torch.float32, "w2": torch.float32}, "^x: expected bfloat16"),
         ({"b1": torch.zeros(5, 32)}, "^b1: expected None with precision='fp8'"),
         ({"b2": torch.zeros(5, 32)}, "^b2: expected None with precision='fp8'"),

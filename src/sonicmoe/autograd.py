@@ -4,13 +4,27 @@ Two nodes, so that Z is free again before dX̃ is allocated: `Down` keeps Z and 
 backward returns; `Up` needs only X. In a checkpoint there is a third one, see `checkpoint`.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from . import ops
 from .checkpoint import placeholder
+from .enums import ActivationType
 from .gradients import DownGradients, UpGradients
 from .main_grad import added_to_main_grad, with_main_grad
 from .permutation import Permutation
+
+
+class Options(NamedTuple):
+    """How the nodes of the experts compute."""
+
+    activation: ActivationType
+    gate_up: str
+    keep_z: str  # that of `MemoryPolicy`, or "no" without a backward pass
+    slices: int
+    bf16_dw: bool  # weight gradients of experts in FP8 from operands in bf16
+    backend: str
 
 
 def refuse_second_derivatives() -> None:
@@ -157,17 +171,17 @@ def _rounded(weight: torch.Tensor, data: torch.Tensor) -> tuple[torch.Tensor, bo
 class Up(torch.autograd.Function):
     """X, W1, b1 → Z, A; also Z in e4m3 and its scales. Kept: X 2·T·H (the caller's), the row maps.
 
-    `keep_z` is that of `MemoryPolicy`, or "no" without a backward pass. Only Z carries a gradient;
-    it is a placeholder if it is not kept as it is. W1 in another dtype than X is rounded here, and
-    kept so.
+    Only Z carries a gradient; it is a placeholder if it is not kept as it is. W1 in another dtype
+    than X is rounded here, and kept so.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, b1, p: Permutation, activation, gate_up, keep_z, slices, backend):
+    def forward(ctx, x, w1, b1, p: Permutation, options: Options):
         # Else autograd would fill R·I zeros for A, which has no gradient.
         ctx.set_materialize_grads(False)
         ctx.main = with_main_grad(w1)
         w1, ctx.fp32_dw = _rounded(w1, x)
+        activation, gate_up, keep_z, slices, _, backend = options
         z, a, z_scale = ops.up(x, w1, b1, p, activation, gate_up, keep_z, backend)
         ctx.save_for_backward(x, w1, *p._replace(row_slot=None, counts=None).tensors)
         ctx.options = (p.tile_m, slices, backend)
@@ -181,7 +195,7 @@ class Up(torch.autograd.Function):
     def backward(ctx, dz, *_):
         refuse_second_derivatives()
         if dz is None:
-            return (None,) * 9
+            return (None,) * 5
         x, w1, *maps = ctx.saved_tensors
         tile_m, *options = ctx.options
         p = Permutation(*maps, tile_m)
@@ -191,7 +205,7 @@ class Up(torch.autograd.Function):
             dw1 = added_to_main_grad(ctx.main)
         else:
             dx, dw1, db1 = ops.up_backward(dz, x, w1, p, needs, ctx.fp32_dw, *options)
-        return *_needed((dx, dw1, db1), needs), *([None] * 6)
+        return *_needed((dx, dw1, db1), needs), None, None
 
 
 class Down(torch.autograd.Function):
@@ -204,9 +218,9 @@ class Down(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, z, a, scores, w2, b2, p: Permutation, tokens, activation, gate_up, slices, backend,
-        deferred, *source,
-    ):  # fmt: skip
+        ctx, z, a, scores, w2, b2, p: Permutation, tokens, options: Options, deferred, *source
+    ):
+        activation, gate_up, _, slices, _, backend = options
         ctx.main = with_main_grad(w2)
         w2, ctx.fp32_dw = _rounded(w2, a)
         maps = p._replace(token_start=None, counts=None).tensors

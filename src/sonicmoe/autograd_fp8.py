@@ -8,9 +8,9 @@ quantized again in the backward pass.
 import torch
 
 from . import ops
-from .autograd import _needed, refuse_second_derivatives
+from .autograd import Options, _needed, refuse_second_derivatives
 from .checkpoint import placeholder
-from .fp8_weights import Fp8Weights
+from .fp8_tensors import Fp8Dz, Fp8Kept, Fp8Weight
 from .gradients import Fp8DownGradients, Fp8UpGradients
 from .main_grad import added_to_main_grad, with_main_grad
 from .permutation import Permutation
@@ -19,74 +19,96 @@ from .reference.fp8 import padded_rows
 E4M3 = torch.float8_e4m3fn
 
 
-class Fp8Up(torch.autograd.Function):
-    """X, W1 → Z, zmax, A, a_scale, x_scale; placeholders of dZ, dz_scale, dZᵀ, dz_t_scale.
+def _kept_weight(w: Fp8Weight, keep_z: str) -> Fp8Weight:
+    """The transpose alone, unless Z is recomputed: then all of a cached weight, or nothing."""
+    if keep_z == "keep":
+        return w._replace(w8=None)
+    return w if w.w8_t is not None else Fp8Weight()
 
-    Kept: X 2·T·H (the caller's own), the transposed W1 in e4m3, the row maps.
+
+class Fp8Up(torch.autograd.Function):
+    """X, W1 → A, a_scale; placeholders of the fields of `Fp8Dz`; Z, zmax and x_scale if kept.
+
+    Kept: X 2·T·H (the caller's own), the row maps and `_kept_weight` of W1.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, q: Fp8Weights, p: Permutation, activation, gate_up, keep_z, backend):
+    def forward(ctx, x, w1, w: Fp8Weight, p: Permutation, options: Options):
         ctx.set_materialize_grads(False)
-        ctx.main = with_main_grad(w1)
+        ctx.main, ctx.p_tile_m, ctx.options = with_main_grad(w1), p.tile_m, options
+        keep_z, backend = options.keep_z, options.backend
         x8, x_scale, _ = ops.quantize_rows(x, backend)
         z, zmax, a8, a_scale = ops.fp8_up(
-            x8, x_scale, q.w1, q.w1_scale, p, activation, gate_up, keep_z, backend
+            x8, x_scale, w, p, options.activation, options.gate_up, keep_z == "keep", backend
         )
-        if not keep_z:
-            return None, None, a8, a_scale, None, None, None, None, None
-        (rows, n), experts = z.shape, w1.shape[0]
-        dz = (placeholder(z, rows, n, dtype=E4M3), placeholder(a_scale, rows))
+        if keep_z == "no":
+            ctx.mark_non_differentiable(a8, a_scale)
+            return a8, a_scale
+        rows, (experts, n, _) = a8.shape[0], w1.shape
+        dz = (placeholder(x, rows, n, dtype=E4M3), placeholder(a_scale, rows))
         columns = padded_rows(rows, experts)
-        dz_t = (placeholder(z, n, columns, dtype=E4M3), placeholder(a_scale, experts))
+        dz_t = (placeholder(x, n, columns, dtype=E4M3), placeholder(a_scale, experts))
         need_dx, need_dw1 = ctx.needs_input_grad[:2]
-        constant = (() if need_dx else dz) + (() if need_dw1 else dz_t)
-        ctx.mark_non_differentiable(z, zmax, a8, a_scale, x_scale, *constant)
-        ctx.save_for_backward(
-            x, w1, q.w1_t, q.w1_scale, *p._replace(row_slot=None, counts=None).tensors
-        )
-        ctx.options = (p.tile_m, backend)
-        return z, zmax, a8, a_scale, x_scale, *dz, *dz_t
+        need_dz = need_dx or (need_dw1 and options.bf16_dw)
+        need_dz_t = need_dw1 and not options.bf16_dw
+        constant = (() if need_dz else dz) + (() if need_dz_t else dz_t)
+        kept = (z, zmax, x_scale) if keep_z == "keep" else ()
+        ctx.mark_non_differentiable(a8, a_scale, *constant, *kept)
+        maps = p._replace(row_slot=None, counts=None).tensors
+        ctx.save_for_backward(x, w1, *_kept_weight(w, keep_z), *maps)
+        return a8, a_scale, *dz, *dz_t, *kept
 
     @staticmethod
-    def backward(ctx, _z, _zmax, _a8, _a_scale, _x_scale, *dz):
+    def backward(ctx, _a8, _a_scale, *grads):
         refuse_second_derivatives()
+        dz = Fp8Dz(*grads[:4])
         if all(t is None for t in dz):
-            return (None,) * 8
-        x, w1, w1_t, w1_scale, *maps = ctx.saved_tensors
-        tile_m, backend = ctx.options
+            return (None,) * 5
+        x, w1, *rest = ctx.saved_tensors
+        w, p = Fp8Weight(*rest[:3]), Permutation(*rest[3:], ctx.p_tile_m)
         needs = Fp8UpGradients(*ctx.needs_input_grad[:2])
-        given = (w1_t, w1_scale, Permutation(*maps, tile_m), needs)
+        options = (ctx.options.bf16_dw, ctx.options.slices, ctx.options.backend)
         if needs.dw1 and ctx.main is not None:
-            dx = ops.fp8_up_backward_into(ctx.main.main_grad, *dz, x, *given, backend)
+            dx = ops.fp8_up_backward_into(ctx.main.main_grad, dz, x, w1, w, p, needs, *options)
             dw1 = added_to_main_grad(ctx.main)
         else:
             fp32_dw = w1.dtype == torch.float32
-            dx, dw1 = ops.fp8_up_backward(*dz, x, w1, *given, fp32_dw, backend)
-        return *_needed((dx, dw1), needs), *([None] * 6)
+            dx, dw1 = ops.fp8_up_backward(dz, x, w1, w, p, needs, fp32_dw, *options)
+        return *_needed((dx, dw1), needs), None, None, None
 
 
 class Fp8Down(torch.autograd.Function):
-    """What `Fp8Up` returned, scores, W2 → O.
+    """Scores, W2 and what `Fp8Up` returned → O.
 
-    Kept: Z 2·R·N, zmax and a_scale 4·R·I/128 each, x_scale 4·T, scores 4·R, the transposed W2 in
-    e4m3, the row maps 12·R. `deferred` is that of `checkpoint.deferred_output`.
+    Kept: Z 2·R·N, zmax and a_scale 4·R·I/128 each, x_scale 4·T, scores 4·R, the row maps 12·R and
+    `_kept_weight` of W2. `deferred` is that of `checkpoint.deferred_output`. `rest` are the
+    placeholders of dZ, then Z, zmax and x_scale; in their place X, W1 and the `Fp8Weight` of W1,
+    if Z is recomputed.
     """
 
     @staticmethod
     def forward(
-        ctx, z, zmax, a8, a_scale, x_scale, dz8, dz_scale, dz_t, dz_t_scale, scores, w2,
-        q: Fp8Weights, p: Permutation, tokens, activation, gate_up, backend, deferred,
-    ):  # fmt: skip
-        ctx.main = with_main_grad(w2)
+        ctx, scores, w2, w: Fp8Weight, p: Permutation, tokens, options, deferred, a8, a_scale, *rest
+    ):
+        ctx.main, ctx.p_tile_m, ctx.options = with_main_grad(w2), p.tile_m, options
+        keep_z, slices, backend = options.keep_z, options.slices, options.backend
+        source = rest[4:]
+        if keep_z == "keep":
+            z, zmax, x_scale = source
+            source = Fp8Kept(z, zmax, a_scale, x_scale)
+        elif source:
+            x, w1, w_1 = source
+            source = (x, w1, *_kept_weight(w_1, keep_z))
         maps = p._replace(token_start=None, counts=None).tensors
-        ctx.save_for_backward(z, zmax, a_scale, x_scale, w2, q.w2_t, q.w2_scale, scores, *maps)
-        ctx.options = (p.tile_m, activation, gate_up, backend)
+        ctx.save_for_backward(scores, w2, *_kept_weight(w, keep_z), *maps, *source)
 
         def output():
             if not p.is_gathered:
-                return ops.fp8_gemm(a8, a_scale, q.w2, q.w2_scale, scores, p, backend)
-            y = ops.fp8_gemm(a8, a_scale, q.w2, q.w2_scale, None, p, backend)
+                return ops.fp8_gemm(a8, a_scale, w, scores, p, backend)
+            if slices > 1:
+                sliced = (scores, p, tokens, slices, backend)
+                return ops.fp8_down_and_combine(a8, a_scale, w, *sliced)
+            y = ops.fp8_gemm(a8, a_scale, w, None, p, backend)
             return ops.combine(y, scores, p.slot_row, p.token_start, tokens, backend)
 
         if deferred is None:
@@ -97,17 +119,24 @@ class Fp8Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         refuse_second_derivatives()
-        z, zmax, a_scale, x_scale, w2, w2_t, w2_scale, scores, *maps = ctx.saved_tensors
-        tile_m, *act, backend = ctx.options
-        need_dz, _, need_dz_t, _, need_dscores, need_dw2 = ctx.needs_input_grad[5:11]
+        scores, w2, *rest = ctx.saved_tensors
+        w, p, source = Fp8Weight(*rest[:3]), Permutation(*rest[3:10], ctx.p_tile_m), rest[10:]
+        options = ctx.options
+        act, backend = (options.activation, options.gate_up), options.backend
+        if options.keep_z == "recompute":
+            x, w1, *of_w1 = source
+            source = ops.fp8_recomputed(dout, x, w1, Fp8Weight(*of_w1), p, *act, backend)
+        need_dscores, need_dw2 = ctx.needs_input_grad[:2]
+        need_dz, _, need_dz_t, _ = ctx.needs_input_grad[9:13]
         needs = Fp8DownGradients(need_dz, need_dz_t, need_dw2, need_dscores)
-        kept = (dout, z, zmax, a_scale, x_scale)
-        given = (w2_t, w2_scale, scores, Permutation(*maps, tile_m), *act, needs)
+        given = (dout, Fp8Kept(*source), w2, w, scores, p, *act, needs)
         if needs.dw2 and ctx.main is not None:
-            *dz, ds = ops.fp8_down_backward_into(ctx.main.main_grad, *kept, *given, backend)
+            main_grad = ctx.main.main_grad
+            *dz, ds = ops.fp8_down_backward_into(main_grad, *given, options.bf16_dw, backend)
             dw2 = added_to_main_grad(ctx.main)
         else:
             fp32_dw = w2.dtype == torch.float32
-            *dz, dw2, ds = ops.fp8_down_backward(*kept, w2, *given, fp32_dw, backend)
-        found = (*dz, ds, dw2)
-        return *([None] * 5), *_needed(found, ctx.needs_input_grad[5:11]), *([None] * 7)
+            *dz, dw2, ds = ops.fp8_down_backward(*given, fp32_dw, options.bf16_dw, backend)
+        ds, dw2 = _needed((ds, dw2), ctx.needs_input_grad[:2])
+        dz = _needed((*dz,), ctx.needs_input_grad[9:13])
+        return ds, dw2, *([None] * 7), *dz, *([None] * (len(ctx.needs_input_grad) - 13))

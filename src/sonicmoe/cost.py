@@ -40,14 +40,16 @@ def kept_bytes(
     tile_m: int = 128,
     router: str | None = "softmax_over_topk",
     memory: MemoryPolicy = KEEP,
+    precision: str | None = None,
 ) -> dict[str, int]:
     """Bytes kept from forward to backward beside X, tensor by tensor.
 
-    `router` None: the choice came from the caller, who holds the ids. Nothing here grows with H, so
-    at fixed K·I the sum does not depend on how fine the experts are.
+    `router` None: the choice came from the caller, who holds the ids. In bf16 nothing here grows
+    with H, so at fixed K·I the sum does not depend on how fine the experts are; in FP8 transposed
+    weights are kept too, unless Z is recomputed.
     """
     score = max(4, itemsize)
-    kept = _kept_z(p, itemsize, memory) | {
+    kept = _kept_z(p, itemsize, memory, precision) | {
         "scores": p.R * score,
         "ids": p.R * INDEX,
         "row_token": p.R * INDEX,
@@ -65,9 +67,17 @@ def kept_bytes(
     return kept
 
 
-def _kept_z(p: Problem, itemsize: int, memory: MemoryPolicy) -> dict[str, int]:
+def _kept_z(
+    p: Problem, itemsize: int, memory: MemoryPolicy, precision: str | None = None
+) -> dict[str, int]:
+    """Z, its scales, and in FP8 what else is kept to use them."""
     if memory.z == "keep":
-        return {"z": p.R * p.N * itemsize}
+        kept = {"z": p.R * p.N * itemsize}
+        if precision is None:
+            return kept
+        blocks = p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE
+        weights = {"w1_t": p.E * p.N * p.H, "w2_t": p.E * p.H * p.I, "w_scales": 2 * p.E * SCALE}
+        return kept | {"zmax": blocks, "a_scale": blocks, "x_scale": p.T * SCALE} | weights
     if memory.z == "fp8":
         return {"z": p.R * p.N, "z_scale": p.R * ceil_div(p.N, FP8_COLUMNS) * SCALE}
     return {}
@@ -87,6 +97,7 @@ def peak_bytes(
     tile_m: int = 128,
     router: str | None = "softmax_over_topk",
     memory: MemoryPolicy = KEEP,
+    precision: str | None = None,
 ) -> Peak:
     """What the lifetimes demand when every gather is fused into its product.
 
@@ -95,6 +106,8 @@ def peak_bytes(
     slots, dX with the larger of dX̃ and dW1. Of Y and dX̃ one slice is alive. The allocator of an
     H200 said the same at five shapes (2026-11-15).
     """
+    if precision is not None:
+        return _fp8_peak_bytes(p, tile_m, router, memory, precision)
     kept = kept_bytes(p, itemsize, tile_m, router, memory)
     total = sum(kept.values())
     logits = 0 if router is None or "logits" in kept else p.T * p.E * itemsize
@@ -108,6 +121,42 @@ def peak_bytes(
     return Peak(
         forward=total + logits + rows_i + rows_h + tokens_h,
         backward=tokens_h + gradients + max(first, second),
+    )
+
+
+def _fp8_peak_bytes(
+    p: Problem, tile_m: int, router: str | None, memory: MemoryPolicy, precision: str
+) -> Peak:
+    """`peak_bytes` in FP8, with weights in bf16 that are not cached.
+
+    Forward: the weights in e4m3 as well. Backward, in three steps: X, W1 and A in e4m3 while Z is
+    recomputed; dO in e4m3, the factors of dZ, dZ in both orders and A'; dX with dX̃, then dW1 with X
+    in e4m3.
+    """
+    kept = kept_bytes(p, 2, tile_m, router, memory, precision)
+    total, of_z = sum(kept.values()), sum(_kept_z(p, 2, memory, precision).values())
+    logits = 0 if router is None or "logits" in kept else p.T * p.E * 2
+    rows_h, tokens_h = 2 * p.R * slice_width(p.H, memory.slices), 2 * p.T * p.H
+    w1, w2 = p.E * p.N * p.H, p.E * p.H * p.I
+    columns = FP8_COLUMNS * (p.R // FP8_COLUMNS + p.E)  # of dZᵀ and A'ᵀ
+    bf16_dw = precision == "fp8_bf16_dw"
+    dz = p.R * p.N + p.R * SCALE + (0 if bf16_dw else columns * p.N)
+    a = 2 * p.R * p.I if bf16_dw else columns * p.I
+    factors = 5 * p.R * SCALE
+    a8 = p.R * p.I + (0 if "a_scale" in kept else p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE)
+    gradients = dz + kept["scores"] + 2 * w2
+    recomputed = w1_t = w2_t = 0
+    if memory.z == "recompute":
+        again = _kept_z(p, 2, KEEP, precision)
+        recomputed = sum(again[name] for name in ("z", "zmax", "a_scale", "x_scale"))
+        w1_t, w2_t = w1, w2
+    up_again = total + recomputed + p.T * p.H + w1 + p.R * p.I if recomputed else 0
+    of_down = total + recomputed + w2_t + p.T * p.H + factors + a + gradients
+    later = total - of_z + kept.get("w1_t", 0) - kept["row_slot"] + tokens_h + gradients
+    of_up = later + max(rows_h + w1_t, 2 * w1 + (2 * p.R * p.N if bf16_dw else p.T * p.H))
+    return Peak(
+        forward=total + logits + w1 + w2 + a8 + rows_h + tokens_h,
+        backward=tokens_h + max(up_again, of_down, of_up),
     )
 
 

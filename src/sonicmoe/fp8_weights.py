@@ -1,29 +1,22 @@
 """The weights of the experts in FP8, and a cache of them for layers that ask for one."""
 
 import sys
-from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import ops
-
-
-class Fp8Weights(NamedTuple):
-    """W1 (E, N, H) and W2 (E, H, I) in e4m3, each also transposed, and their scales (E,)."""
-
-    w1: torch.Tensor
-    w1_t: torch.Tensor
-    w1_scale: torch.Tensor
-    w2: torch.Tensor
-    w2_t: torch.Tensor
-    w2_scale: torch.Tensor
+from .fp8_tensors import Fp8Weight
 
 
 @torch.no_grad()
-def quantize_weights(w1: torch.Tensor, w2: torch.Tensor, backend: str) -> Fp8Weights:
-    return Fp8Weights(*ops.quantize_weight(w1, backend), *ops.quantize_weight(w2, backend))
+def quantize_weights(
+    w1: torch.Tensor, w2: torch.Tensor, transposed: bool, backend: str
+) -> tuple[Fp8Weight, Fp8Weight]:
+    """Both weights; only the backward pass reads what is `transposed`."""
+    q1, q2 = (Fp8Weight(*ops.quantize_weight(w, transposed, backend)) for w in (w1, w2))
+    return (q1, q2) if transposed else (q1._replace(w8_t=None), q2._replace(w8_t=None))
 
 
 _optimizer_steps = 0
@@ -46,7 +39,7 @@ class Fp8WeightCache:
 
     def __init__(self) -> None:
         self._key: tuple = ()
-        self._weights: Fp8Weights | None = None
+        self._weights: tuple[Fp8Weight, Fp8Weight] | None = None
         if not _hooks:
             _hooks.append(register_optimizer_step_post_hook(_count_step))
 
@@ -56,14 +49,17 @@ class Fp8WeightCache:
     def clear(self) -> None:
         self._weights = None
 
-    def quantized(self, w1: torch.Tensor, w2: torch.Tensor, backend: str) -> Fp8Weights:
+    def quantized(
+        self, w1: torch.Tensor, w2: torch.Tensor, transposed: bool, backend: str
+    ) -> tuple[Fp8Weight, Fp8Weight]:
+        """`quantize_weights`; what is cached is also transposed."""
         if _is_traced(w1) or not (_is_tracked(w1) and _is_tracked(w2)):
-            return quantize_weights(w1, w2, backend)
+            return quantize_weights(w1, w2, transposed, backend)
         key = (_optimizer_steps, backend, *_identity(w1), *_identity(w2))
         if self._weights is None or key != self._key:
             # Also a training step may use what inference left here.
             with torch.inference_mode(False):
-                self._key, self._weights = key, quantize_weights(w1, w2, backend)
+                self._key, self._weights = key, quantize_weights(w1, w2, True, backend)
         return self._weights
 
 

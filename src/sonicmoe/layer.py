@@ -7,7 +7,7 @@ statements.
 import torch
 
 from . import autograd, ops
-from .autograd import Down, Up
+from .autograd import Down, Options, Up
 from .autograd_fp8 import Fp8Down, Fp8Up
 from .checkpoint import deferred_output, finish
 from .enums import ActivationType
@@ -68,8 +68,9 @@ def experts(
     `memory` is "keep", "fp8", "recompute" or a `MemoryPolicy`.
 
     `precision="fp8"` runs the grouped GEMMs, backward too, in e4m3 for x in bf16: output and
-    gradients then err by about 7% of their norm. No biases; H and I are multiples of 16. The
-    weights are quantized in every call. It keeps Z.
+    gradients then err by about 7% of their norm. "fp8_bf16_dw" computes weight gradients in bf16.
+    No biases; H and I are multiples of 16. The weights are quantized in every call. Z is kept in
+    bf16 or recomputed.
     """
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
     return experts_and_counts(
@@ -112,20 +113,32 @@ def experts_and_counts(
         backend=backend,
     )
     assert p.counts is not None  # only rows that arrive sorted have none
-    w1, w2, b1, b2, activation, gate_up = weights
-    keep_z, slices = kept_z(memory, x, scores, weights), memory.slices
-    deferred = deferred_output()
-    if precision == "fp8":
-        q = quantize_weights(w1, w2, backend)
-        up = Fp8Up.apply(x, w1, q, p, activation, gate_up, keep_z != "no", backend)
-        last = (p, x.shape[0], activation, gate_up, backend, deferred)
-        out = Fp8Down.apply(*up, scores, w2, q, *last)
+    options = options_of(x, scores, weights, memory, precision, backend)
+    return _run(x, scores, weights, p, options, precision), p.counts
+
+
+def _run(
+    x: torch.Tensor,
+    scores: torch.Tensor | None,
+    weights: ExpertWeights,
+    p: Permutation,
+    options: Options,
+    precision: str | None,
+) -> torch.Tensor:
+    """The two nodes of the experts. `MoE.forward` calls them itself."""
+    w1, w2, b1, b2 = weights[:4]
+    recompute, deferred = options.keep_z == "recompute", deferred_output()
+    last = (p, x.shape[0], options, deferred)
+    if precision is not None:
+        q1, q2 = quantize_weights(w1, w2, options.keep_z == "keep", options.backend)
+        found = Fp8Up.apply(x, w1, q1, p, options)
+        source = (x, w1, q1) if recompute else ()
+        out = Fp8Down.apply(scores, w2, q2, *last, *found, *source)
     else:
-        z, a, *z8 = Up.apply(x, w1, b1, p, activation, gate_up, keep_z, slices, backend)
-        source = (x, w1, b1) if keep_z == "recompute" else z8
-        options = (activation, gate_up, slices, backend)
-        out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], *options, deferred, *source)
-    return finish(out, deferred), p.counts
+        z, a, *z8 = Up.apply(x, w1, b1, p, options)
+        source = (x, w1, b1) if recompute else tuple(z8)
+        out = Down.apply(z, a, scores, w2, b2, *last, *source)
+    return finish(out, deferred)
 
 
 def prepare(
@@ -137,21 +150,29 @@ def prepare(
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
     check_precision(precision)
     backend = resolve_backend(backend, x)
-    if precision == "fp8":
+    if precision is not None:
         check_fp8(x, w1, w2, b1, b2)
         backend = fp8_backend(backend, x)
     dense = ExpertWeights(dense_weight(w1), dense_weight(w2), b1, b2, activation, gate_up)
     return x.contiguous(), dense, backend
 
 
-def kept_z(
-    memory: MemoryPolicy, x: torch.Tensor, scores: torch.Tensor | None, weights: ExpertWeights
-) -> str:
-    """The policy for Z, or "no" where no backward pass can follow."""
-    if not torch.is_grad_enabled():
-        return "no"
-    of_scores = scores is not None and scores.requires_grad
-    return memory.z if x.requires_grad or of_scores or weights.need_gradient() else "no"
+def options_of(
+    x: torch.Tensor,
+    scores: torch.Tensor | None,
+    weights: ExpertWeights,
+    memory: MemoryPolicy,
+    precision: str | None,
+    backend: str,
+) -> Options:
+    """How the nodes compute. Nothing is kept where no backward pass can follow."""
+    keep_z = "no"
+    if torch.is_grad_enabled():
+        of_scores = scores is not None and scores.requires_grad
+        if x.requires_grad or of_scores or weights.need_gradient():
+            keep_z = memory.z
+    bf16_dw = precision == "fp8_bf16_dw"
+    return Options(*weights[4:], keep_z, memory.slices, bf16_dw, backend)
 
 
 def grouped_experts(
@@ -183,7 +204,6 @@ def grouped_experts(
     policy = memory_policy(memory, precision)
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
     rows, weights, backend = prepare(rows, weights, backend, precision)
-    w1, w2, b1, b2 = weights[:4]
     num_experts = weights.num_experts
     if counts is None and offsets is None:
         raise bad_argument("counts", "counts, offsets or both", "neither", "Pass counts (E,).")
@@ -209,19 +229,8 @@ def grouped_experts(
     m = tile_m(rows.dtype.itemsize)
     start, tiles = ops.tiles(start, rows.shape[0], m, backend)
     p = Permutation.of_sorted_rows(start, tiles, m)
-    keep_z = kept_z(policy, rows, scores, weights)
-    deferred = deferred_output()
-    if precision == "fp8":
-        q = quantize_weights(w1, w2, backend)
-        up = Fp8Up.apply(rows, w1, q, p, activation, gate_up, keep_z != "no", backend)
-        last = (p, rows.shape[0], activation, gate_up, backend, deferred)
-        out = Fp8Down.apply(*up, scores, w2, q, *last)
-    else:
-        z, a, *z8 = Up.apply(rows, w1, b1, p, activation, gate_up, keep_z, 1, backend)
-        source = (rows, w1, b1) if keep_z == "recompute" else z8
-        options = (activation, gate_up, 1, backend)
-        out = Down.apply(z, a, scores, w2, b2, p, rows.shape[0], *options, deferred, *source)
-    return finish(out, deferred)
+    options = options_of(rows, scores, weights, policy, precision, backend)
+    return _run(rows, scores, weights, p, options, precision)
 
 
 def _expert_of_row(rows, counts, offsets, scores) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,9 +40,9 @@ def memory_policy(memory: str | MemoryPolicy, precision: str | None = None) -> M
     if type(policy.slices) is not int or policy.slices < 1:
         expected, remedy = "a positive integer", "Use 4 where rows of dX make the peak."
         raise bad_argument("slices of memory", expected, repr(policy.slices), remedy)
-    if precision == "fp8" and policy != KEEP:
-        remedy = "Leave memory or precision='fp8' out."
-        raise bad_argument("memory", "'keep' with precision='fp8'", repr(memory), remedy)
+    if precision is not None and policy.z == "fp8":
+        expected, remedy = f"'keep' or 'recompute' with precision={precision!r}", "Use 'recompute'."
+        raise bad_argument("memory", expected, repr(memory), remedy)
     return policy
 
 

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .autograd import Down, Up
+from .autograd import Down, Options, Up
 from .autograd_fp8 import Fp8Down, Fp8Up
 from .checkpoint import deferred_output, finish
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .fp8_weights import Fp8WeightCache, Fp8Weights, quantize_weights
-from .layer import experts, kept_z, permute, prepare, router_logits, score_dtype
+from .fp8_tensors import Fp8Weight
+from .fp8_weights import Fp8WeightCache, quantize_weights
+from .layer import experts, options_of, permute, prepare, router_logits, score_dtype
 from .memory_policy import MemoryPolicy, memory_policy
 from .precompile import precompile_step
 from .routing import Router, Routing, auxiliary_loss, make_router
@@ -126,13 +127,13 @@ class MoE(nn.Module):
         check_num_experts(num_experts)
         check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
         check_precision(precision)
-        multiple = FP8_ALIGNMENT if precision == "fp8" else 8
+        multiple = 8 if precision is None else FP8_ALIGNMENT
         check_size("hidden_size", hidden_size, multiple=multiple)
         check_size("intermediate_size", intermediate_size, multiple=multiple)
-        if precision == "fp8" and add_bias:
+        if precision is not None and add_bias:
             remedy = "Leave the biases or precision='fp8' out."
             raise bad_argument("add_bias", "False with precision='fp8'", add_bias, remedy)
-        if cache_fp8_weights and precision != "fp8":
+        if cache_fp8_weights and precision is None:
             expected, remedy = "False without precision='fp8'", "Set precision='fp8'."
             raise bad_argument("cache_fp8_weights", expected, cache_fp8_weights, remedy)
         if shared_intermediate_size:
@@ -226,19 +227,19 @@ class MoE(nn.Module):
             )
             # Before the experts, so that a checkpoint need not run them again to get at it.
             aux_loss = None if is_inference_mode else self._aux_loss(logits, r, p.counts, name)
-            w1, w2, b1, b2, act, gate_up = weights
-            keep_z, slices = kept_z(self.memory, x, scores, weights), self.memory.slices
-            deferred = deferred_output()
-            if self.precision == "fp8":
-                q = self._fp8_weights(w1, w2, backend)
-                up = Fp8Up.apply(x, w1, q, p, act, gate_up, keep_z != "no", backend)
-                last = (p, x.shape[0], act, gate_up, backend, deferred)
-                out = Fp8Down.apply(*up, scores, w2, q, *last)
+            w1, w2, b1, b2 = weights[:4]
+            options = options_of(x, scores, weights, self.memory, self.precision, backend)
+            recompute, deferred = options.keep_z == "recompute", deferred_output()
+            last = (p, x.shape[0], options, deferred)
+            if self.precision is not None:
+                q1, q2 = self._fp8_weights(w1, w2, options)
+                found = Fp8Up.apply(x, w1, q1, p, options)
+                source = (x, w1, q1) if recompute else ()
+                out = Fp8Down.apply(scores, w2, q2, *last, *found, *source)
             else:
-                z, a, *z8 = Up.apply(x, w1, b1, p, act, gate_up, keep_z, slices, backend)
-                source = (x, w1, b1) if keep_z == "recompute" else z8
-                options = (act, gate_up, slices, backend)
-                out = Down.apply(z, a, scores, w2, b2, p, x.shape[0], *options, deferred, *source)
+                z, a, *z8 = Up.apply(x, w1, b1, p, options)
+                source = (x, w1, b1) if recompute else tuple(z8)
+                out = Down.apply(z, a, scores, w2, b2, *last, *source)
             out = finish(out, deferred)
             if shared is not None:
                 out = out + shared
@@ -262,10 +263,12 @@ class MoE(nn.Module):
         act, gate_up = self.activation_function, self.gate_up
         return ExpertWeights(up.weight, down.weight, up.bias, down.bias, act, gate_up)
 
-    def _fp8_weights(self, w1: torch.Tensor, w2: torch.Tensor, backend: str) -> Fp8Weights:
-        if self._fp8_cache is None:
-            return quantize_weights(w1, w2, backend)
-        return self._fp8_cache.quantized(w1, w2, backend)
+    def _fp8_weights(
+        self, w1: torch.Tensor, w2: torch.Tensor, options: Options
+    ) -> tuple[Fp8Weight, Fp8Weight]:
+        cache = self._fp8_cache
+        quantized = quantize_weights if cache is None else cache.quantized
+        return quantized(w1, w2, options.keep_z == "keep", options.backend)
 
     def refresh_fp8_weights(self) -> None:
         """Quantize the weights again in the next forward pass, if they are cached."""

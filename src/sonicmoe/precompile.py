@@ -211,9 +211,10 @@ def run_step(layer: Layer, experts: ExpertsFunction) -> None:
         assert down is not None
         dout = _new(*out.shape, dtype=out.dtype)
         with torch.no_grad():
-            if layer.precision == "fp8":
-                dz = Fp8Down.backward(down, dout)[5:9]
-                Fp8Up.backward(down.next_functions[5][0], *([None] * 5), *dz)
+            if layer.precision is not None:
+                # Of the tensors that `Fp8Down` takes, dZ comes behind scores, W2, A and a_scale.
+                dz = Fp8Down.backward(down, dout)[9:13]
+                Fp8Up.backward(down.next_functions[4][0], None, None, *dz)
             else:
                 dz, *_ = Down.backward(down, dout)
                 Up.backward(down.next_functions[0][0], dz)

@@ -13,6 +13,7 @@ LAYOUTS = ("interleaved", "concatenated")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ALIGNMENT = 8  # elements: rows of 16 bytes in bf16, what wide loads and TMA ask for
 FP8_ALIGNMENT = 16  # elements of e4m3: the same rows of 16 bytes
+FP8_PRECISIONS = ("fp8", "fp8_bf16_dw")
 _MOST_EXPERTS = 32767  # the permutation sorts int32 keys with 16 bits for the slot
 
 
@@ -53,9 +54,10 @@ def _interpreting() -> bool:
 
 
 def check_precision(precision: str | None) -> None:
-    if precision not in (None, "fp8"):
+    if precision not in (None, *FP8_PRECISIONS):
         remedy = "None computes in the dtype of the data."
-        raise bad_argument("precision", "'fp8' or None", repr(precision), remedy)
+        expected = f"{', '.join(map(repr, FP8_PRECISIONS))} or None"
+        raise bad_argument("precision", expected, repr(precision), remedy)
 
 
 def fp8_backend(backend: str, x: torch.Tensor) -> str:

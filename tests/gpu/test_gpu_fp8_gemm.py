@@ -6,6 +6,7 @@ from fp8_cases import COUNTS, dequantized, random_e4m3, routed, row_error
 from helpers import poisoned
 
 from sonicmoe import ActivationType
+from sonicmoe.fp8_tensors import Fp8Weight
 from sonicmoe.launch import fp8
 from sonicmoe.reference import fp8 as reference
 from sonicmoe.reference import grouped_gemm
@@ -15,10 +16,10 @@ CUDA = "cuda"
 GATED, PLAIN = ActivationType.SWIGLU, ActivationType.RELU_SQ
 
 
-def exact_up(x8, x_scale, w1, w1_scale, p, activation, gate_up):
+def exact_up(x8, x_scale, w, p, activation, gate_up):
     """Z and A in fp64."""
-    x, w = x8.double() * x_scale[:, None], w1.double() * w1_scale[:, None, None]
-    return grouped_gemm.up(x, w, None, p, activation, gate_up, "keep")[:2]
+    x, w1 = x8.double() * x_scale[:, None], w.w8.double() * w.w_scale[:, None, None]
+    return grouped_gemm.up(x, w1, None, p, activation, gate_up, "keep")[:2]
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
@@ -40,7 +41,7 @@ def test_up(counts, sorted_rows, activation, gate_up, sizes):
     x8, x_scale = random_e4m3(tokens, hidden), 2.0 ** torch.randint(-12, 4, (tokens,), device=CUDA)
     columns = 2 * inner if activation.is_gated else inner
     w1, w_scale = random_e4m3(len(counts), columns, hidden), torch.full((len(counts),), 2.0**-9)
-    args = (x8, x_scale.float(), w1, w_scale.to(CUDA), p, activation, gate_up)
+    args = (x8, x_scale.float(), Fp8Weight(w1, None, w_scale.to(CUDA)), p, activation, gate_up)
     _, zmax, a, a_scale = reference.fp8_up(*args, True)
     with poisoned():
         got = fp8.fp8_up(*args, True)
@@ -69,7 +70,7 @@ def test_gemm(counts, sizes, blocks, block_n):
     planes = -(-depth // 128) if blocks else 1
     a_scale = 2.0 ** torch.randint(-12, 4, (planes, rows), device=CUDA).float()
     w, w_scale = random_e4m3(len(counts), columns, depth), torch.full((len(counts),), 2.0**-7)
-    args = (a, a_scale, w, w_scale.to(CUDA), None, p)
+    args = (a, a_scale, Fp8Weight(w, None, w_scale.to(CUDA)), None, p)
     with poisoned():
         got = fp8.fp8_gemm(*args, block_n=block_n)
     # bf16 rounds by 0.17%, the accumulator by 0.13%.
@@ -78,9 +79,9 @@ def test_gemm(counts, sizes, blocks, block_n):
 
 def test_gemm_multiplies_by_the_scores():
     p = routed((100, 28), True, CUDA)
-    args = (random_e4m3(128, 256), torch.ones(2, 128, device=CUDA), random_e4m3(2, 256, 256))
+    w = Fp8Weight(random_e4m3(2, 256, 256), None, torch.ones(2, device=CUDA))
+    args = (random_e4m3(128, 256), torch.ones(2, 128, device=CUDA), w)
     scores = torch.rand(128, device=CUDA)
-    ones = torch.ones(2, device=CUDA)
-    want = fp8.fp8_gemm(*args, ones, None, p).float() * scores[:, None]
-    got = fp8.fp8_gemm(*args, ones, scores, p).float()
+    want = fp8.fp8_gemm(*args, None, p).float() * scores[:, None]
+    got = fp8.fp8_gemm(*args, scores, p).float()
     torch.testing.assert_close(got, want, rtol=0.01, atol=0)

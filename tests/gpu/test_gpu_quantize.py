@@ -54,8 +54,11 @@ def test_weights(experts, n, k, transposed, dtype):
 def test_more_than_two_to_the_31_values():
     w = torch.empty(300, 4096, 2048, dtype=torch.bfloat16, device=CUDA).normal_()
     with poisoned():
-        results = [*quantize.quantize_weight(w), *quantize.quantize_rows(w.view(-1, 2048))[:2]]
-    wants = [*fp8.quantize_weight(w[-1:].cpu()), *fp8.quantize_rows(w[-1].cpu())[:2]]
+        results = [
+            *quantize.quantize_weight(w, True),
+            *quantize.quantize_rows(w.view(-1, 2048))[:2],
+        ]
+    wants = [*fp8.quantize_weight(w[-1:].cpu(), True), *fp8.quantize_rows(w[-1].cpu())[:2]]
     for got, want in zip(results, wants, strict=True):
         same(got[-len(want) :], want, "the last expert")
 

@@ -4,9 +4,20 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from fp8_checks import COUNTS, all_bf16, around_ties, check_rows, check_scales, check_weight, same
+from fp8_checks import (
+    COUNTS,
+    all_bf16,
+    around_ties,
+    check_dequantized,
+    check_rows,
+    check_scales,
+    check_scored_activation,
+    check_weight,
+    same,
+)
 from helpers import ACTIVATIONS
 
+from sonicmoe import ActivationType
 from sonicmoe.kernels.quantize import power_of_two_scale
 from sonicmoe.reference import fp8
 
@@ -110,3 +121,25 @@ def test_scales_of_many_blocks(blocks):
 )
 def test_scales_of_nan_and_infinity(bad):
     check_scales(COUNTS, bad=bad, dropped=0)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(19, 520), (1, 16), (0, 64)])
+def test_rows_in_bf16(rows, columns):
+    check_dequantized(rows, columns)
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["sorted", "gathered"])
+@pytest.mark.parametrize(
+    ("activation", "gate_up"),
+    [
+        (ActivationType.SWIGLU, "interleaved"),
+        (ActivationType.GEGLU, "concatenated"),
+        (ActivationType.RELU_SQ, "interleaved"),
+    ],
+)
+def test_scored_activation(activation, gate_up, gathered):
+    check_scored_activation(activation, gate_up, gathered, with_scores=True)
+
+
+def test_activation_without_scores():
+    check_scored_activation(ActivationType.SWIGLU, "interleaved", False, with_scores=False)

@@ -74,7 +74,7 @@ def experts(
         x, b1, b2 = autocast(x, b1, b2)  # before x travels
         check_weights(x, w1, w2, b1, b2, activation, gate_up)
         check_precision(precision)
-        if precision == "fp8":
+        if precision is not None:
             check_fp8(x, w1, w2, b1, b2)
         ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
         resolve_backend(backend, x)

@@ -106,7 +106,7 @@ def _implementation(experts: Any) -> Any:
 
 
 def _is_fp8(experts: Any) -> bool:
-    return getattr(_implementation(experts), "keywords", {}).get("precision") == "fp8"
+    return getattr(_implementation(experts), "keywords", {}).get("precision") is not None
 
 
 def _is_ours(experts: Any) -> bool:

@@ -113,7 +113,7 @@ def quantize_weight_kernel(
     """q (E, N, K) e4m3, its transpose (E, K, N) and scale (E,) of dense weights (E, N, K).
 
     The transpose is given as `words` (E, K, N/4) of four bytes: transposing words takes a quarter
-    of the accesses to shared memory. N is a multiple of 4.
+    of the accesses to shared memory. N is a multiple of 4. What is None is not stored.
 
     Grid: (N/BLOCK_N · K/BLOCK_K, E); a program owns one tile of q and of its transpose.
     """
@@ -134,11 +134,13 @@ def quantize_weight_kernel(
     scaled = ()
     for j in tl.static_range(4):
         scaled = scaled + (loaded[j].to(tl.float32) * factor,)
-        tl.store(q + offset + j * K, scaled[j].to(q.dtype.element_ty), mask=inside)
-    packed = _word(scaled[0], scaled[1], scaled[2], scaled[3])
-    offset = expert * (N * K // 4) + k.to(tl.int64)[:, None] * (N // 4) + word[None, :]
-    inside = (k < K)[:, None] & (word < N // 4)[None, :]
-    tl.store(words + offset, tl.trans(packed), mask=inside)
+        if q is not None:
+            tl.store(q + offset + j * K, scaled[j].to(q.dtype.element_ty), mask=inside)
+    if words is not None:
+        packed = _word(scaled[0], scaled[1], scaled[2], scaled[3])
+        offset = expert * (N * K // 4) + k.to(tl.int64)[:, None] * (N // 4) + word[None, :]
+        inside = (k < K)[:, None] & (word < N // 4)[None, :]
+        tl.store(words + offset, tl.trans(packed), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])

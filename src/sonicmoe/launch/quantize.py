@@ -1,6 +1,7 @@
 """Launches of the FP8 quantizers.
 
-Functions without an underscore have the names, parameters and results of those in `reference.fp8`.
+Functions without an underscore have the names, parameters and results of those in `reference.fp8`,
+`dequantize_rows` excepted.
 """
 
 import math
@@ -9,7 +10,9 @@ from functools import cache
 import torch
 
 from ..enums import ActivationType
+from ..kernels import bf16_operands
 from ..kernels import quantize as kernels
+from ..kernels.activation import value_of
 from ..permutation import Permutation
 from ..reference.fp8 import MIN_SCALE, SLACK
 from ..shapes import ceil_div
@@ -54,19 +57,44 @@ def _weight_kernels(n: int, k: int) -> tuple[Bound, Bound, int]:
     )
 
 
-def quantize_weight(w):
+def quantize_weight(w, transposed):
     """w is dense, as (E, N, K) or as (E, K, N); N and K are multiples of 4."""
-    if weight_layout(w) == "kn":
-        q_t, q, scale = quantize_weight(w.mT)
-        return q, q_t, scale
+    in_order = weight_layout(w) == "nk"
+    w = w if in_order else w.mT
     experts, n, k = w.shape
-    q, q_t = (memory.empty((experts, *s), E4M3, w.device) for s in ((n, k), (k, n)))
+    q = memory.empty((experts, n, k), E4M3, w.device) if in_order or transposed else None
+    q_t = memory.empty((experts, k, n), E4M3, w.device) if transposed or not in_order else None
     scale = memory.empty((experts,), torch.float32, w.device)
     bits = memory.empty((experts,), torch.int32, w.device).zero_()
     amax, quantize, tiles = _weight_kernels(n, k)
     launch(amax, (ceil_div(n * k, _STEPS * _BLOCK), experts), w, bits)
-    launch(quantize, (tiles, experts), w, bits, q, q_t.view(torch.int32), scale)
-    return q, q_t, scale
+    words = None if q_t is None else q_t.view(torch.int32)
+    launch(quantize, (tiles, experts), w, bits, q, words, scale)
+    return (q, q_t, scale) if in_order else (q_t, q, scale)
+
+
+def dequantize_rows(q, scale):
+    """(R, N) in bf16."""
+    rows, n = q.shape
+    out = memory.empty((rows, n), torch.bfloat16, q.device)
+    if rows:
+        kernel, grid = bf16_operands.dequantize_rows_kernel, (ceil_div(rows, 8), ceil_div(n, 512))
+        launch(kernel, grid, q, scale, out, rows, N=n, BLOCK_M=8, BLOCK_N=512, num_warps=4)
+    return out
+
+
+def scored_activation(z, scores, p: Permutation, activation: ActivationType, gate_up):
+    """A' = score · act(Z) in bf16 (R, I); rows of no expert are not written."""
+    rows, inner = z.shape[0], activation.intermediate_size(z.shape[1])
+    a = memory.empty((rows, inner), z.dtype, z.device)
+    if rows:
+        options = {"GATE_UP": gate_up if activation.is_gated else None}
+        options |= {"ACTIVATION": value_of(activation), "BLOCK_M": p.tile_m}
+        options |= {"ROWS": 16, "BLOCK_I": 128, "num_warps": 4}
+        grid = (p.tiles.shape[0] - 1, p.tile_m // 16, ceil_div(inner, 128))
+        args = (z, scores, p.row_slot, a, p.tiles)
+        launch(bf16_operands.scored_activation_kernel, grid, *args, I=inner, **options)
+    return a
 
 
 @cache

@@ -3,9 +3,11 @@
 All functional but those that end in `_into`, which add a gradient to their first argument.
 """
 
+from .fp8 import fp8_down_and_combine as fp8_down_and_combine
 from .fp8 import fp8_down_backward as fp8_down_backward
 from .fp8 import fp8_down_backward_into as fp8_down_backward_into
 from .fp8 import fp8_gemm as fp8_gemm
+from .fp8 import fp8_recomputed as fp8_recomputed
 from .fp8 import fp8_up as fp8_up
 from .fp8 import fp8_up_backward as fp8_up_backward
 from .fp8 import fp8_up_backward_into as fp8_up_backward_into

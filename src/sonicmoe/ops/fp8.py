@@ -1,14 +1,16 @@
 """Operators of the experts in FP8: quantizers and grouped GEMMs of e4m3 operands.
 
-`reference.fp8` has the scales. x8, a8, dz8, w8 and w1_t, w2_t (transposed weights) are e4m3. w1 and
-w2 are the parameters: they lend dW their strides and dtype. A result that is not needed is None;
-through PyTorch's dispatcher it is an empty tensor.
+`reference.fp8` has the scales. x8 and a8 are e4m3. w1 and w2 are the parameters: they lend dW their
+strides and dtype, and are quantized again where the `Fp8Weight` beside them is empty. `bf16_dw`
+computes weight gradients from operands in bf16. A result that is not needed is None; through
+PyTorch's dispatcher it is an empty tensor.
 """
 
 import torch
 from torch import Tensor
 
 from ..enums import ActivationType
+from ..fp8_tensors import Fp8Dz, Fp8Kept, Fp8Weight
 from ..gradients import Fp8DownGradients, Fp8UpGradients
 from ..permutation import Permutation
 from ..reference import fp8 as reference
@@ -40,18 +42,18 @@ def quantize_rows(x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @operator(reference, "fp8")
-def quantize_weight(w: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """w, bf16 or fp32, in e4m3 (E, N, K), the same transposed (E, K, N), and the scale (E,)."""
+def quantize_weight(w: Tensor, transposed: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The fields of `Fp8Weight` for w (E, N, K), bf16 or fp32; w8_t is None unless `transposed`."""
     experts, n, k = w.shape
-    return _e4m3(w, experts, n, k), _e4m3(w, experts, k, n), _fp32(w, experts)
+    w8_t = _e4m3(w, experts, k, n) if transposed else None
+    return _e4m3(w, experts, n, k), w8_t, _fp32(w, experts)  # type: ignore
 
 
 @operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w8[1] * s.w8[2])
 def fp8_up(
     x8: Tensor,
     x_scale: Tensor,
-    w8: Tensor,
-    w_scale: Tensor,
+    w: Fp8Weight,
     p: Permutation,
     activation: ActivationType,
     gate_up: str,
@@ -62,7 +64,8 @@ def fp8_up(
 
     zmax is the largest |Z| of a block of 128 columns of A. Z and zmax are None unless `keep_z`.
     """
-    rows, n = p.rows_of(x8), w8.shape[1]
+    assert w.w8 is not None
+    rows, n = p.rows_of(x8), w.w8.shape[1]
     intermediate = activation.intermediate_size(n)
     z = x8.new_empty(rows, n, dtype=torch.bfloat16) if keep_z else None
     a_scale = _fp32(x8, ceil_div(intermediate, BLOCK), rows)
@@ -70,12 +73,30 @@ def fp8_up(
     return z, zmax, _e4m3(x8, rows, intermediate), a_scale  # type: ignore
 
 
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * s.w1[2])
+def fp8_recomputed(
+    dout: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w: Fp8Weight,
+    p: Permutation,
+    activation: ActivationType,
+    gate_up: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Fp8Kept` once more. `dout` is not read: it tells a compiler that this is
+    backward."""
+    rows, n = p.rows_of(x), w1.shape[1]
+    a_scale = _fp32(x, ceil_div(activation.intermediate_size(n), BLOCK), rows)
+    z = x.new_empty(rows, n, dtype=torch.bfloat16)
+    return z, torch.empty_like(a_scale), a_scale, _fp32(x, x.shape[0])
+
+
 @operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * s.w8[2])
 def fp8_gemm(
     a8: Tensor,
     a_scale: Tensor,
-    w8: Tensor,
-    w_scale: Tensor,
+    w: Fp8Weight,
     row_scores: Tensor | None,
     p: Permutation,
     backend: str,
@@ -84,13 +105,30 @@ def fp8_gemm(
 
     Sorted rows of no expert are zero.
     """
-    return a8.new_empty(a8.shape[0], w8.shape[1], dtype=torch.bfloat16)
+    assert w.w8 is not None
+    return a8.new_empty(a8.shape[0], w.w8.shape[1], dtype=torch.bfloat16)
+
+
+@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * s.w8[2])
+def fp8_down_and_combine(
+    a8: Tensor,
+    a_scale: Tensor,
+    w: Fp8Weight,
+    scores: Tensor | None,
+    p: Permutation,
+    tokens: int,
+    slices: int,
+    backend: str,
+) -> Tensor:
+    """`combine` of `fp8_gemm`; of Y only one of `slices` slices of H exists at a time."""
+    assert w.w8 is not None
+    return a8.new_empty(tokens, w.w8.shape[1], dtype=torch.bfloat16)
 
 
 def _of_dz(
     z: Tensor, experts: int, scores: Tensor | None, needs: Fp8DownGradients
 ) -> tuple[Tensor | None, ...]:
-    """dZ, dz_scale, dZᵀ, dz_t_scale, dscores."""
+    """The fields of `Fp8Dz`, and dscores."""
     rows, n = z.shape
     return (
         _e4m3(z, rows, n) if needs.dz else None,
@@ -110,46 +148,41 @@ def _of_dz(
 )
 def fp8_down_backward(
     dout: Tensor,
-    z: Tensor,
-    zmax: Tensor,
-    a_scale: Tensor,
-    x_scale: Tensor,
+    kept: Fp8Kept,
     w2: Tensor,
-    w2_t: Tensor,
-    w2_scale: Tensor,
+    w: Fp8Weight,
     scores: Tensor | None,
     p: Permutation,
     activation: ActivationType,
     gate_up: str,
     needs: Fp8DownGradients,
     fp32_dw: bool,
+    bf16_dw: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dZ e4m3 (R, N), dz_scale (R,), dZᵀ e4m3 (N, P), dz_t_scale (E,), dW2, dscores."""
-    *of_dz, dscores = _of_dz(z, w2_t.shape[0], scores, needs)
+    """The fields of `Fp8Dz`, dW2 and dscores."""
+    *of_dz, dscores = _of_dz(kept.z, w2.shape[0], scores, needs)
     dw2 = _like(w2, needs.dw2, torch.float32 if fp32_dw else None)
     return *of_dz, dw2, dscores  # type: ignore
 
 
-@operator(reference, "fp8", flops=lambda s: 4 * s.z[0] * s.w2_t[1] * s.w2_t[2])
+@operator(reference, "fp8", flops=lambda s: 4 * s.z[0] * s.w2[1] * s.w2[2])
 def fp8_down_backward_into(
     main_grad: Mutated,
     dout: Tensor,
-    z: Tensor,
-    zmax: Tensor,
-    a_scale: Tensor,
-    x_scale: Tensor,
-    w2_t: Tensor,
-    w2_scale: Tensor,
+    kept: Fp8Kept,
+    w2: Tensor,
+    w: Fp8Weight,
     scores: Tensor | None,
     p: Permutation,
     activation: ActivationType,
     gate_up: str,
     needs: Fp8DownGradients,
+    bf16_dw: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`fp8_down_backward` that adds dW2 to `main_grad`, fp32 with the strides of W2."""
-    return _of_dz(z, w2_t.shape[0], scores, needs)  # type: ignore
+    return _of_dz(kept.z, w2.shape[0], scores, needs)  # type: ignore
 
 
 def _dx(x: Tensor, needs: Fp8UpGradients) -> Tensor | None:
@@ -158,35 +191,36 @@ def _dx(x: Tensor, needs: Fp8UpGradients) -> Tensor | None:
 
 @operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * s.w1[2] * (s.dx + s.dw1))
 def fp8_up_backward(
-    dz8: Tensor | None,
-    dz_scale: Tensor | None,
-    dz_t: Tensor | None,
-    dz_t_scale: Tensor | None,
+    dz: Fp8Dz,
     x: Tensor,
     w1: Tensor,
-    w1_t: Tensor,
-    w1_scale: Tensor,
+    w: Fp8Weight,
     p: Permutation,
     needs: Fp8UpGradients,
     fp32_dw: bool,
+    bf16_dw: bool,
+    slices: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """dX = Σ dZ W1 over a token's rows, bf16, and dW1 = dZᵀ X. dX needs dz8, dW1 needs dz_t."""
+    """dX = Σ dZ W1 over a token's rows, bf16, and dW1 = dZᵀ X.
+
+    dX needs dz8, dW1 needs dz_t, or dz8 with `bf16_dw`. Rows of dX that are combined exist in one
+    of `slices` slices of H at a time.
+    """
     return _dx(x, needs), _like(w1, needs.dw1, torch.float32 if fp32_dw else None)  # type: ignore
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1_t[1] * s.w1_t[2] * (s.dx + 1))
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * s.w1[2] * (s.dx + 1))
 def fp8_up_backward_into(
     main_grad: Mutated,
-    dz8: Tensor | None,
-    dz_scale: Tensor | None,
-    dz_t: Tensor,
-    dz_t_scale: Tensor,
+    dz: Fp8Dz,
     x: Tensor,
-    w1_t: Tensor,
-    w1_scale: Tensor,
+    w1: Tensor,
+    w: Fp8Weight,
     p: Permutation,
     needs: Fp8UpGradients,
+    bf16_dw: bool,
+    slices: int,
     backend: str,
 ) -> Tensor:
     """`fp8_up_backward` that adds dW1 to `main_grad`, fp32 with the strides of W1; returns dX."""

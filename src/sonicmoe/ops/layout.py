@@ -2,7 +2,8 @@
 
 A kernel computes addresses from shapes. It reads by strides only the weights, dense in either order
 of their last two dimensions, and the rows of logits. Every other tensor argument of an operator is
-made contiguous here. What TMA reads must also start on 16 bytes.
+made contiguous here. What TMA reads must also start on 16 bytes. Tensors in tuples are the
+package's own and dense, unless they come through PyTorch's dispatcher: see `registry`.
 """
 
 import torch
@@ -12,7 +13,7 @@ from ..notices import say_once
 
 _WEIGHTS = frozenset(("w", "w1", "w2", "factor"))
 _ROWS = frozenset(("x", "a", "z", "dz", "dout", "u"))  # read by TMA, as weights are
-_E4M3 = frozenset(("x8", "a8", "dz8", "dz_t", "w8", "w1_t", "w2_t"))  # likewise
+_E4M3 = frozenset(("x8", "a8"))  # likewise
 _BY_STRIDES = frozenset(("logits",))  # launchers copy them where columns are not adjacent
 
 
@@ -38,11 +39,11 @@ class Layout:
         for i in self.rows:
             t = args[i]
             if t is not None:
-                args[i] = _for_tma(t.contiguous()) if for_kernels else t.contiguous()
+                args[i] = for_tma(t.contiguous()) if for_kernels else t.contiguous()
         for i in self.weights:
             w = dense_weight(args[i])
             if for_kernels:
-                w = _for_tma(w) if w.stride(2) == 1 else _for_tma(w.mT).mT
+                w = for_tma(w) if w.stride(2) == 1 else for_tma(w.mT).mT
             args[i] = w
         return args
 
@@ -69,7 +70,7 @@ def _check_main_grad(main_grad: torch.Tensor) -> None:
         )
 
 
-def _for_tma(t: torch.Tensor) -> torch.Tensor:
+def for_tma(t: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as TMA takes it: on 16 bytes, with the strides of its shape.
 
     The first stride of a contiguous tensor is arbitrary where its first size is 1.

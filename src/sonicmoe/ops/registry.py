@@ -21,7 +21,7 @@ from typing import Annotated, Any, get_type_hints
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .layout import Layout
+from .layout import Layout, for_tma
 
 Mutated = Annotated[torch.Tensor, "the operator adds to it"]
 
@@ -86,14 +86,13 @@ class Signature:
                 flat.append(a.value if form == "enum" else a)
         return flat
 
-    def unflatten(self, flat: Sequence) -> list:
-        """The arguments of the declaration; tensors in tuples become contiguous."""
+    def unflatten(self, flat: Sequence, for_kernels: bool) -> list:
+        """The arguments of the declaration, with dense tensors in the tuples."""
         values = iter(flat)
         args: list = []
         for kind, form in self.types:
             if form == "tuple":
-                fields = [next(values) for _ in kind._fields]
-                args.append(kind(*[_contiguous(v) for v in fields]))
+                args.append(kind(*[_dense(next(values), for_kernels) for _ in kind._fields]))
             else:
                 args.append(kind(next(values)) if form == "enum" else next(values))
         return args
@@ -105,8 +104,10 @@ def _form(kind: Any) -> str:
     return "tuple" if hasattr(kind, "_fields") else "plain"
 
 
-def _contiguous(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, torch.Tensor) else value
+def _dense(value: Any, for_kernels: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return for_tma(value.contiguous()) if for_kernels else value.contiguous()
 
 
 def operator(
@@ -140,11 +141,12 @@ def operator(
             return getattr(module, name), layout.dense(args, for_kernels)
 
         def dispatched(*flat: Any) -> Any:
-            function, args = chosen(signature.unflatten(flat))
+            for_kernels = layout is not None and flat[-1] == "triton"
+            function, args = chosen(signature.unflatten(flat, for_kernels))
             return every_result(function(*args), flat)
 
         def fake(*flat: Any) -> Any:
-            args = signature.unflatten(flat)
+            args = signature.unflatten(flat, for_kernels=False)
             if layout is not None:
                 args = layout.dense(args, for_kernels=False)
             return every_result(declaration(*args), flat)

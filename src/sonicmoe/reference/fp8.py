@@ -18,8 +18,9 @@ import math
 import torch
 
 from ..enums import ActivationType
+from ..fp8_tensors import Fp8Weight
 from ..permutation import Permutation
-from .activation import activate, activate_backward
+from .activation import activate, activate_backward, split_gate_up
 from .grouped_gemm import _expert_rows, _gather, _slots, combine
 from .quantize import BLOCK, power_of_two_scale, quantize_rows, quantize_weight, to_e4m3
 
@@ -48,40 +49,47 @@ def _block_amax(value: torch.Tensor) -> torch.Tensor:
     return _blocks(value).abs().amax(-1).T.contiguous()
 
 
-def fp8_up(x8, x_scale, w8, w_scale, p: Permutation, activation: ActivationType, gate_up, keep_z):
+def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, keep_z):
     """Z bf16, zmax (J, R), A e4m3, a_scale (J, R); Z and zmax are None unless `keep_z`."""
-    z = torch.zeros(p.rows_of(x8), w8.shape[1], device=x8.device)
+    z = torch.zeros(p.rows_of(x8), w.w8.shape[1], device=x8.device)
     for e, r in _expert_rows(p):
-        scale = _gather(x_scale, p, r)[:, None] * w_scale[e]
-        z[r] = _gemm(_gather(x8, p, r), w8[e].mT) * scale
+        scale = _gather(x_scale, p, r)[:, None] * w.w_scale[e]
+        z[r] = _gemm(_gather(x8, p, r), w.w8[e].mT) * scale
     a = activate(z, activation, gate_up)
     a_scale = power_of_two_scale(_block_amax(a))
     a8 = to_e4m3((_blocks(a) / a_scale.T[:, :, None]).flatten(1)[:, : a.shape[1]]).contiguous()
     if not keep_z:
         return None, None, a8, a_scale
-    halves = activate_halves(z, activation, gate_up)
+    halves = split_gate_up(z, gate_up) if activation.is_gated else (z,)
     zmax = torch.stack([_block_amax(h) for h in halves]).amax(0)
     return z.to(torch.bfloat16), zmax, a8, a_scale
 
 
-def activate_halves(z, activation: ActivationType, gate_up):
-    """Gate and up columns of a gated activation, or all columns."""
-    from .activation import split_gate_up
+def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
+    """Z, zmax, a_scale and x_scale once more."""
+    x8, x_scale, _ = quantize_rows(x)
+    w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False))
+    z, zmax, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, True)
+    return z, zmax, a_scale, x_scale
 
-    return split_gate_up(z, gate_up) if activation.is_gated else (z,)
 
-
-def fp8_gemm(a8, a_scale, w, w_scale, row_scores, p: Permutation):
+def fp8_gemm(a8, a_scale, w, row_scores, p: Permutation):
     """Y = A Wᵀ bf16 (R, N), times the row's score if given. a_scale is (J, R), or (1, R)."""
     columns = a8.shape[1]
     per_column = a_scale.T.repeat_interleave(BLOCK if len(a_scale) > 1 else columns, 1)
-    y = torch.zeros(a8.shape[0], w.shape[1], device=a8.device)
+    y = torch.zeros(a8.shape[0], w.w8.shape[1], device=a8.device)
     for e, r in _expert_rows(p):
         a = a8[r].float() * per_column[r, :columns]
-        y[r] = _gemm(a, w[e].mT) * w_scale[e]
+        y[r] = _gemm(a, w.w8[e].mT) * w.w_scale[e]
     if row_scores is not None:
         y *= row_scores[:, None]
     return y.to(torch.bfloat16)
+
+
+def fp8_down_and_combine(a8, a_scale, w, scores, p: Permutation, tokens, slices):
+    """In one piece: slices bound the memory of the kernels and change no bit."""
+    y = fp8_gemm(a8, a_scale, w, None, p)
+    return combine(y, scores, p.slot_row, p.token_start, tokens)
 
 
 def slope_bound(zmax: torch.Tensor, activation: ActivationType) -> torch.Tensor:
@@ -206,59 +214,79 @@ def weight_gradient(rows8, other_t, scale, p: Permutation):
     return out
 
 
-def fp8_down_backward(
-    dout, z, zmax, a_scale, x_scale, w2, w2_t, w2_scale, scores, p, activation, gate_up, needs,
-    fp32_dw,
-):  # fmt: skip
+def bf16_weight_gradient(tokens, rows, p: Permutation):
+    """(E, M, N) fp32: Σ over an expert's rows of tokens[token] (M,) times rows[row] (N,)."""
+    out = torch.zeros(len(p.expert_start) - 1, tokens.shape[1], rows.shape[1], device=rows.device)
+    for e, r in _expert_rows(p):
+        out[e] = _gemm(_gather(tokens, p, r).mT, rows[r])
+    return out
+
+
+def _with_transpose(w: Fp8Weight, parameter) -> Fp8Weight:
+    return w if w.w8_t is not None else Fp8Weight(*quantize_weight(parameter, True))
+
+
+def fp8_down_backward(dout, kept, w2, w, scores, p, activation, gate_up, needs, fp32_dw, bf16_dw):
     """dZ e4m3, dz_scale, dZᵀ, dz_t_scale, dW2 with the strides and dtype of W2, dscores."""
+    z, zmax, a_scale, x_scale = kept
+    w = _with_transpose(w, w2)
     do8, do_scale, do_norm = quantize_rows(dout)
     factors, dz_scale, dz_t_scale, a_t_scale = dz_scales(
-        scores, do_scale, do_norm, x_scale, zmax, a_scale, w2_scale, dout.shape[1], p, activation
+        scores, do_scale, do_norm, x_scale, zmax, a_scale, w.w_scale, dout.shape[1], p, activation
     )
-    dz8, dz_t, a_t, dscores = dz_gemm(do8, factors, z, w2_t, scores, p, activation, gate_up, needs)
+    dz8, dz_t, a_t, dscores = dz_gemm(
+        do8, factors, z, w.w8_t, scores, p, activation, gate_up, needs
+    )
     dw2 = None
     if needs.dw2:
         dw2 = torch.empty_like(w2, dtype=torch.float32 if fp32_dw else w2.dtype)
-        dw2.copy_(weight_gradient(do8, a_t, a_t_scale, p))
+        if bf16_dw:
+            a = scored_activation(z, scores, p, activation, gate_up)
+            dw2.copy_(bf16_weight_gradient(dout, a, p))
+        else:
+            dw2.copy_(weight_gradient(do8, a_t, a_t_scale, p))
     of_dz = (dz8, dz_scale if needs.dz else None, dz_t, dz_t_scale if needs.dz_t else None)
     return *of_dz, dw2, dscores
 
 
 def fp8_down_backward_into(
-    main_grad, dout, z, zmax, a_scale, x_scale, w2_t, w2_scale, scores, p, activation, gate_up,
-    needs,
-):  # fmt: skip
-    needs = needs._replace(dw2=True)
+    main_grad, dout, kept, w2, w, scores, p, activation, gate_up, needs, bf16_dw
+):
+    needs, w = needs._replace(dw2=True), _with_transpose(w, w2)
     *of_dz, dw2, dscores = fp8_down_backward(
-        dout, z, zmax, a_scale, x_scale, main_grad, w2_t, w2_scale, scores, p, activation, gate_up,
-        needs, True,
-    )  # fmt: skip
+        dout, kept, main_grad, w, scores, p, activation, gate_up, needs, True, bf16_dw
+    )
     main_grad.add_(dw2)
     return *of_dz, dscores
 
 
-def fp8_up_backward(
-    dz8, dz_scale, dz_t, dz_t_scale, x, w1, w1_t, w1_scale, p: Permutation, needs, fp32_dw
-):
+def scored_activation(z, scores, p: Permutation, activation: ActivationType, gate_up):
+    """A' = score · act(Z) in bf16 (R, I)."""
+    a = activate(z.float(), activation, gate_up)
+    for _, r in _expert_rows(p) if scores is not None else ():
+        a[r] *= scores.flatten()[_slots(p, r)][:, None]
+    return a.to(torch.bfloat16)
+
+
+def fp8_up_backward(dz, x, w1, w, p: Permutation, needs, fp32_dw, bf16_dw, slices):
     """dX bf16 and dW1 with the strides and dtype of W1."""
     dx = dw1 = None
     if needs.dx:
-        dx = fp8_gemm(dz8, dz_scale[None], w1_t, w1_scale, None, p)
+        dx = fp8_gemm(dz.dz8, dz.dz_scale[None], _with_transpose(w, w1).mT, None, p)
         if p.is_gathered:
             dx = combine(dx, None, p.slot_row, p.token_start, x.shape[0])
     if needs.dw1:
-        x8 = quantize_rows(x)[0]
         dw1 = torch.empty_like(w1, dtype=torch.float32 if fp32_dw else w1.dtype)
-        dw1.copy_(weight_gradient(x8, dz_t, dz_t_scale, p).mT)
+        if bf16_dw:
+            rows = (dz.dz8.float() * dz.dz_scale[:, None]).to(torch.bfloat16)  # exact
+            dw1.copy_(bf16_weight_gradient(x, rows, p).mT)
+        else:
+            dw1.copy_(weight_gradient(quantize_rows(x)[0], dz.dz_t, dz.dz_t_scale, p).mT)
     return dx, dw1
 
 
-def fp8_up_backward_into(
-    main_grad, dz8, dz_scale, dz_t, dz_t_scale, x, w1_t, w1_scale, p: Permutation, needs
-):
-    needs = needs._replace(dw1=True)
-    dx, dw1 = fp8_up_backward(
-        dz8, dz_scale, dz_t, dz_t_scale, x, main_grad, w1_t, w1_scale, p, needs, True
-    )
+def fp8_up_backward_into(main_grad, dz, x, w1, w, p: Permutation, needs, bf16_dw, slices):
+    needs, w = needs._replace(dw1=True), _with_transpose(w, w1)
+    dx, dw1 = fp8_up_backward(dz, x, main_grad, w, p, needs, True, bf16_dw, slices)
     main_grad.add_(dw1)
     return dx

@@ -27,11 +27,11 @@ def quantize_rows(x):
     return to_e4m3(x / scale[:, None]), scale, x.square().sum(-1).sqrt()
 
 
-def quantize_weight(w):
-    """e4m3 (E, N, K), the same transposed (E, K, N), and the scale (E,) of each expert."""
+def quantize_weight(w, transposed):
+    """e4m3 (E, N, K), the same transposed (E, K, N) or None, and the scale (E,) of each expert."""
     scale = power_of_two_scale(w.abs().amax((1, 2)).float())
     q = to_e4m3(w.float() / scale[:, None, None])
-    return q.contiguous(), q.mT.contiguous(), scale
+    return q.contiguous(), q.mT.contiguous() if transposed else None, scale
 
 
 def quantize_blocks(z: torch.Tensor, concatenated: bool) -> tuple[torch.Tensor, torch.Tensor]:
