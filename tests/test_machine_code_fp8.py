@@ -6,6 +6,7 @@ import pytest
 import torch
 from machine_code import bounds_from_outside, compiling, report
 
+from sonicmoe import KernelBackendMoE, MemoryPolicy, MoE, validation
 from sonicmoe.kernels.hopper.fp8_wgrad import exchange
 from sonicmoe.launch import fp8_wgrad
 from sonicmoe.permutation import Permutation
@@ -73,3 +74,22 @@ def test_order_of_rows_in_weight_gradients():
     found = [exchange.fn(row) for row in in_shared_memory.tolist()]
     assert found == reference.row_of_place().tolist()
     assert found != in_shared_memory.tolist()
+
+
+@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("recompute", 4)], ids=str)
+def test_steps_with_memory_policies(memory, monkeypatch):
+    """Slices read views of the weights; nothing spills that does not spill otherwise."""
+    monkeypatch.setattr(validation, "_interpreting", lambda: True)
+    monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
+    moe = MoE(8, 2, 512, 256, precision="fp8_bf16_dw", memory=memory, dtype=torch.bfloat16)
+    x = torch.zeros(300, 512, dtype=torch.bfloat16, requires_grad=True)
+    with compiling(90) as compiled:
+        out, _ = moe(x, KernelBackendMoE.sonicmoe)
+        out.sum().backward()
+    names = [kernel.metadata.name for kernel in compiled]
+    slices = moe.memory.slices
+    assert names.count("fp8_gemm_kernel") == 2 * slices
+    assert names.count("fp8_up_kernel") == 2
+    assert names.count("scored_activation_kernel") == names.count("dequantize_rows_kernel") == 1
+    for kernel in compiled:
+        assert report(kernel)["spills"] == 0, kernel.metadata.name

@@ -17,7 +17,7 @@ from helpers import (
 )
 
 import sonicmoe
-from sonicmoe import ActivationType, MoE
+from sonicmoe import ActivationType, MemoryPolicy, MoE
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -194,3 +194,53 @@ def test_nothing_waits_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     same_bits(dict(enumerate(got)), dict(enumerate(want)))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bf16_dw"])
+@pytest.mark.parametrize(
+    "memory", ["recompute", MemoryPolicy(slices=2), MemoryPolicy("recompute", 5)], ids=str
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ODD, routing="dropped"),
+        Case("3000,2048,256,16,4", gate_up="concatenated", transposed=True),
+        Case("500,1024,512,4,2", activation=ActivationType.RELU_SQ, routing="empty_experts"),
+    ],
+    ids=str,
+)
+def test_recompute_and_slices_change_no_bit(case, memory, precision):
+    inputs = make_inputs(case, CUDA)
+    layer = in_fp8 if precision == "fp8" else in_bf16_dw
+    keep, other = (
+        run_poisoned(partial(run, layer(case, memory=policy), inputs), CUDA)
+        for policy in ("keep", memory)
+    )
+    same_bits(keep, other)
+
+
+def in_bf16_dw(case: Case, memory="keep", backend: str | None = None):
+    options = {"precision": "fp8_bf16_dw", "memory": memory, "backend": backend}
+    return partial(sonicmoe.experts, **options, **case.options)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ODD, routing="dropped"),
+        Case(ODD, gate_up="concatenated", transposed=True),
+        Case(ODD, activation=ActivationType.GELU, routing="empty_experts"),
+    ],
+    ids=str,
+)
+def test_weight_gradients_in_bf16(case):
+    """As exact as plain PyTorch; output, dX and dscores have the bits of precision="fp8"."""
+    inputs = make_inputs(case, CUDA)
+    exact = run(plain(case), inputs.double())
+    rough = run(in_bf16_dw(case, backend="torch"), inputs)
+    got = run_poisoned(lambda: run(in_bf16_dw(case), inputs), CUDA)
+    fp8 = run(in_fp8(case), inputs)
+    for name, t in got.items():
+        error, allowed = relative_error(t, exact[name]), relative_error(rough[name], exact[name])
+        assert error <= MARGIN * allowed + 1e-6, (name, error, allowed)
+        assert name in ("dw1", "dw2") or torch.equal(t, fp8[name]), name

@@ -2,9 +2,19 @@
 
 import pytest
 import torch
-from fp8_checks import all_bf16, around_ties, check_rows, check_scales, check_weight, same
+from fp8_checks import (
+    all_bf16,
+    around_ties,
+    check_dequantized,
+    check_rows,
+    check_scales,
+    check_scored_activation,
+    check_weight,
+    same,
+)
 from helpers import ACTIVATIONS, poisoned
 
+from sonicmoe import ActivationType
 from sonicmoe.launch import quantize
 from sonicmoe.reference import fp8
 
@@ -83,3 +93,21 @@ def test_scales_of_few_rows(counts, dropped):
 )
 def test_scales_of_nan_and_infinity(bad):
     check_scales((100, 300, 600), bad=bad, dropped=0, device=CUDA)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1000, 520), (1, 16), (0, 64)])
+def test_rows_in_bf16(rows, columns):
+    check_dequantized(rows, columns, CUDA)
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["sorted", "gathered"])
+@pytest.mark.parametrize(
+    ("activation", "gate_up"),
+    [
+        (ActivationType.SWIGLU, "interleaved"),
+        (ActivationType.GEGLU, "concatenated"),
+        (ActivationType.RELU_SQ, "interleaved"),
+    ],
+)
+def test_scored_activation(activation, gate_up, gathered):
+    check_scored_activation(activation, gate_up, gathered, with_scores=True, device=CUDA)

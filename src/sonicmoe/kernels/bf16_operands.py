@@ -7,7 +7,7 @@ from .tile_order import load_tile
 from .triton.tile import pairs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def dequantize_rows_kernel(
     q, scale, out, rows, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
