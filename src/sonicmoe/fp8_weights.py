@@ -15,7 +15,8 @@ def quantize_weights(
     w1: torch.Tensor, w2: torch.Tensor, transposed: bool, backend: str
 ) -> tuple[Fp8Weight, Fp8Weight]:
     """Both weights; only the backward pass reads what is `transposed`."""
-    q1, q2 = (Fp8Weight(*ops.quantize_weight(w, transposed, backend)) for w in (w1, w2))
+    q1 = Fp8Weight(*ops.quantize_weight(w1, transposed, backend))
+    q2 = Fp8Weight(*ops.quantize_weight(w2, transposed, backend))
     return (q1, q2) if transposed else (q1._replace(w8_t=None), q2._replace(w8_t=None))
 
 
