@@ -108,7 +108,7 @@ FORMS = [
 @pytest.mark.parametrize(
     ("activation", "gate_up", "bias", "routing"),
     [  # Every form without and with biases, every routing with both of a gate's layouts.
-        (*form, bias, ROUTINGS[(i + 2 * bias) % 4])
+        pytest.param(*form, bias, ROUTINGS[(i + 2 * bias) % 4], marks=[pytest.mark.slow] * bias)
         for i, form in enumerate(FORMS)
         for bias in (False, True)
     ],
