@@ -7,6 +7,7 @@ the table; `make compatibility` runs the tests and adds the versions with which 
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +30,7 @@ FRAMEWORKS = {
 }
 
 
+@cache
 def claims() -> dict[str, list[str]]:
     """What the marks in the source say, by framework: read, so that nothing need be installed."""
     found: defaultdict[str, list[str]] = defaultdict(list)

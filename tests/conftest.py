@@ -31,6 +31,8 @@ SLOW = {
     "test_compatibility.py",
     "test_driver.py",
     "test_machine_code.py",
+    "test_machine_code_fp8.py",
+    "test_machine_code_fp8_dz.py",
     "test_package.py",
     "test_rounding_machine_code.py",
     "test_examples.py",
@@ -61,7 +63,8 @@ def pytest_collection_modifyitems(items):
         if not SLOW.isdisjoint(item.path.relative_to(TESTS).parts):
             item.add_marker(pytest.mark.slow)
     # The longest tests first: at the end one worker would run them while the others are idle.
-    items.sort(key=lambda item: item.path.name != "test_interpreter_kernels.py")
+    longest = ("test_interpreter_kernels.py", "test_candidates_compile.py")
+    items.sort(key=lambda item: (item.path.name not in longest, "slow" not in item.keywords))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -311,6 +311,7 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(in_fp8(SMALL)(**given).sum(), x, create_graph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_compiled_without_a_graph_break(compiler, cached):

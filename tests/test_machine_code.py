@@ -26,9 +26,13 @@ CACHE = 128 * 1024  # of instructions, by guess: dZ with 172 KB spent half its t
 
 
 def compile_layer(
-    arch, dtype, activation, gate_up, transposed, bias, sizes, gathered=True, keep_z="keep"
-):
-    """All kernels of a forward and backward pass, as compiled for `arch`."""
+    arch, dtype, activation, gate_up, transposed, bias, sizes,
+    gathered=True, keep_z="keep", whole=True,
+):  # fmt: skip
+    """All kernels of a forward and backward pass, as compiled for `arch`.
+
+    Unless `whole`, the GEMMs that write and read Z: the others do not depend on `keep_z`.
+    """
     hidden, intermediate = sizes
     experts, rows, tokens = 2, 64, 32 if gathered else 64
     columns = 2 * intermediate if activation.is_gated else intermediate
@@ -51,15 +55,18 @@ def compile_layer(
     needs = DownGradients(dz=True, dw2=True, db2=bias, dscores=gathered)
     with compiling(arch) as compiled:
         z, _, z_scale = grouped_gemm.up(x, w1, b1, p, activation, gate_up, keep_z)
-        grouped_gemm.down(new(rows, intermediate), w2, b2, None, p)
-        args = (z, z_scale, w2, b2, scores, p, activation, gate_up, needs, False)
-        dz, *_ = grouped_gemm.down_backward(x, *args)
-        grouped_gemm.up_backward(dz, x, w1, p, UpGradients(True, True, bias), False, 1)
+        args = (x, z, z_scale, w2, b2, scores, p, activation, gate_up, needs)
+        if whole:
+            grouped_gemm.down(new(rows, intermediate), w2, b2, None, p)
+            dz, *_ = grouped_gemm.down_backward(*args, False)
+            grouped_gemm.up_backward(dz, x, w1, p, UpGradients(True, True, bias), False, 1)
+        else:
+            grouped_gemm.dz_gemm(*args)
     return compiled
 
 
-def check(compiled, arch, tensor_cores):
-    """Returns how many of the six products the copy engine feeds."""
+def check(compiled, arch, tensor_cores, gemms=6):
+    """Returns how many of the GEMMs TMA feeds."""
     products = copied = 0
     for kernel in compiled:
         found, name = report(kernel), kernel.metadata.name
@@ -72,7 +79,7 @@ def check(compiled, arch, tensor_cores):
                 f"{name} misses tensor cores: {found}"
             )
             assert not bounds_from_outside(kernel), name
-    assert products == 6
+    assert products == gemms
     return copied
 
 
@@ -101,18 +108,18 @@ def test_report_agrees_with_a_disassembler(arch):
 
 
 @pytest.mark.parametrize(
-    ("gate_up", "transposed", "sizes"),
+    ("gate_up", "transposed", "bias", "sizes"),
     [
-        *product(LAYOUTS, [False, True], [WIDE]),
-        (LAYOUTS[0], False, NARROW),
-        (LAYOUTS[1], True, NARROW),
+        *product(LAYOUTS, [False, True], [False], [WIDE]),
+        (LAYOUTS[0], False, False, NARROW),
+        (LAYOUTS[1], True, True, NARROW),
     ],
     ids=str,
 )
-def test_hopper(gate_up, transposed, sizes):
+def test_hopper(gate_up, transposed, bias, sizes):
     activation = ActivationType.SWIGLU
     check(
-        compile_layer(90, torch.bfloat16, activation, gate_up, transposed, False, sizes),
+        compile_layer(90, torch.bfloat16, activation, gate_up, transposed, bias, sizes),
         90,
         True,
     )
@@ -162,10 +169,12 @@ def test_hopper_with_bias(activation):
     [
         *product([80, 100, 120], [ActivationType.SWIGLU, ActivationType.GELU]),
         (80, ActivationType.SWIGLU_CLAMPED),  # stored registers away in two slices
+        (89, ActivationType.SWIGLU),
     ],
 )
 def test_other_architectures(arch, activation):
-    compiled = compile_layer(arch, torch.bfloat16, activation, LAYOUTS[0], False, False, WIDE)
+    bias = not activation.is_gated
+    compiled = compile_layer(arch, torch.bfloat16, activation, LAYOUTS[0], False, bias, WIDE)
     assert check(compiled, arch, True) == (6 if arch == 100 else 0)
 
 
@@ -187,8 +196,10 @@ def test_other_architectures(arch, activation):
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_z_in_fp8(arch, dtype, activation, gate_up, sizes, bias):
-    compiled = compile_layer(arch, dtype, activation, gate_up, False, bias, sizes, keep_z="fp8")
-    check(compiled, arch, dtype.itemsize == 2)
+    whole = not bias and sizes in ((2048, 272), (264, 48))  # which no other test compiles
+    layer = (arch, dtype, activation, gate_up, False, bias, sizes)
+    compiled = compile_layer(*layer, keep_z="fp8", whole=whole)
+    check(compiled, arch, dtype.itemsize == 2, gemms=6 if whole else 2)
     products = [k for k in compiled if k.metadata.name.endswith(("up_kernel", "dz_kernel"))]
     up, dz = (k.asm["ptx"] for k in products)
     if arch >= 90:
@@ -219,17 +230,15 @@ def test_slices_of_h_read_views_of_the_weights(arch, transposed):
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_fp32(arch):
-    activation = ActivationType.SWIGLU
+    activation, bias = ActivationType.SWIGLU, arch == 90
     check(
-        compile_layer(arch, torch.float32, activation, LAYOUTS[1], False, False, NARROW),
+        compile_layer(arch, torch.float32, activation, LAYOUTS[1], False, bias, NARROW),
         arch,
         False,
     )
 
 
-@pytest.mark.parametrize(
-    ("arch", "experts"), [(80, 128), (90, 512), (90, 1000), (100, 128), (120, 128)]
-)
+@pytest.mark.parametrize(("arch", "experts"), [(80, 128), (90, 1000), (100, 512), (120, 128)])
 def test_routing(arch, experts):
     logits = torch.zeros(64, experts)
     with compiling(arch) as compiled:
@@ -311,7 +320,7 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
     """
 
     def kernels(tokens):
-        hidden, intermediate, experts, k = 64, 32, 16, 2
+        hidden, intermediate, experts, k = 64, 32, 48, 2  # those of test_warmup, found in its cache
 
         def new(*shape, dtype=torch.bfloat16):
             return torch.zeros(shape, dtype=dtype)

@@ -183,12 +183,13 @@ def test_a_kernel_that_does_not_compile(monkeypatch):
     """Its error is raised, and the next compilation is none the worse for it."""
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(precompile, "_load", lambda *_: None)
-    broken = triton.JITFunction(_broken_kernel)
+    broken, small = triton.JITFunction(_broken_kernel), triton.JITFunction(_small_kernel)
     meta = torch.empty(1, device="meta")
-    with compiling(90):
+    with compiling(90) as compiled:
         with pytest.raises(triton.CompilationError):
             compile_together(lambda: launch(broken, (1,), meta), 0)
-        compile_together(lambda: run_step(Layer(H, I, 8, 1), functional.experts), 0)
+        compile_together(lambda: launch(small, (1,), meta, VALUE=4), 0)
+    assert compiled[-1].result().metadata.name == "_small_kernel"
 
 
 def test_python_is_left_as_it_was(monkeypatch):
