@@ -64,7 +64,7 @@ InterpreterBuilder.create_dot = _create_dot
 interpreter.ReduceOps.apply_impl = _reduce
 interpreter._convert_float = _convert_float
 
-# --- the same, in a quarter of the time -----------------------------------------------------------
+# --- the same, faster -----------------------------------------------------------------------------
 # Without `debug`, checks for overflow are computed and thrown away: a quarter of the operations.
 interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
 
@@ -168,7 +168,7 @@ def _as_type(tensor, type):
 
 
 def _scalar_constant(self, value, dtype):
-    key = value, dtype.name
+    key = repr(value), dtype.name  # 0.0 and -0.0 are equal
     if key not in _constants:
         _constants[key] = _make_constant(self, value, dtype)
     return _constants[key]
