@@ -224,7 +224,7 @@ def test_every_extra_names_the_oldest_version_that_works():
         assert all(">=" in need for need in project["optional-dependencies"][extra]), extra
 
 
-@pytest.mark.parametrize("package", ["transformers", "torchtitan"])
+@pytest.mark.parametrize("package", ["transformers", "peft", "torchtitan"])
 def test_an_integration_without_its_framework_says_what_to_install(package):
     """Also where it is too old to have what is imported from it."""
     program = f"""
