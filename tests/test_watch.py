@@ -298,9 +298,9 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match="every: expected an integer of at least 1"):
         sonicmoe.watch(MoE(4, 2, 16, 8), every=0)
     with pytest.raises(ValueError, match="model: expected a model with"):
-        sonicmoe.watch("model")  # type: ignore[arg-type]
+        sonicmoe.watch("model")
     with pytest.raises(ValueError, match="writers: expected functions of a step"):
-        sonicmoe.watch(MoE(4, 2, 16, 8), "load.jsonl")  # type: ignore[arg-type]
+        sonicmoe.watch(MoE(4, 2, 16, 8), "load.jsonl")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="path: expected a folder"):
         JsonLines(tmp_path / "file" / "load.jsonl")
