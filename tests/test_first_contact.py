@@ -188,6 +188,17 @@ def test_a_corrupt_run_json_is_one_line(command, content, tmp_path, capsys):
     assert "The file is damaged" in error
 
 
+@pytest.mark.parametrize("content", [None, "", "{}", '{"added_tokens": []}', "[]"])
+@pytest.mark.parametrize("command", ["generate", "export"])
+def test_a_corrupt_tokenizer_is_one_line(command, content, tmp_path, capsys):
+    (tmp_path / "run.json").write_text(json.dumps(GOOD))
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    more = [str(tmp_path / "out")] if command == "export" else []
+    error = refused([command, str(tmp_path), *more], capsys)
+    assert "run: expected a tokenizer.json" in error and "Restore the file" in error
+
+
 # --- names and numbers that agree -----------------------------------------------------------------
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_divide_over_eight_ranks(preset):
