@@ -14,6 +14,8 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 os.environ["SONICMOE_TUNED"] = ""  # the choices that are shipped, not those of this machine
 # PyTorch reads this once, at the first product of a process: with it cuBLAS can repeat itself.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# transformers 5.22 with the package kernels 0.17 makes models that cannot be pickled.
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
 if not torch.cuda.is_available():
     # On problems this small, threads only compete with other workers and with other processes.
     torch.set_num_threads(1)

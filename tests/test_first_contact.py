@@ -69,6 +69,7 @@ TINY = ["--device", "cpu", "--shape", "64,32,16,4,2"]
         (["bench", *TINY[2:], "--device", "gpu"], "--device: expected cpu, or a GPU"),
         (["bench", *TINY[2:], "--device", "mps"], "--device: expected cpu, or a GPU"),
         (["bench", *TINY, "--results", "FILE/x"], "--results: expected a folder"),
+        (["bench", *TINY, "--results", "/proc/x"], "--results: expected a folder that can be"),
         (["bench", *TINY, "--routing", "uniform", "warm"], "--routing: expected one of"),
         (["verify", *TINY, "--routing", "uniform", "warm"], "--routing: expected one of"),
         (["train", "--router", "nine"], "router: expected one of softmax_over_topk"),
@@ -77,12 +78,18 @@ TINY = ["--device", "cpu", "--shape", "64,32,16,4,2"]
         (["train", "--set", "vocab_size=100"], "vocab_size: expected at least 257"),
         (["train", "--expert-parallel", "2"], "expert_parallel: expected a divisor"),
         (["train", "--name", "a/b"], "--name: expected the name of one folder"),
+        (["train", "--name", ".."], "--name: expected the name of one folder"),
+        (["train", "--name", ""], "--name: expected the name of one folder"),
+        (["train", "--data", ""], "data: expected 'local', a file"),
         (["train", "--runs", "FILE/runs"], "--runs: expected a folder"),
         (["compare", "--routers", "softmax_over_topk,nine"], "router: expected one of"),
         (["compare", "--backends", "torch,nine"], "backend: expected one of auto"),
+        (["compare", "--seeds", ""], "--seeds: expected different names"),
         (["compare", "--seeds", "0,x"], "seed: expected a value of type int"),
         (["compare", "--runs", "FILE/runs"], "--runs: expected a folder"),
         (["compare", "--data", "no/such/file"], "data: expected 'local', a file"),
+        (["plan", "--set", "backend=grouped_mm"], "backend: expected one of auto"),
+        (["plan", "--set", "router=nine"], "router: expected one of"),
         (["generate", "FILE"], "run: expected the folder of an earlier run"),
         (["export", "FILE", "FILE/out"], "output: expected a folder"),
     ],
@@ -181,6 +188,17 @@ def test_a_corrupt_run_json_is_one_line(command, content, tmp_path, capsys):
     assert "The file is damaged" in error
 
 
+@pytest.mark.parametrize("content", [None, "", "{}", '{"added_tokens": []}', "[]"])
+@pytest.mark.parametrize("command", ["generate", "export"])
+def test_a_corrupt_tokenizer_is_one_line(command, content, tmp_path, capsys):
+    (tmp_path / "run.json").write_text(json.dumps(GOOD))
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    more = [str(tmp_path / "out")] if command == "export" else []
+    error = refused([command, str(tmp_path), *more], capsys)
+    assert "run: expected a tokenizer.json" in error and "Restore the file" in error
+
+
 # --- names and numbers that agree -----------------------------------------------------------------
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_divide_over_eight_ranks(preset):
@@ -220,7 +238,7 @@ def test_every_extra_names_the_oldest_version_that_works():
         assert all(">=" in need for need in project["optional-dependencies"][extra]), extra
 
 
-@pytest.mark.parametrize("package", ["transformers", "torchtitan"])
+@pytest.mark.parametrize("package", ["transformers", "peft", "torchtitan"])
 def test_an_integration_without_its_framework_says_what_to_install(package):
     """Also where it is too old to have what is imported from it."""
     program = f"""

@@ -101,6 +101,18 @@ def test_compiled():
     assert torch.equal(load.rows, 3 * chosen(moe, x))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inference_mode_before_and_after_training(compiled):
+    layer, x = MoE(4, 2, 16, 8), torch.randn(10, 16)
+    watch = sonicmoe.watch(layer)
+    model = torch.compile(layer, backend="eager") if compiled else layer
+    for _ in range(2):
+        with torch.inference_mode():
+            model(x)
+        model(x)[0].sum().backward()
+        assert int(watch.read()["MoE"].rows.sum()) == 2 * 2 * 10
+
+
 def test_nothing_waits_for_the_device_in_the_step():
     """On the meta device every read of a value is an error."""
     with torch.device("meta"):
@@ -225,6 +237,11 @@ def test_json_lines_every_few_steps(tmp_path):
     assert set(records[0]) == {"step", "layer", "rows", "violation", "dead", "entropy"}
 
 
+def test_json_lines_makes_the_folder(tmp_path):
+    JsonLines(tmp_path / "new" / "folder" / "load.jsonl").close()
+    assert (tmp_path / "new" / "folder" / "load.jsonl").exists()
+
+
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard", reason="comes with the extra 'train'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -280,6 +297,10 @@ def test_bad_arguments(tmp_path):
         sonicmoe.watch(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="every: expected an integer of at least 1"):
         sonicmoe.watch(MoE(4, 2, 16, 8), every=0)
+    with pytest.raises(ValueError, match="model: expected a model with"):
+        sonicmoe.watch("model")
+    with pytest.raises(ValueError, match="writers: expected functions of a step"):
+        sonicmoe.watch(MoE(4, 2, 16, 8), "load.jsonl")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="path: expected a folder"):
         JsonLines(tmp_path / "file" / "load.jsonl")

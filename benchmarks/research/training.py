@@ -133,7 +133,7 @@ def throughput(base: TrainConfig, backends: Sequence[str], place: Place) -> list
     configs, missing = {}, []
     for name in backends:
         try:
-            check_backend(name, base.model.router)
+            check_backend(name, base)
             configs[name] = base.override({"backend": name})
         except MissingExtra:
             missing.append({"experiment": "throughput", "run": name, "failed": "not installed"})

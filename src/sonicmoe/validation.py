@@ -1,6 +1,6 @@
 """Every check of a caller's arguments. No check waits for values on a GPU: see `nan_unless`."""
 
-import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -73,9 +73,13 @@ def check_writable(argument: str, folder: Path) -> None:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise bad_argument(argument, "a folder", f"the file {existing}", "Name another folder.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        expected, got = "a folder that can be written to", f"{existing}, which cannot"
-        raise bad_argument(argument, expected, got, "Name another, or change its permissions.")
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # `os.access` tells root yes wherever it asks
+            pass
+    except OSError as error:
+        expected, got = "a folder that can be written to", f"{existing} ({error.strerror})"
+        remedy = "Name another, or change its permissions."
+        raise bad_argument(argument, expected, got, remedy) from None
 
 
 def check_num_experts(num_experts: int, name: str = "num_experts") -> None:

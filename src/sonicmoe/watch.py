@@ -71,6 +71,10 @@ def watch(
     `all_reduce` may map a rank's rows (layers · experts,) to those of all ranks.
     """
     check_size("every", every)
+    for writer in writers:
+        if not callable(writer):
+            expected, remedy = "functions of a step and its loads", "JsonLines(path) writes a file."
+            raise bad_argument("writers", expected, repr(writer), remedy)
     return Watch(model, writers, every, all_reduce)
 
 
@@ -81,7 +85,8 @@ class Watch:
         self.writers, self.every, self.all_reduce = writers, every, all_reduce
         self.steps = 0
         self._rows: dict[str, torch.Tensor] = {}
-        self._hooks = [self._hook(*layer) for layer in _layers(model)]
+        layers = _layers(model) if isinstance(model, nn.Module) else ()
+        self._hooks = [self._hook(*layer) for layer in layers]
         if not self._hooks:
             expected = "a model with sonicmoe.MoE or experts of transformers in it"
             remedy = "Its experts must receive top_k_index, or its routers return their logits."
@@ -96,8 +101,9 @@ class Watch:
         if self.all_reduce is not None:
             rows = self.all_reduce(rows)
         parts = rows.cpu().split([len(r) for r in self._rows.values()])
-        for r in self._rows.values():
-            r.zero_()
+        with torch.inference_mode():  # a compiled model may have made them in inference mode
+            for r in self._rows.values():
+                r.zero_()
         return {name: Load(part) for name, part in zip(self._rows, parts, strict=True)}
 
     def step(self) -> dict[str, Load] | None:
@@ -146,7 +152,8 @@ class Watch:
             return  # a checkpoint runs the forward pass again, inside the backward pass
         counts = ops.count(ids, experts, resolve_backend(None, ids))
         if name not in self._rows:
-            self._rows[name] = torch.zeros_like(counts, dtype=torch.int64)
+            with torch.inference_mode(False):  # else only inference could add to it
+                self._rows[name] = torch.zeros_like(counts, dtype=torch.int64)
         self._rows[name] += counts
 
 
@@ -182,6 +189,7 @@ class JsonLines:
 
     def __init__(self, path: str | Path) -> None:
         check_writable("path", Path(path).parent)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 closed by close()
 
     def __call__(self, step: int, loads: dict[str, Load]) -> None:

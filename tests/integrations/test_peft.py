@@ -15,6 +15,7 @@ from hf_models import NAME, close, small, step, with_backend
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sonicmoe.integrations import transformers as adapter
 from sonicmoe.integrations.peft import use_lora_experts
@@ -317,6 +318,20 @@ def test_experts_in_fp8_raise():
     none = adapter.LowRank(torch.zeros(0), torch.zeros(0))
     with pytest.raises(ValueError, match=r"^precision: expected None with LoRA on the experts"):
         experts(torch.randn(4, 32), torch.randint(4, (4, 2)), torch.rand(4, 2), lora1=none)
+
+
+def test_other_models_keep_what_the_name_stands_for(monkeypatch):
+    table = type(ALL_EXPERTS_FUNCTIONS)._global_mapping
+    monkeypatch.setitem(table, NAME, adapter.experts_forward)  # restored afterwards
+    register(memory="recompute")
+    frugal = table[NAME]
+    use_lora_experts(adapted())
+    assert table[NAME] is frugal
+    register(precision="fp8")
+    model = adapted()
+    with pytest.raises(ValueError, match=r"^model: expected experts without precision='fp8'"):
+        use_lora_experts(model)
+    assert model.config._experts_implementation == "eager"
 
 
 def test_lora_on_a_bias_raises():

@@ -378,6 +378,9 @@ def test_names_of_transformers_are_not_taken(names_restored):
         adapter.register("sonicmoe")
     with pytest.raises(ValueError, match="name: expected a name other than"):
         adapter.register("eager", replace=True)
+    for name in ("", 3):
+        with pytest.raises(ValueError, match="name: expected a string that is not empty"):
+            adapter.register(name)
     adapter.register("another_name")
     adapter.register("another_name")
 

@@ -104,6 +104,8 @@ def test_plan_prints_its_assumptions_and_the_paper(capsys):
                  "FSDP", "of peak", "data sheet", "not measured", "what if", "calibrated factor",
                  "no transfer is hidden", "blocks are recomputed"):  # fmt: skip
         assert word in out
+    assert main(["plan", "--set", "precision=fp8"]) == 0
+    assert "times are of bf16" in capsys.readouterr().out
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200"
@@ -168,19 +170,30 @@ def test_every_assumption_moves_the_prediction_the_right_way():
     assert found["no transfer is hidden"] < plan.PAPER[0] < usual
 
 
+def test_recomputing_z_takes_what_was_measured():
+    found = [r for r in read(RESULTS) if r.get("kind") == "memory policies"]
+    extra = {r["shape"]: r["relative"] - 1 for r in found if r["memory"] == "recompute"}
+    assert len(extra) == 5
+    for shape, share in extra.items():
+        again = _planned(plan.up_seconds, shape) / _planned(plan.moe_seconds, shape)
+        assert again == pytest.approx(share, abs=0.05), shape
+
+
 def test_plan_reacts_as_it_should():
     from sonicmoe.train.presets import preset
 
     config = preset("7B").override({"precision": "autocast"})
     eff = plan.Efficiency()
 
-    def tokens(gpus, shard, expert_parallel=1, device="H100"):
+    def tokens(gpus, shard, expert_parallel=1, device="H100", **changes):
         layout = plan.Layout(gpus, shard, expert_parallel, 1)
-        return plan.predict(config, gpu(device), layout, eff)
+        return plan.predict(config.override(changes), gpu(device), layout, eff)
 
     assert tokens(64, 64).memory.state < tokens(64, 8).memory.state
     assert tokens(64, 64, device="A100").tokens_per_day < tokens(64, 64).tokens_per_day
     assert tokens(128, 64).tokens_per_day > 1.5 * tokens(64, 64).tokens_per_day
+    assert tokens(64, 64, memory="recompute").tokens_per_day < tokens(64, 64).tokens_per_day
+    assert tokens(64, 64, memory="recompute").memory.kept < tokens(64, 64).memory.kept
     assert tokens(64, 64, 8).transfers["expert all-to-all"] > 0
     assert tokens(64, 64).transfers["expert all-to-all"] == 0
     with pytest.raises(ValueError, match="divisor"):

@@ -24,7 +24,17 @@ from sonicmoe.train.run import configure
         ({"warmup_steps": 10**6}, ["warmup_steps", "below steps"]),
         ({"keep": -1}, ["keep", "0 or more", "-1"]),
         ({"validation_fraction": 0.9}, ["validation_fraction", "0.9"]),
-        ({"learning_rate": -1}, ["learning_rate", "-1"]),
+        ({"learning_rate": -1}, ["learning_rate", "above 0", "-1"]),
+        ({"learning_rate": "nan"}, ["learning_rate", "finite", "nan"]),
+        ({"learning_rate": "inf"}, ["learning_rate", "finite", "inf"]),
+        ({"gradient_clip": 0}, ["gradient_clip", "> 0", "inf clips nothing"]),
+        ({"gradient_clip": -1}, ["gradient_clip", "> 0", "-1"]),
+        ({"beta1": 2}, ["beta1", "below 1", "2"]),
+        ({"weight_decay": "nan"}, ["weight_decay", "0 or more", "nan"]),
+        ({"data_megabytes": -1}, ["data_megabytes", "above 0", "-1"]),
+        ({"loss_chunk": -5}, ["loss_chunk", "0 or more", "-5"]),
+        ({"rope_theta": 0}, ["rope_theta", "above 0"]),
+        ({"init_std": -1}, ["init_std", "0 or more", "-1"]),
     ],
 )
 def test_errors_name_the_argument_and_what_came(values, words):
@@ -47,9 +57,10 @@ def test_assignments_and_toml(tmp_path):
     path.write_text('seed = 4\n[model]\nhidden_size = 64\n[train]\ndata = ["a.txt", "b"]\n')
     config = preset("demo").override(read_toml(path))
     assert (config.seed, config.model.hidden_size, config.data) == (4, 64, ("a.txt", "b"))
-    path.write_text("seed = = 4")
-    with pytest.raises(ValueError, match="TOML"):
-        read_toml(path)
+    for content in (b"seed = = 4", b"\xff\xfe"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"--config: expected valid TOML, got .*run\.toml"):
+            read_toml(path)
     with pytest.raises(ValueError, match="--config"):
         read_toml(tmp_path / "absent.toml")
 

@@ -53,10 +53,19 @@ def test_every_way_of_computing_a_step_trains(tiny, cache, tmp_path, change):
     assert numbers["last_loss"] < numbers["first_loss"]
 
 
-def test_peers_have_no_fp8(tiny, cache, tmp_path):
-    config = tiny.override({"precision": "fp8", "backend": "grouped_mm"})
-    with pytest.raises(ValueError, match=r"^backend: expected .* with precision=fp8"):
+@pytest.mark.parametrize("setting", ["precision=fp8", "memory=recompute", "z_loss_coef=0.1",
+                                     "router=sigmoid"])  # fmt: skip
+def test_peers_ignore_no_setting(tiny, cache, tmp_path, setting):
+    key, _, value = setting.partition("=")
+    config = tiny.override({key: value, "backend": "grouped_mm"})
+    with pytest.raises(ValueError, match=f"^backend: expected .* with {setting}, got grouped_mm"):
         run.train(config, tmp_path / "run", cache)
+
+
+def test_the_memory_that_our_layer_saves_is_not_claimed_for_peers(tiny, cache, tmp_path):
+    config = tiny.override({"steps": 1, "backend": "grouped_mm"})
+    assert run.train(config, tmp_path / "run", cache)["kept_bytes"] is None
+    assert "kept for backward" not in (tmp_path / "run" / "summary.md").read_text()
 
 
 def test_recomputation_and_chunks_change_no_number(tiny, cache, tmp_path):

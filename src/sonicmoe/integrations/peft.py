@@ -10,15 +10,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel
-from peft.tuners.lora import ParamWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import bad_argument
+from ..extras import missing
 from .lora import LowRank
-from .transformers import _calls_ours, register
+from .transformers import ALL_EXPERTS_FUNCTIONS, _calls_ours, register
+
+try:
+    from peft import PeftModel
+    from peft.tuners.lora import ParamWrapper
+except ImportError as error:
+    raise missing("peft", "sonicmoe.integrations.peft") from error
 
 _NAME = "sonicmoe_experts"
 
@@ -41,11 +45,16 @@ def use_lora_experts(model: nn.Module) -> int:
             f"{type(model).__name__} without any",
             "Pass target_parameters=['experts.gate_up_proj', 'experts.down_proj'] to LoraConfig.",
         )
-    if any(_is_fp8(wrapper.get_base_layer()) for wrapper in outer):
+    functions = [_implementation(wrapper.get_base_layer()) for wrapper in outer]
+    is_ours = all(map(_calls_ours, functions))
+    if not is_ours:
+        if not _calls_ours(ALL_EXPERTS_FUNCTIONS.get(_NAME)):  # else other models may use it
+            register(_NAME)
+        functions = [ALL_EXPERTS_FUNCTIONS[_NAME]]
+    if any(getattr(f, "keywords", {}).get("precision") is not None for f in functions):
         expected, remedy = "experts without precision='fp8'", "Call register() without precision."
         raise bad_argument("model", expected, "experts in FP8", remedy)
-    register(_NAME)
-    if not all(_is_ours(wrapper.get_base_layer()) for wrapper in outer):
+    if not is_ours:
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         base.set_experts_implementation(_NAME)
     for wrapper in outer:
@@ -103,10 +112,6 @@ def _weights(experts: Any) -> tuple[str, str]:
 
 def _implementation(experts: Any) -> Any:
     return ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
-
-
-def _is_fp8(experts: Any) -> bool:
-    return getattr(_implementation(experts), "keywords", {}).get("precision") is not None
 
 
 def _is_ours(experts: Any) -> bool:

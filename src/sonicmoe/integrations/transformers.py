@@ -42,9 +42,11 @@ def register(
     Use it in `from_pretrained` or `model.set_experts_implementation`. transformers already has a
     "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
     package behind that name, for this process. Models whose experts do not use transformers'
-    interface would ignore the name: asking for it raises a ValueError from now on. `precision` and
-    `memory` are those of `sonicmoe.experts`; adapters always keep Z.
+    interface, or are loaded quantized, would ignore the name: asking for it raises a ValueError
+    from now on. `precision` and `memory` are those of `sonicmoe.experts`; adapters always keep Z.
     """
+    if not isinstance(name, str) or not name:
+        raise bad_argument("name", "a string that is not empty", repr(name), _KEEP)
     check_precision(precision)
     policy = memory_policy(memory, precision)
     current = ALL_EXPERTS_FUNCTIONS.get(name, experts_forward)
@@ -143,6 +145,8 @@ def _refuse_models_without_interface() -> None:
     def checked(self, requested_experts):
         name = original(self, requested_experts)
         if _calls_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
+            if self._can_set_experts_implementation():
+                _check_not_quantized(getattr(self.config, "quantization_config", None))
             for model in self.modules():  # in its constructor: the model alone
                 if isinstance(model, PreTrainedModel):
                     _check_interface(type(model))
@@ -150,6 +154,24 @@ def _refuse_models_without_interface() -> None:
 
     checked._of_sonicmoe = True  # type: ignore[attr-defined]
     PreTrainedModel.get_correct_experts_implementation = checked
+
+
+_QUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+
+
+def _check_not_quantized(config: Any) -> None:
+    """transformers replaces the experts of such a model by its own modules when it is loaded."""
+    method = getattr(config, "quant_method", None)
+    if method not in _QUANTIZED or config.dequantize:
+        return
+    left_out = config.modules_to_not_convert or ()
+    if not any(re.search(r"(^|\W)experts", name) for name in left_out):
+        raise bad_argument(
+            "experts_implementation",
+            "None for experts that stay quantized",
+            f"a name for a model in {_QUANTIZED[method].removesuffix('Config')}",
+            f"Load it with quantization_config={_QUANTIZED[method]}(dequantize=True).",
+        )
 
 
 @cache

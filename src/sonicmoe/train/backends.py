@@ -14,6 +14,7 @@ from ..errors import bad_argument
 from ..extras import need
 from ..functional import topk_scores
 from ..moe import MoE
+from .config import TrainConfig
 
 _LAYER = {"auto": None, "sonicmoe": KernelBackendMoE.sonicmoe, "torch": KernelBackendMoE.torch}
 
@@ -25,16 +26,20 @@ def run_layer(moe: MoE, x: torch.Tensor, backend: str) -> tuple[torch.Tensor, to
     return _peer_layer(moe, x, _PEERS[backend])
 
 
-def check_backend(backend: str, config_router: str, precision: str = "autocast") -> None:
+def check_backend(backend: str, config: TrainConfig) -> None:
+    """ValueError if there is no such backend, or if it would ignore a setting."""
     if backend not in BACKENDS:
         raise bad_argument("backend", f"one of {', '.join(BACKENDS)}", repr(backend), "See --help.")
-    if backend in _PEERS and config_router != "softmax_over_topk":
-        expected, got = f"{', '.join(_LAYER)} with this router", f"{backend} and {config_router}"
-        remedy = "Peers are compared with router=softmax_over_topk."
-        raise bad_argument("backend", expected, got, remedy)
-    if backend in _PEERS and precision == "fp8":
-        expected, remedy = f"{', '.join(_LAYER)} with precision=fp8", "Peers have no FP8."
-        raise bad_argument("backend", expected, backend, remedy)
+    only_ours = {
+        f"router={config.model.router}": config.model.router != "softmax_over_topk",
+        "precision=fp8": config.precision == "fp8",
+        f"memory={config.memory}": config.memory != "keep",
+        f"z_loss_coef={config.model.z_loss_coef:g}": config.model.z_loss_coef != 0,
+    }
+    for setting, is_set in only_ours.items():
+        if is_set and backend in _PEERS:
+            expected, remedy = f"{', '.join(_LAYER)} with {setting}", "Peers do not have it."
+            raise bad_argument("backend", expected, backend, remedy)
     if backend == "scattermoe":
         need("scattermoe.mlp", "backend=scattermoe")
 

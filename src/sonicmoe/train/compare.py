@@ -26,7 +26,7 @@ def variants(
     choices = {
         "router": names("--routers", routers),
         "backend": names("--backends", backends),
-        "seed": names("--seeds", seeds) if seeds else [str(config.seed)],
+        "seed": [str(config.seed)] if seeds is None else names("--seeds", seeds),
     }
     varying = [key for key, values in choices.items() if len(values) > 1] or ["router"]
     found = {}

@@ -1,6 +1,7 @@
 """What a run is made of: the model's sizes and the training around it, frozen."""
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,10 @@ class ModelConfig:
         for f in dataclasses.fields(self):
             if f.type is int:
                 _positive(f.name, getattr(self, f.name))
+        for name in ("aux_loss_coef", "z_loss_coef", "init_std"):
+            _not_negative(name, getattr(self, name))
+        for name in ("rope_theta", "norm_eps"):
+            _above_zero(name, getattr(self, name))
         for name in ("hidden_size", "intermediate_size"):
             _multiple(name, getattr(self, name), 8)
         _multiple("head_dim", self.head_dim, 2)
@@ -59,6 +64,8 @@ class ModelConfig:
 
 _POSITIVE = ["steps", "batch", "micro_batch", "log_every", "validate_every", "expert_parallel"]
 _POSITIVE += ["validation_sequences", "checkpoint_every"]
+_NOT_NEGATIVE = ["weight_decay", "beta1", "beta2", "final_learning_rate_ratio"]
+_NOT_NEGATIVE += ["loss_chunk", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +118,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             _positive(name, getattr(self, name))
-        if self.keep < 0:
-            raise bad_argument("keep", "0 or more", self.keep, "0 writes no checkpoints.")
+        for name in _NOT_NEGATIVE:
+            _not_negative(name, getattr(self, name))
+        for name in ("learning_rate", "data_megabytes"):
+            _above_zero(name, getattr(self, name))
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise bad_argument(name, "below 1", getattr(self, name), "Try 0.9.")
+        if not self.gradient_clip > 0:
+            raise bad_argument("gradient_clip", "> 0", self.gradient_clip, "inf clips nothing.")
         _multiple("batch", self.batch, self.micro_batch, "micro_batch")
         if self.precision not in PRECISIONS:
             remedy = "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
@@ -127,8 +141,6 @@ class TrainConfig:
         if not 0 < self.validation_fraction < 0.5:
             got, remedy = self.validation_fraction, "0.05 holds out every twentieth document."
             raise bad_argument("validation_fraction", "between 0 and 0.5", got, remedy)
-        if self.learning_rate <= 0:
-            raise bad_argument("learning_rate", "> 0", self.learning_rate, "Try 1e-3.")
 
     @property
     def is_autocast(self) -> bool:
@@ -218,7 +230,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise bad_argument("--config", "a TOML file", repr(str(path)), "Check the path.")
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # not UTF-8, or not TOML
         raise bad_argument("--config", "valid TOML", f"{path}: {error}", "Correct it.") from None
     flat: dict[str, Any] = {}
     for key, value in document.items():
@@ -229,6 +241,16 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def _positive(name: str, value: int) -> None:
     if value < 1:
         raise bad_argument(name, "at least 1", value, f"Set {name} to a positive integer.")
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise bad_argument(name, "a finite number, 0 or more", value, f"Set {name} to one.")
+
+
+def _above_zero(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise bad_argument(name, "a finite number above 0", value, f"Set {name} to one.")
 
 
 def _multiple(name: str, value: int, of: int, of_name: str = "") -> None:

@@ -19,6 +19,7 @@ from ..validation import check_writable
 from . import checkpoint
 from .config import ModelConfig
 from .corpus import END_OF_TEXT
+from .generate import load_tokenizer
 from .run import load_config
 
 # Whether a token's scores sum to one, by the name of the router.
@@ -43,7 +44,7 @@ def export(folder: Path, output: Path) -> None:
     safetensors = need("safetensors.torch", "Exporting")
     config = load_config(folder)
     dtype = "bfloat16" if config.precision == "bf16" else "float32"
-    description = hf_config(config.model, dtype, _end_id(folder))
+    description = hf_config(config.model, dtype, load_tokenizer(folder)[1])
     weights = checkpoint.load_latest(folder / "checkpoints")["model"]
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -133,8 +134,3 @@ def hf_config(m: ModelConfig, dtype: str, end: int) -> dict[str, Any]:
         "bos_token_id": end,
         "eos_token_id": end,
     }
-
-
-def _end_id(folder: Path) -> int:
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    return next(t["id"] for t in tokenizer["added_tokens"] if t["content"] == END_OF_TEXT)

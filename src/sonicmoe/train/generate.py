@@ -1,6 +1,7 @@
 """Continue a text with a trained model."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +26,18 @@ def load_model(folder: Path, device: torch.device) -> Decoder:
     return model.eval()
 
 
+def load_tokenizer(folder: Path) -> tuple[Any, int]:
+    """The tokenizer of a run, and its token for the end of a text."""
+    tokenizers = need("tokenizers", "Reading tokenizer.json")
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing more specific
+        got, remedy = f"{path} ({error})", "Restore the file; the cache of the run has a copy."
+        raise bad_argument("run", "a tokenizer.json", got, remedy) from None
+    return tokenizer, tokenizer.token_to_id(END_OF_TEXT)
+
+
 def from_run(
     folder: Path,
     prompt: str,
@@ -36,11 +49,10 @@ def from_run(
     device: str = "auto",
 ) -> str:
     """The prompt and its continuation, as text."""
-    tokenizers = need("tokenizers", "Generating text")
     _check(tokens, temperature, top_p)
+    load_config(folder)
+    tokenizer, end = load_tokenizer(folder)
     model = load_model(folder, parallel.start(device).device)
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    end = tokenizer.token_to_id(END_OF_TEXT)
     ids = tokenizer.encode(prompt).ids or [end]
     return tokenizer.decode(
         continue_ids(model, ids, tokens, temperature=temperature, top_p=top_p, seed=seed, end=end)

@@ -317,7 +317,7 @@ def _what_builds_code(config: TrainConfig, device: torch.device) -> str:
 
 def check(config: TrainConfig, world: parallel.World) -> None:
     """Refuse what these ranks cannot train: the backend, the router, the batch, the memory."""
-    check_backend(config.backend, config.model.router, config.precision)
+    check_backend(config.backend, config)
     check_router(config.model)
     parallel.check_expert_parallel(config, world)
     _check_batch(config, world)

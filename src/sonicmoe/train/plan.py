@@ -13,8 +13,10 @@ from typing import Any
 from ..bench.tables import table
 from ..errors import bad_argument
 from . import accounting
+from .backends import LAYER_BACKENDS
 from .config import PRECISIONS, ModelConfig, TrainConfig, parse_assignments
 from .hardware import GPUS, Gpu, gpu
+from .model import check_router
 from .presets import PRESETS, preset
 from .progress import count as counted
 from .progress import human, human_bytes
@@ -89,9 +91,13 @@ def moe_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> fl
 
 
 def moe_recomputed_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
-    """What a checkpoint runs again: the routing, half of what is fixed by guess, and up, which
-    reads X and W1, writes Z and A."""
-    return eff.layer_fixed / 2 + _part_of_layer(m, tokens, device, eff, 4, passes=(1, 1.5, 2))
+    """What a checkpoint runs again: the routing, half of what is fixed by guess, and up."""
+    return eff.layer_fixed / 2 + up_seconds(m, tokens, device, eff)
+
+
+def up_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
+    """The GEMM that reads X and W1, writes Z and A; memory=recompute runs it twice."""
+    return _part_of_layer(m, tokens, device, eff, 4, passes=(1, 1.5, 2))
 
 
 def _part_of_layer(
@@ -119,6 +125,8 @@ def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -
         moe = compute["MoE layers"]
         again = m.num_layers * moe_recomputed_seconds(m, tokens, device, eff)
         compute["recomputation"] = (blocks - moe) / 3 + again  # forward is a third of a step
+    if config.memory == "recompute":
+        compute["recomputation of Z"] = m.num_layers * up_seconds(m, tokens, device, eff)
     if not config.is_autocast or layout.shard > 1:  # FSDP casts each GPU's own shard
         del compute["casts of weights and gradients"]
     busy = layout.accumulate * sum(compute.values())
@@ -314,7 +322,8 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
         f"{eff.copy:.0%} of bandwidth; {eff.uncovered:.0%} of the MoE layer's traffic is not "
         f"hidden by its products; {eff.layer_fixed * 1e3:.1f} ms a layer for the router and "
         "launches (fitted to nine shapes measured on one H200, within 2%; an H100 is taken to "
-        "reach the same shares of its own data sheet)",
+        "reach the same shares of its own data sheet)"
+        + ("; FP8 is faster, but not planned for: times are of bf16" * (config.precision == "fp8")),
         f"attention reaches {eff.attention(m.head_dim):.0%} of peak (flash with a repeatable "
         "backward pass; from published rates of its forward pass on an H100, not measured)",
         f"the head passes {54 if config.loss_chunk else 40} bytes a logit through memory"
@@ -358,6 +367,10 @@ def from_arguments(args: Any) -> str:
     if "micro_batch" in values and "batch" not in values:
         values["batch"] = values["micro_batch"]
     config = preset(args.preset).override(values)
+    if config.backend not in LAYER_BACKENDS:
+        ours, remedy = f"one of {', '.join(LAYER_BACKENDS)}", "The plan is that of our layer."
+        raise bad_argument("backend", ours, repr(config.backend), remedy)
+    check_router(config.model)
     layout = Layout(args.gpus, args.shard or args.gpus, args.expert_parallel, args.accumulate)
     eff = Efficiency()
     if args.moe_efficiency is not None:

@@ -9,6 +9,7 @@ import torch
 
 from ..bench.tables import table
 from . import accounting
+from .backends import LAYER_BACKENDS
 from .config import TrainConfig
 from .loop import Trainer, peak_memory, share_of_peak
 from .progress import count as counted
@@ -47,7 +48,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
         "flops_per_second": flops,
         "peak_share": share_of_peak(flops / ranks, device),
         "peak_memory": peak_memory(device),
-        "kept_bytes": kept.ours * layers_at_once,
+        "kept_bytes": kept.ours * layers_at_once if c.backend in LAYER_BACKENDS else None,
         "gathered_bytes": kept.gathered * layers_at_once,
     }
 
@@ -55,8 +56,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
 def text(numbers: dict[str, Any]) -> str:
     """The final table."""
     n = numbers
-    saved = n["gathered_bytes"] - n["kept_bytes"]
-    active, share = counted(n["active_parameters"]), saved / n["gathered_bytes"]
+    active = counted(n["active_parameters"])
     rows = [
         ("parameters (met by a token)", f"{counted(n['parameters'])} ({active})"),
         ("tokens", f"{counted(n['tokens'])} ({n['epochs']:.2f} passes over the text)"),
@@ -67,10 +67,15 @@ def text(numbers: dict[str, Any]) -> str:
         ("tokens/s", counted(n["tokens_per_second"])),
         ("model FLOP/s", human(n["flops_per_second"])),
         ("peak memory", human_bytes(n["peak_memory"])),
-        ("kept for backward by the MoE layers", human_bytes(n["kept_bytes"])),
-        ("… if rows were gathered (X, A, Y too)", human_bytes(n["gathered_bytes"])),
-        ("saved by the layer", f"{human_bytes(saved)} ({share:.0%})"),
     ]
+    if n["kept_bytes"] is not None:
+        saved = n["gathered_bytes"] - n["kept_bytes"]
+        share = saved / n["gathered_bytes"]
+        rows += [
+            ("kept for backward by the MoE layers", human_bytes(n["kept_bytes"])),
+            ("… if rows were gathered (X, A, Y too)", human_bytes(n["gathered_bytes"])),
+            ("saved by the layer", f"{human_bytes(saved)} ({share:.0%})"),
+        ]
     return table([f"{numbers['preset']} on {numbers['device']}", "value"], rows)
 
 

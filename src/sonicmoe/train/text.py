@@ -68,7 +68,7 @@ def documents(
 
 def check(source: str) -> None:
     """ValueError if there is no such source; datasets are only looked for when they are read."""
-    if source == "local" or Path(source).expanduser().exists():
+    if source == "local" or (source and Path(source).expanduser().exists()):
         return
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         expected = "'local', a file, a folder or a dataset name owner/name"
