@@ -259,8 +259,7 @@ def router_logits(
     The alias must not be used outside of the layer.
     """
     plain = (
-        x.is_meta
-        or torch.is_autocast_enabled(x.device.type)  # two dtypes for dX
+        torch.is_autocast_enabled(x.device.type)  # two dtypes for dX
         or x.dtype != weight.dtype
         or not torch.is_grad_enabled()
         or not (x.requires_grad or (fp32_logits and weight.requires_grad))  # else X is kept in fp32
