@@ -35,7 +35,7 @@ class Fp8Up(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w: Fp8Weight, p: Permutation, options: Options):
         ctx.set_materialize_grads(False)
-        ctx.main, ctx.p_tile_m, ctx.options = with_main_grad(w1), p.tile_m, options
+        ctx.main, ctx.tile_m, ctx.options = with_main_grad(w1), p.tile_m, options
         keep_z, backend = options.keep_z, options.backend
         x8, x_scale, _ = ops.quantize_rows(x, backend)
         z, zmax, a8, a_scale = ops.fp8_up(
@@ -65,7 +65,7 @@ class Fp8Up(torch.autograd.Function):
         if all(t is None for t in dz):
             return (None,) * 5
         x, w1, *rest = ctx.saved_tensors
-        w, p = Fp8Weight(*rest[:3]), Permutation(*rest[3:], ctx.p_tile_m)
+        w, p = Fp8Weight(*rest[:3]), Permutation(*rest[3:], ctx.tile_m)
         needs = Fp8UpGradients(*ctx.needs_input_grad[:2])
         options = (ctx.options.bf16_dw, ctx.options.slices, ctx.options.backend)
         if needs.dw1 and ctx.main is not None:
@@ -90,7 +90,7 @@ class Fp8Down(torch.autograd.Function):
     def forward(
         ctx, scores, w2, w: Fp8Weight, p: Permutation, tokens, options, deferred, a8, a_scale, *rest
     ):
-        ctx.main, ctx.p_tile_m, ctx.options = with_main_grad(w2), p.tile_m, options
+        ctx.main, ctx.tile_m, ctx.options = with_main_grad(w2), p.tile_m, options
         keep_z, slices, backend = options.keep_z, options.slices, options.backend
         source = rest[4:]
         if keep_z == "keep":
@@ -120,7 +120,7 @@ class Fp8Down(torch.autograd.Function):
     def backward(ctx, dout):
         refuse_second_derivatives()
         scores, w2, *rest = ctx.saved_tensors
-        w, p, source = Fp8Weight(*rest[:3]), Permutation(*rest[3:10], ctx.p_tile_m), rest[10:]
+        w, p, source = Fp8Weight(*rest[:3]), Permutation(*rest[3:10], ctx.tile_m), rest[10:]
         options = ctx.options
         act, backend = (options.activation, options.gate_up), options.backend
         if options.keep_z == "recompute":

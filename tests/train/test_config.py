@@ -100,6 +100,14 @@ def test_presets_have_the_size_of_their_name(name, low, high):
 def test_what_is_kept_does_not_grow_with_finer_experts():
     coarse = ModelConfig(experts_per_token=2, num_experts=8, intermediate_size=128)
     fine = ModelConfig(experts_per_token=8, num_experts=32, intermediate_size=32)
-    a, b = layer_bytes(coarse, 1024, 2), layer_bytes(fine, 1024, 2)
+    a, b = layer_bytes(coarse, 1024, "bf16"), layer_bytes(fine, 1024, "bf16")
     assert 0 < b.ours - a.ours < 21 * 1024 * 6  # only the routing of six more rows a token
     assert b.gathered > 1.8 * a.gathered
+
+
+def test_what_fp8_keeps_is_known():
+    m = ModelConfig(experts_per_token=2, num_experts=8, hidden_size=64, intermediate_size=128)
+    bf16, fp8 = (layer_bytes(m, 1024, precision).ours for precision in ("autocast", "fp8"))
+    scales = 2 * 4 * 2048 + 4 * 1024 + 2 * 4 * 8  # zmax and a_scale, x_scale, of the weights
+    assert fp8 - bf16 == 8 * 3 * 128 * 64 + scales
+    assert layer_bytes(m, 1024, "fp8", "recompute") == layer_bytes(m, 1024, "bf16", "recompute")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from triton.experimental.gluon import language as gl
 
+from ..gradients import Fp8DownGradients
 from ..kernels.activation import derivative_of
 from ..kernels.hopper.dz import SLICE
 from ..kernels.hopper.fp8_dz import hopper_fp8_dz_kernel
@@ -29,13 +30,7 @@ class Ring(NamedTuple):
     stages: int = 6
 
 
-class Stores(NamedTuple):
-    """What the kernel stores; `partial` are the partial sums of dscores."""
-
-    dz: bool
-    dz_t: bool
-    a_t: bool
-    partial: bool
+_RING = Ring()
 
 
 def _laid_out(shape, strides, block) -> Boxes:
@@ -51,13 +46,13 @@ def _row_boxes(columns, strides, block) -> Boxes:
 
 
 @lru_cache(maxsize=1024)
-def _kernel(shape, activation, gate_up, stores: Stores, gather, ring: Ring):
+def _kernel(shape, activation, gate_up, needs: Fp8DownGradients, gather, ring: Ring):
     """The kernel; boxes of sorted rows of dO, of W2, Z and dZ."""
     _, inner, hidden = shape
     n, k, stages = ring
     options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), "GATHER": gather}
-    options |= {"STORE_DZ": stores.dz, "STORE_T": stores.dz_t, "STORE_A": stores.a_t}
-    options |= {"STORE_PARTIAL": stores.partial}
+    options |= {"STORE_DZ": needs.dz, "STORE_T": needs.dz_t, "STORE_A": needs.dw2}
+    options |= {"STORE_PARTIAL": needs.dscores}
     sizes = {"H": hidden, "I": inner, "BLOCK_N": n, "BLOCK_K": k, "STAGES": stages}
     kernel = Bound(hopper_fp8_dz_kernel, **sizes, **options, num_warps=4)
     rows = _row_boxes((hidden,), (hidden, 1), (_ROWS, k))
@@ -81,42 +76,29 @@ def _transposed_boxes(inner, padded, gate_up):
     return dz_t, _laid_out((inner, padded), (padded, 1), (_WIDTH, _ROWS))
 
 
-def dz_gemm(
-    do8,
-    factors,
-    z,
-    w2_t,
-    scores,
-    p: Permutation,
-    activation,
-    gate_up,
-    needs,
-    stores: Stores | None = None,
-    ring=Ring(),  # noqa: B008
-):
+def dz_gemm(do8, factors, z, w2_t, scores, p: Permutation, activation, gate_up, needs, ring=_RING):
     """As `reference.fp8.dz_gemm`, but columns of dZᵀ and A'ᵀ of no tile are not written.
 
-    `stores` and `ring` are for measurements.
+    `ring` is there to be measured.
     """
-    stores = stores or Stores(*needs)
-    if not any(stores):
+    if not any(needs):
         return None, None, None, None
     rows, device = z.shape[0], z.device
     experts, inner, _ = w2_t.shape
     padded = padded_rows(rows, experts)
-    dz = memory.empty(z.shape, _E4M3, device) if stores.dz else None
-    dz_t = memory.empty((z.shape[1], padded), _E4M3, device) if stores.dz_t else None
-    a_t = memory.empty((inner, padded), _E4M3, device) if stores.a_t else None
-    dscores = memory.empty(scores.shape, torch.float32, device) if stores.partial else None
+    dz = memory.empty(z.shape, _E4M3, device) if needs.dz else None
+    dz_t = memory.empty((z.shape[1], padded), _E4M3, device) if needs.dz_t else None
+    a_t = memory.empty((inner, padded), _E4M3, device) if needs.dw2 else None
+    dscores = memory.empty(scores.shape, torch.float32, device) if needs.dscores else None
     if rows == 0:
         return dz, dz_t, a_t, dscores
     parts = ceil_div(inner, ring.block_n)
     slots = scores.numel() if scores is not None else rows
     plane = 4 * ceil_div(slots, 4)  # every plane is aligned to 16 bytes for every T
-    partial = memory.empty((parts if stores.partial else 0, plane), torch.float32, device)
+    partial = memory.empty((parts if needs.dscores else 0, plane), torch.float32, device)
     gate_up = gate_up if activation.is_gated else None
     kernel, row_boxes, weights, z_boxes, dz_boxes = _kernel(
-        w2_t.shape, activation, gate_up, stores, p.is_gathered, ring
+        w2_t.shape, activation, gate_up, needs, p.is_gathered, ring
     )
     dz_t_boxes, a_t_boxes = _transposed_boxes(inner, padded, gate_up)
     sources = (do8 if p.is_gathered else (do8, row_boxes), p.row_token, (w2_t, weights))

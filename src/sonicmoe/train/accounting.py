@@ -47,12 +47,13 @@ class LayerBytes:
     gathered: int
 
 
-def layer_bytes(m: ModelConfig, tokens: int, element: int, policy: str = "keep") -> LayerBytes:
+def layer_bytes(m: ModelConfig, tokens: int, precision: str, policy: str = "keep") -> LayerBytes:
     """Ours: X, Z and about 20 bytes of routing a row. Gathered: rows of X, A and Y in addition."""
     p = Problem(tokens, m.hidden_size, m.intermediate_size, m.num_experts, m.experts_per_token)
-    router = m.router.partition(":")[0]
+    router, element = m.router.partition(":")[0], ELEMENT_BYTES[precision]
     x = cost.caller_bytes(p, element)
-    kept = cost.kept_bytes(p, element, router=router, memory=memory_policy(policy))
+    fp8, memory = "fp8" if precision == "fp8" else None, memory_policy(policy)
+    kept = cost.kept_bytes(p, element, router=router, memory=memory, precision=fp8)
     ours = x + sum(kept.values())
     whole = x + sum(cost.kept_bytes(p, element, router=router).values())
     return LayerBytes(ours, whole + element * p.R * (2 * p.H + p.I))
@@ -81,7 +82,7 @@ def memory(config: TrainConfig, shards: int = 1) -> Memory:
     count = parameters(m)
     state = STATE_BYTES[config.precision] * count.total / shards
     gathered_weights = 0 if shards == 1 else 4 * element * count.total / m.num_layers
-    layer = layer_bytes(m, tokens, element, config.memory).ours
+    layer = layer_bytes(m, tokens, config.precision, config.memory).ours
     layer += BLOCK_ELEMENTS * element * tokens * m.hidden_size
     if config.recompute:
         kept = m.num_layers * element * tokens * m.hidden_size + layer

@@ -22,8 +22,8 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
     steady = trainer.steady[1:] or trainer.steady  # the first interval compiles and warms up
     seconds = sum(s for _, s in steady)
     rate = sum(t for t, _ in steady) / seconds if seconds else 0.0
-    element = accounting.ELEMENT_BYTES[c.precision]
-    kept = accounting.layer_bytes(c.model, c.micro_batch * c.model.context, element, c.memory)
+    tokens = c.micro_batch * c.model.context
+    kept = accounting.layer_bytes(c.model, tokens, c.precision, c.memory)
     layers_at_once = 1 if c.recompute else c.model.num_layers
     count = accounting.parameters(c.model)
     device, ranks = trainer.world.device, trainer.world.size
