@@ -209,7 +209,33 @@ MUTATIONS = [
     ),
     Mutation(
         "FP8: the transposed operand of frozen weights", "autograd_fp8.py",
-        "+ (() if need_dw1 else dz_t)", "", "tests/test_fp8.py -k not_needed",
+        "+ (() if need_dz_t else dz_t)", "", "tests/test_fp8.py -k not_needed",
+    ),
+    Mutation(
+        "FP8: Z is kept though it is recomputed", "autograd_fp8.py",
+        'keep_z == "keep", backend\n', "True, backend\n",
+        "tests/test_peak.py -k fp8",
+    ),
+    Mutation(
+        "FP8: weights are kept though they are quantized again", "autograd_fp8.py",
+        "return w if w.w8_t is not None else Fp8Weight()", "return w",
+        "tests/test_fp8_memory.py -k to_the_byte",
+    ),
+    Mutation(
+        "FP8: weight gradients in bf16 without the scores", "reference/fp8.py",
+        "scored_activation(z, scores, p, activation, gate_up)\n            dw2",
+        "scored_activation(z, None, p, activation, gate_up)\n            dw2",
+        "tests/test_fp8_memory.py -k weight_gradients_in_bf16",
+    ),
+    Mutation(
+        "FP8: a slice reads the first columns of the weights", "launch/fp8.py",
+        "w8=w.w8[:, columns]", "w8=w.w8[:, :width]",
+        "tests/test_machine_code_fp8.py -k slices",
+    ),
+    Mutation(
+        "A' of the next slot", "kernels/bf16_operands.py",
+        "tl.load(scores + slot, mask=used", "tl.load(scores + slot + 1, mask=used",
+        "tests/interpreted/test_interpreted_quantize.py -k scored", interpreted=True,
     ),
     Mutation(
         "two runs get the same folder", "train/run.py",

@@ -31,5 +31,5 @@ def test_one_row_of_a_wider_matrix_has_the_strides_of_its_shape():
     """PyTorch calls it contiguous whatever its first stride is; a TMA descriptor reads that."""
     row = torch.randn(3, 33)[:1, :16]
     assert row.is_contiguous() and row.stride() == (33, 1)
-    found = layout._for_tma(row)
+    found = layout.for_tma(row)
     assert found.stride() == (16, 1) and torch.equal(found, row)

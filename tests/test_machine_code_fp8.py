@@ -7,8 +7,10 @@ import torch
 from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe import KernelBackendMoE, MemoryPolicy, MoE, validation
+from sonicmoe.fp8_tensors import Fp8Weight
 from sonicmoe.kernels.hopper.fp8_wgrad import exchange
-from sonicmoe.launch import fp8_wgrad
+from sonicmoe.launch import fp8, fp8_wgrad, grouped_gemm
+from sonicmoe.layer import permute
 from sonicmoe.permutation import Permutation
 from sonicmoe.reference import fp8 as reference
 from sonicmoe.tuning import Target
@@ -76,9 +78,28 @@ def test_order_of_rows_in_weight_gradients():
     assert found != in_shared_memory.tolist()
 
 
+def test_slices_read_views_of_the_weights(monkeypatch):
+    """Each slice has its own rows of W2, and its own columns of O."""
+    launched = []
+    monkeypatch.setattr(fp8, "launch", lambda kernel, grid, *args: launched.append(args))
+    monkeypatch.setattr(grouped_gemm, "launch", lambda kernel, grid, *args: launched.append(args))
+    monkeypatch.setattr(grouped_gemm, "target_of", lambda t: Target(90, 132))
+    p = permute(torch.zeros(40, 2, dtype=torch.int32), 4, backend="torch")
+    w = Fp8Weight(torch.empty(4, 320, 256, dtype=torch.float8_e4m3fn), None, torch.ones(4))
+    a8, a_scale = torch.empty(80, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 80)
+    out = fp8.fp8_down_and_combine(a8, a_scale, w, torch.ones(40, 2), p, 40, 4)
+    gemms, combined = launched[::2], launched[1::2]
+    weights = [args[1] for args in gemms]
+    assert [t.shape[1] for t, _ in weights] == [128, 128, 64]
+    assert [t.data_ptr() - w.w8.data_ptr() for t, _ in weights] == [0, 128 * 256, 256 * 256]
+    assert all(boxes.strides == [320 * 256, 256, 1] for _, boxes in weights)
+    starts = [args[4].data_ptr() - out.data_ptr() for args in combined]
+    assert starts == [0, 2 * 128, 2 * 256]
+
+
 @pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("recompute", 4)], ids=str)
 def test_steps_with_memory_policies(memory, monkeypatch):
-    """Slices read views of the weights; nothing spills that does not spill otherwise."""
+    """Nothing spills."""
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
     monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
     moe = MoE(8, 2, 512, 256, precision="fp8_bf16_dw", memory=memory, dtype=torch.bfloat16)
