@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..spans import any_is_split, rows_of
 from ..tile_order import in_bands
+from .epilogue import quarters
 from .gluon_compat import copy_gathered, copy_in, copy_out, reinterpreted
-from .ring import accumulator_layout, quarters
+from .ring import accumulator_layout
 from .wgrad import _load_rows_of
 
 BLOCK_M = gl.constexpr(256)

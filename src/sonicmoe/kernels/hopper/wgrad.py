@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..spans import any_is_split, rows_of
 from ..tile_order import in_bands
+from .epilogue import quarters
 from .gluon_compat import copy_gathered, copy_out
 from .ragged import load_rows
-from .ring import quarters
 
 
 @gluon.jit
