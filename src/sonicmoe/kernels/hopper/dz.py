@@ -38,7 +38,7 @@ SUMS = gl.constexpr(
 class ZSlices:
     """Slices of Z on their way through shared memory: BUFFERS for each consumer."""
 
-    z: tma.tensor_descriptor
+    source: tma.tensor_descriptor
     smem: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # barriers
     GATE_UP: gl.constexpr
@@ -47,18 +47,18 @@ class ZSlices:
     def load(self, tile, column, buffer):
         """Start the TMA load of the slice at `column` of A."""
         PER_COLUMN: gl.constexpr = 1 if self.GATE_UP is None else 2  # columns of Z per column of A
-        SIZE: gl.constexpr = self.z.dtype.primitive_bitwidth // 8
+        SIZE: gl.constexpr = self.source.dtype.primitive_bitwidth // 8
         barrier = self.full.index(buffer)
         mbarrier.expect(barrier, SIZE * CONSUMER_M * PER_COLUMN * SLICE)
         if self.GATE_UP == "concatenated":
             for half in gl.static_range(2):
-                box = z_buffer(self.z, self.smem.index(2 * buffer + half))
+                box = z_buffer(self.source, self.smem.index(2 * buffer + half))
                 box = box.reshape([1, 1, CONSUMER_M, 1, SLICE])
-                load_rows_of_half(self.z, tile.end, tile.row, half, column, barrier, box)
+                load_rows_of_half(self.source, tile.end, tile.row, half, column, barrier, box)
         else:
-            box = z_buffer(self.z, self.smem.index(buffer))
+            box = z_buffer(self.source, self.smem.index(buffer))
             box = box.reshape([1, 1, CONSUMER_M, PER_COLUMN * SLICE])
-            load_rows(self.z, tile.end, tile.row, PER_COLUMN * column, barrier, box)
+            load_rows(self.source, tile.end, tile.row, PER_COLUMN * column, barrier, box)
 
 
 @gluon.jit
@@ -122,7 +122,7 @@ def _slice(CONSUMER: gl.constexpr, e, acc, score, exponent, tile, column, i: gl.
     L: gl.constexpr = score.type.layout.parent
     acc = trivially(acc, L)
     weight = score[:, None]
-    gate, up = read_slice(e.z.z, e.z.smem, buffer, L, GATE_UP)
+    gate, up = read_slice(e.z.source, e.z.smem, buffer, L, GATE_UP)
     gate = _in_fp32(gate, exponent)
     if GATE_UP is None:
         value, dgate = e.BACKWARD(gate, acc * weight)

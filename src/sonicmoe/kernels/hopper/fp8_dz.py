@@ -116,7 +116,7 @@ def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, i: gl.constexpr)
     parts_t = _view(e.z.smem, F8, N, [HALVES, SLICE, CONSUMER_M]).index(2 * BUFFER + 1)
     pairs_t = _view(e.z.smem, gl.int16, N, [HALVES * SLICE, CONSUMER_M // 2]).index(2 * BUFFER + 1)
 
-    gate, up = read_slice(e.z.z, e.z.smem, BUFFER, L, GATE_UP)
+    gate, up = read_slice(e.z.source, e.z.smem, BUFFER, L, GATE_UP)
     barrier()  # Z has been read: from here on, what is computed can be stored at once
     # The first factor is a power of two, so dS can be multiplied by it after the sum.
     acc = trivially(acc, L)

@@ -7,7 +7,7 @@ two blocks its rows are multiplied by the quotient of their scales, which is exa
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from .epilogue import stage_and_store
 from .ring import CONSUMER_M, accumulator_layout, buffers, ceil_div, make_ring, producer
@@ -33,7 +33,7 @@ def _accumulate_blocks(CONSUMER: gl.constexpr, ring, step, a_scale, plane, tile,
         acc = ring.multiply(slot, acc, CONSUMER)
         following = _row_scale(a_scale, gl.minimum(block + 1, BLOCKS - 1), plane, tile, r)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(ring.slots.empty.index(slot), count=1)
+        ring.slots.release(slot)
         acc *= (scale / following)[:, None]
         scale = following
         step += 1

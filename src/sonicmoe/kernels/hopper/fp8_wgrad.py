@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -197,7 +196,7 @@ def _consumer(
             even = warpgroup_mma(a_even, b, even, is_async=True)
             odd = warpgroup_mma(a_odd, b, odd, is_async=True)
             even, odd = warpgroup_mma_wait(0, deps=(even, odd))
-            mbarrier.arrive(slots.empty.index(slot), count=1)
+            slots.release(slot)
             step += 1
         even_pieces = quarters(even * factor)
         odd_pieces = quarters(odd * factor)

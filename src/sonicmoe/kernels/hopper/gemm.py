@@ -39,8 +39,9 @@ def hopper_gemm_kernel(
 
     Grid: one program per SM; each owns the tiles of Y that it writes.
     """
-    layout: gl.constexpr = WEIGHT_LAYOUT
-    ring = make_ring(y.dtype, w, tiles, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, layout, None, False)
+    ring = make_ring(
+        y.dtype, w, tiles, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT, None, False
+    )
     y_smem = buffers(y.dtype, 2, [CONSUMER_M, BLOCK_N])
     gl.warp_specialize(
         [

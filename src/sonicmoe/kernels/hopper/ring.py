@@ -74,10 +74,14 @@ class Slots:
         return slot
 
     @gluon.jit
-    def release_before(self, step, pred=True):
-        """Release the slot of the step before `step`, as a consumer."""
-        slot = (step + self.STAGES - 1) % self.STAGES
+    def release(self, slot, pred=True):
+        """Hand a slot back to the producer; it is empty when both consumers have."""
         mbarrier.arrive(self.empty.index(slot), count=1, pred=pred)
+
+    @gluon.jit
+    def release_before(self, step, pred=True):
+        """Release the slot of the step before `step`."""
+        self.release((step + self.STAGES - 1) % self.STAGES, pred)
 
 
 @gluon.jit
