@@ -29,7 +29,7 @@ def _load_ids(ids, slot, inside, num_experts):
 @triton.jit(do_not_specialize=["slots"])
 def count_kernel(
     ids, counts, totals, slots, num_experts, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
+):
     """counts[p, e]: the slots of chunk p with expert e and, shifted by 16, with a lower expert.
 
     The slots of all chunks are added to totals (E,). Without counts only that.
@@ -51,7 +51,7 @@ def count_kernel(
 @triton.jit
 def _write_tiles(
     tiles, rows, invalid, mine, row, end, tile, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr
-):  # fmt: skip
+):
     """Write the entries of experts `mine`; the first program also writes the header.
 
     `rows` holds the rows of all experts. The experts `mine` have rows `row` to `end`, and `tile` is
@@ -160,9 +160,7 @@ def _sorted_chunk(ids, p, slots, num_experts, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _write_maps(
-    slot_token, row_token, row_slot, slot_row, slot, row, here, slots, slots_per_token
-):  # fmt: skip
+def _write_maps(slot_token, row_token, row_slot, slot_row, slot, row, here, slots, slots_per_token):
     """Write the maps between slots and rows; a slot that is not `here` has no row, −1."""
     if slot_token is None:
         token = slot // slots_per_token
@@ -190,9 +188,7 @@ def place_kernel(
     here = expert < num_experts
     i = tl.arange(0, CHUNK)
     row = i + tl.load(to_row + p.to(tl.int64) * num_experts + expert, mask=here, other=0)
-    _write_maps(
-        slot_token, row_token, row_slot, slot_row, slot, row, here, slots, slots_per_token
-    )  # fmt: skip
+    _write_maps(slot_token, row_token, row_slot, slot_row, slot, row, here, slots, slots_per_token)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -205,9 +201,7 @@ def one_chunk_kernel(
     row = tl.arange(0, CHUNK)
     expert, slot = _sorted_chunk(ids, 0, slots, num_experts, CHUNK)
     here = expert < num_experts
-    _write_maps(
-        slot_token, row_token, row_slot, slot_row, slot, row, here, slots, slots_per_token
-    )  # fmt: skip
+    _write_maps(slot_token, row_token, row_slot, slot_row, slot, row, here, slots, slots_per_token)
     e = tl.arange(0, BLOCK_E)
     rows = tl.histogram(expert, BLOCK_E, mask=here)
     end = tl.cumsum(rows, 0)

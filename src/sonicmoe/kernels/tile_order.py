@@ -72,7 +72,7 @@ def place_of(
 @triton.jit
 def tile_of(
     tiles, index, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+):
     """Expert, first row, the expert's end row, and N-tile of work item `index`."""
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     expert, start, end, number = load_tile(tiles, index // n_tiles)

@@ -14,17 +14,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ..spans import any_is_split, rows_of
-from ..tile_order import in_bands
-from .gluon_compat import copy_gathered, copy_in, copy_out, reinterpreted
-from .ring import accumulator_layout, quarters
-from .wgrad import _load_rows_of
+from .epilogue import quarters, trivially
+from .gluon_compat import copy_in, copy_out, reinterpreted
+from .ring import accumulator_layout, make_slots
+from .wgrad import gather, make_work
 
 BLOCK_M = gl.constexpr(256)
 BLOCK_N = gl.constexpr(128)
@@ -43,17 +41,6 @@ def exchange(row):
 
 
 @gluon.jit
-def _rows_of(
-    index, start, end, expert_start, num_experts, span, per_group, total, SPLIT: gl.constexpr
-):
-    """Expert, first and end row of work item `index`, from the values of `wgrad._load_rows_of`."""
-    expert = index // per_group
-    if SPLIT and index < total:
-        expert, start, end = rows_of(expert, start, end, expert_start, num_experts, span)
-    return expert, start, end
-
-
-@gluon.jit
 def _tokens(row_token, row, end, GATHER: gl.constexpr):
     """The tokens of the rows; -1 past the expert's end."""
     if GATHER:
@@ -63,61 +50,42 @@ def _tokens(row_token, row, end, GATHER: gl.constexpr):
 
 
 @gluon.jit
-def _gather(smem, source, token, column, M: gl.constexpr, L: gl.constexpr):
-    """Start the copy of CONSUMER_M columns of the tokens' rows; zeros for token -1."""
-    c = column + gl.arange(0, CONSUMER_M, gl.SliceLayout(0, L))
-    ptr = source + gl.expand_dims(token.to(gl.int64) * M, 1) + gl.expand_dims(c, 0)
-    copy_gathered(smem, ptr, mask=gl.expand_dims(token >= 0, 1) & gl.expand_dims(c < M, 0))
-
-
-@gluon.jit
-def _producer(
-    rows8, row_token, other_t, expert_start, num_experts, span, total,
-    m_tiles: gl.constexpr, n_tiles: gl.constexpr, rows_smem, other_smem, full, empty,
-    SPLIT: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr,
-):  # fmt: skip
+def _producer(rows8, row_token, other_t, work, rows_smem, other_smem, slots, GATHER: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     r = exchange(gl.arange(0, BLOCK_K, gl.SliceLayout(1, L)))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    per_group = m_tiles * n_tiles
     second = first + stride
-    start, end = _load_rows_of(first, expert_start, num_experts, per_group)
-    next_start, next_end = _load_rows_of(second, expert_start, num_experts, per_group)
-    expert, start, end = _rows_of(
-        first, start, end, expert_start, num_experts, span, per_group, total, SPLIT
-    )
-    next_expert, next_start, next_end = _rows_of(
-        second, next_start, next_end, expert_start, num_experts, span, per_group, total, SPLIT
-    )
+    start, end = work.load_rows(first)
+    next_start, next_end = work.load_rows(second)
+    expert, start, end = work.rows(first, start, end)
+    next_expert, next_start, next_end = work.rows(second, next_start, next_end)
     token = _tokens(row_token, start + r, end, GATHER)
     step = 0
-    for index in range(first, total, stride):
-        m, n = in_bands(index % per_group, m_tiles, n_tiles, BLOCK_M, BLOCK_N)
+    for index in range(first, work.total, stride):
+        m, n = work.tile(index)
         m0 = m * BLOCK_M
         later = index + 2 * stride
-        later_start, later_end = _load_rows_of(later, expert_start, num_experts, per_group)
+        later_start, later_end = work.load_rows(later)
         first_token = _tokens(row_token, next_start + r, next_end, GATHER)
         tile = start // BLOCK_K + expert  # of a span too: spans are multiples of BLOCK_K
         for block in range(gl.cdiv(end - start, BLOCK_K)):
-            slot = step % STAGES
             # Load the next block's tokens while this block waits for its ring slot.
             next_row = start + (block + 1) * BLOCK_K + r
             token_next = _tokens(row_token, next_row, end, GATHER)
-            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(slot), BLOCK_N * BLOCK_K)
-            corner = [n * BLOCK_N, (tile + block) * BLOCK_K]
-            copy_in(other_t, corner, full.index(slot), other_smem.index(slot))
-            _gather(rows_smem.index(2 * slot), rows8, token, m0, M, L)
-            _gather(rows_smem.index(2 * slot + 1), rows8, token, m0 + CONSUMER_M, M, L)
-            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+            slot, barrier = slots.acquire(step, BLOCK_N * BLOCK_K)
+            copy_in(
+                other_t, [n * BLOCK_N, (tile + block) * BLOCK_K], barrier, other_smem.index(slot)
+            )
+            ok = token >= 0
+            gather(rows_smem.index(2 * slot), rows8, token, ok, m0, work.M, L)
+            gather(rows_smem.index(2 * slot + 1), rows8, token, ok, m0 + CONSUMER_M, work.M, L)
+            async_copy.mbarrier_arrive(barrier, increment_count=False)
             token = token_next
             step += 1
         token = first_token
         expert, start, end = next_expert, next_start, next_end
-        next_expert, next_start, next_end = _rows_of(
-            later, later_start, later_end, expert_start, num_experts, span, per_group, total, SPLIT
-        )
+        next_expert, next_start, next_end = work.rows(later, later_start, later_end)
     async_copy.wait_group(0)
 
 
@@ -138,7 +106,7 @@ def _transposed(smem):
     even, odd = gl.inline_asm_elementwise(
         "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;",
         "=r,=r,r,r",
-        [gl.convert_layout(pairs, L8, assert_trivial=True)],
+        [trivially(pairs, L8)],
         dtype=(gl.int8, gl.int8),
         is_pure=True,
         pack=4,
@@ -165,18 +133,15 @@ def _rows_first(layout):
 
 
 @gluon.jit
-def _write(
-    buffer, piece, plane, m0, n0,
-    M: gl.constexpr, N: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
+def _write(work, buffer, piece, plane, m0, n0, TRANSPOSED: gl.constexpr, ADD: gl.constexpr):
     """Store `piece` in fp32, or add it if ADD: no two programs write the same element."""
     L: gl.constexpr = _rows_first(piece.type.layout) if TRANSPOSED else piece.type.layout
-    piece = gl.convert_layout(piece, L, assert_trivial=True)
-    m = gl.expand_dims(m0 + gl.arange(0, piece.shape[0], gl.SliceLayout(1, L)), 1)
-    n = gl.expand_dims(n0 + gl.arange(0, piece.shape[1], gl.SliceLayout(0, L)), 0)
-    base = buffer + plane.to(gl.int64) * (M * N)
-    ptr = base + (n * M + m if TRANSPOSED else m * N + n)
-    inside = (m < M) & (n < N)
+    piece = trivially(piece, L)
+    m = (m0 + gl.arange(0, piece.shape[0], gl.SliceLayout(1, L)))[:, None]
+    n = (n0 + gl.arange(0, piece.shape[1], gl.SliceLayout(0, L)))[None, :]
+    base = buffer + plane.to(gl.int64) * (work.M * work.N)
+    ptr = base + (n * work.M + m if TRANSPOSED else m * work.N + n)
+    inside = (m < work.M) & (n < work.N)
     if ADD:
         gl.atomic_add(ptr, piece, mask=inside, sem="relaxed")
     else:
@@ -185,15 +150,15 @@ def _write(
 
 @gluon.jit
 def _store(
-    out, out_fp32, piece, expert, m0, n0, staged, any_row,
-    M: gl.constexpr, N: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
+    work, out, out_fp32, piece, expert, m0, n0, staged, any_row,
+    TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Store a piece of the tile: by TMA through `staged`, or in fp32 without it."""
     if out_fp32 is not None:
         if not ADD:
-            _write(out_fp32, piece, expert, m0, n0, M, N, TRANSPOSED, False)
+            _write(work, out_fp32, piece, expert, m0, n0, TRANSPOSED, False)
         elif any_row:
-            _write(out_fp32, piece, expert, m0, n0, M, N, TRANSPOSED, True)
+            _write(work, out_fp32, piece, expert, m0, n0, TRANSPOSED, True)
     elif TRANSPOSED:
         staged.reshape([piece.shape[1], piece.shape[0]]).permute((1, 0)).store(piece.to(out.dtype))
         fence_async_shared()
@@ -206,61 +171,52 @@ def _store(
 
 @gluon.jit
 def _consumer(
-    scale, out, out_fp32, partial, expert_start, num_experts, span, total,
-    m_tiles: gl.constexpr, n_tiles: gl.constexpr, rows_smem, other_smem, out_smem, full, empty,
-    CONSUMER: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
+    CONSUMER: gl.constexpr, scale, out, out_fp32, partial, work,
+    rows_smem, other_smem, out_smem, slots,
+    BUFFERS: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = accumulator_layout(BLOCK_N, rows_smem.dtype)
-    PIECE: gl.constexpr = BLOCK_N // 4
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    per_group = m_tiles * n_tiles
-    start, end = _load_rows_of(first, expert_start, num_experts, per_group)
-    expert, start, end = _rows_of(
-        first, start, end, expert_start, num_experts, span, per_group, total, SPLIT
-    )
+    start, end = work.load_rows(first)
+    expert, start, end = work.rows(first, start, end)
     step = 0
-    for index in range(first, total, stride):
-        m, n = in_bands(index % per_group, m_tiles, n_tiles, BLOCK_M, BLOCK_N)
+    for index in range(first, work.total, stride):
+        m, n = work.tile(index)
         m0 = m * BLOCK_M + CONSUMER * CONSUMER_M
-        following = index + stride
-        next_start, next_end = _load_rows_of(following, expert_start, num_experts, per_group)
+        next_start, next_end = work.load_rows(index + stride)
         factor = gl.load(scale + expert, mask=end > start, other=0.0)
         even = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
         odd = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
         for _ in range(gl.cdiv(end - start, BLOCK_K)):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), step // STAGES & 1)
+            slot = slots.wait(step)
             # No fence: gathered rows are read by threads here, not by wgmma.
             a_even, a_odd = _transposed(rows_smem.index(2 * slot + CONSUMER))
             b = other_smem.index(slot).permute((1, 0))
             even = warpgroup_mma(a_even, b, even, is_async=True)
             odd = warpgroup_mma(a_odd, b, odd, is_async=True)
             even, odd = warpgroup_mma_wait(0, deps=(even, odd))
-            mbarrier.arrive(empty.index(slot), count=1)
+            slots.release(slot)
             step += 1
         even_pieces = quarters(even * factor)
         odd_pieces = quarters(odd * factor)
-        group = index // per_group
+        group = work.group(index)
         if end >= 0:
             for i in gl.static_range(4):
-                n0 = n * BLOCK_N + i * PIECE
+                column = n * BLOCK_N + i * (BLOCK_N // 4)
                 piece = _interleaved(even_pieces[i], odd_pieces[i])
-                if SPLIT and group >= num_experts:
-                    _write(partial, piece, group - num_experts, m0, n0, M, N, TRANSPOSED, False)
+                if work.SPLIT and group >= work.num_experts:
+                    place = group - work.num_experts
+                    _write(work, partial, piece, place, m0, column, TRANSPOSED, False)
                 else:
                     if out_fp32 is None:
                         tma.store_wait(BUFFERS - 1)  # the last store from this buffer is done
                     staged = out_smem.index(BUFFERS * CONSUMER + i % BUFFERS)
                     _store(
-                        out, out_fp32, piece, expert, m0, n0, staged, end > start,
-                        M, N, TRANSPOSED, ADD,
+                        work, out, out_fp32, piece, expert, m0, column, staged, end > start,
+                        TRANSPOSED, ADD,
                     )  # fmt: skip
-        expert, start, end = _rows_of(
-            following, next_start, next_end, expert_start, num_experts, span, per_group, total,
-            SPLIT,
-        )  # fmt: skip
+        expert, start, end = work.rows(index + stride, next_start, next_end)
     tma.store_wait(0)
 
 
@@ -280,8 +236,6 @@ def hopper_fp8_wgrad_kernel(
     Grid: one program per SM; each walks over (expert or span, M-tile, N-tile) and owns the tiles
     that it writes.
     """
-    m_tiles: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    n_tiles: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     rows_smem = gl.allocate_shared_memory(other_t.dtype, [2 * STAGES, BLOCK_K, CONSUMER_M], layout)
     other_smem = gl.allocate_shared_memory(
@@ -291,32 +245,21 @@ def hopper_fp8_wgrad_kernel(
         out_smem = gl.allocate_shared_memory(out.dtype, [2 * BUFFERS] + out.block_shape, out.layout)
     else:
         out_smem = rows_smem  # not used
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=129)  # TMA, and each of the producer's 128 threads
-        mbarrier.init(empty.index(i), count=2)
+    slots = make_slots(STAGES, True)
     SPLIT: gl.constexpr = partial is not None
-    groups = num_experts
-    if SPLIT:
-        groups += gl.where(any_is_split(tiles, span), places, 0)
-    total = groups * m_tiles * n_tiles
+    work = make_work(expert_start, tiles, num_experts, span, places, SPLIT, M, N, BLOCK_M, BLOCK_N)
     gl.warp_specialize(
         [
             (_consumer, (
-                scale, out, out_fp32, partial, expert_start, num_experts, span, total,
-                m_tiles, n_tiles, rows_smem, other_smem, out_smem, full, empty,
-                0, SPLIT, M, N, STAGES, BUFFERS, TRANSPOSED, ADD,
+                0, scale, out, out_fp32, partial, work, rows_smem, other_smem, out_smem, slots,
+                BUFFERS, TRANSPOSED, ADD,
             )),
             (_consumer, (
-                scale, out, out_fp32, partial, expert_start, num_experts, span, total,
-                m_tiles, n_tiles, rows_smem, other_smem, out_smem, full, empty,
-                1, SPLIT, M, N, STAGES, BUFFERS, TRANSPOSED, ADD,
+                1, scale, out, out_fp32, partial, work, rows_smem, other_smem, out_smem, slots,
+                BUFFERS, TRANSPOSED, ADD,
             )),
             (_producer, (
-                rows8, row_token, other_t, expert_start, num_experts, span, total,
-                m_tiles, n_tiles, rows_smem, other_smem, full, empty,
-                SPLIT, M, STAGES, GATHER,
+                rows8, row_token, other_t, work, rows_smem, other_smem, slots, GATHER,
             )),
         ],
         [4, 4],

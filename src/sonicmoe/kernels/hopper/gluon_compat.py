@@ -1,5 +1,6 @@
 """One name for each function that Gluon renamed between Triton 3.6 and 3.9."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
@@ -13,6 +14,18 @@ copy_out = tma.async_store if _TMA_RENAMED else tma.async_copy_shared_to_global
 copy_gathered = async_copy.async_load if _GATHER_RENAMED else async_copy.async_copy_global_to_shared
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+
+def aggregate(cls):
+    """A class of values on the device. Its constructor takes the fields in order."""
+
+    def constructor(self, *values):
+        for name, value in zip(cls.__annotations__, values, strict=True):
+            setattr(self, name, value)
+
+    constructor.__triton_builtin__ = True
+    cls.__init__ = constructor
+    return triton.language.core._aggregate(cls)
 
 
 @gluon.jit

@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -19,60 +18,105 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..spans import any_is_split, rows_of
 from ..tile_order import in_bands
-from .gluon_compat import copy_gathered, copy_out
+from .epilogue import quarters, trivially
+from .gluon_compat import aggregate, copy_gathered, copy_out
 from .ragged import load_rows
-from .ring import quarters
+from .ring import accumulator_layout, ceil_div, make_slots
 
 
-@gluon.jit
-def _load_rows_of(index, expert_start, num_experts, per_group):
-    """First and end row of the expert of work item `index`; zeros if the item is a span."""
-    group = index // per_group
-    start = gl.load(expert_start + group, mask=group < num_experts, other=0)
-    end = gl.load(expert_start + group + 1, mask=group < num_experts, other=0)
-    return start, end
+@aggregate
+class Work:
+    """The work items of a weight gradient (E, M, N): all tiles of every expert, then of every span.
 
-
-@gluon.jit
-def _rows_of(
-    index, start, end, expert_start, num_experts, span, per_group, total, SPLIT: gl.constexpr
-):
-    """First and end row that work item `index` sums over, from the values of `_load_rows_of`.
-
-    Called one tile after that, since the first use of a value waits for its load.
+    The tiles of an expert or of a span are a group.
     """
-    if SPLIT and index < total:
-        _, start, end = rows_of(index // per_group, start, end, expert_start, num_experts, span)
-    return start, end
+
+    expert_start: gl.tensor
+    num_experts: gl.tensor | gl.constexpr
+    span: gl.tensor
+    total: gl.tensor | gl.constexpr
+    SPLIT: gl.constexpr  # whether there are spans
+    M: gl.constexpr
+    N: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    M_TILES: gl.constexpr
+    N_TILES: gl.constexpr
+
+    @gluon.jit
+    def group(self, index):
+        return index // (self.M_TILES * self.N_TILES)
+
+    @gluon.jit
+    def tile(self, index):
+        """M-tile and N-tile of work item `index`."""
+        in_group = index % (self.M_TILES * self.N_TILES)
+        return in_bands(in_group, self.M_TILES, self.N_TILES, self.BLOCK_M, self.BLOCK_N)
+
+    @gluon.jit
+    def load_rows(self, index):
+        """First and end row of the expert of work item `index`; zeros if the item is a span."""
+        group = self.group(index)
+        start = gl.load(self.expert_start + group, mask=group < self.num_experts, other=0)
+        end = gl.load(self.expert_start + group + 1, mask=group < self.num_experts, other=0)
+        return start, end
+
+    @gluon.jit
+    def rows(self, index, start, end):
+        """Expert, first and end row of work item `index`, from the values of `load_rows`; end row
+        -1 if it sums over nothing.
+
+        Called one tile after `load_rows`, since the first use of a value waits for its load.
+        """
+        expert = self.group(index)
+        if self.SPLIT and index < self.total:
+            expert, start, end = rows_of(
+                expert, start, end, self.expert_start, self.num_experts, self.span
+            )
+        return expert, start, end
 
 
 @gluon.jit
-def _gather(
-    smem, source, token, ok, column,
-    COLUMNS: gl.constexpr, BLOCK_C: gl.constexpr, L: gl.constexpr,
+def make_work(
+    expert_start, tiles, num_experts, span, places, SPLIT: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of BLOCK_C columns of the tokens' rows; zeros where not `ok`."""
-    c = column + gl.arange(0, BLOCK_C, gl.SliceLayout(0, L))
-    ptr = source + gl.expand_dims(token.to(gl.int64) * COLUMNS, 1) + gl.expand_dims(c, 0)
-    copy_gathered(smem, ptr, mask=gl.expand_dims(ok, 1) & gl.expand_dims(c < COLUMNS, 0))
+    M_TILES: gl.constexpr = ceil_div(M, BLOCK_M)
+    N_TILES: gl.constexpr = ceil_div(N, BLOCK_N)
+    groups = num_experts
+    if SPLIT:
+        groups += gl.where(any_is_split(tiles, span), places, 0)
+    total = groups * M_TILES * N_TILES
+    return Work(
+        expert_start, num_experts, span, total, SPLIT, M, N, BLOCK_M, BLOCK_N, M_TILES, N_TILES
+    )
+
+
+@gluon.jit
+def gather(smem, source, token, ok, column, COLUMNS: gl.constexpr, L: gl.constexpr):
+    """Start the copy of the tokens' rows from `column` on; zeros where not `ok`."""
+    c = column + gl.arange(0, smem.shape[1], gl.SliceLayout(0, L))
+    ptr = source + (token.to(gl.int64) * COLUMNS)[:, None] + c[None, :]
+    copy_gathered(smem, ptr, mask=ok[:, None] & (c < COLUMNS)[None, :])
+
+
+@gluon.jit
+def _tokens(row_token, row, end, r):
+    """The tokens of the rows `row` + r; zero past the expert's end."""
+    return gl.load(row_token + row + r, mask=row + r < end, other=0)
 
 
 @gluon.jit
 def _producer(
-    left, right, row_token, expert_start, num_experts, span, total,
-    m_tiles: gl.constexpr, n_tiles: gl.constexpr,
-    left_smem, right_smem, full, empty,
-    SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
+    left, right, row_token, work, left_smem, right_smem, slots,
+    BLOCK_K: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
 ):  # fmt: skip
+    BLOCK_M: gl.constexpr = work.BLOCK_M
+    BLOCK_N: gl.constexpr = work.BLOCK_N
     CONSUMER_M: gl.constexpr = BLOCK_M // 2
-    GATHERED: gl.constexpr = CONSUMER_M if GATHER_LEFT else BLOCK_N
+    GATHERED: gl.constexpr = min(CONSUMER_M if GATHER_LEFT else BLOCK_N, 256) // 8
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 8],
-        [32 // (min(GATHERED, 256) // 8), min(GATHERED, 256) // 8],
-        [gl.num_warps(), 1],
-        [1, 0],
+        [1, 8], [32 // GATHERED, GATHERED], [gl.num_warps(), 1], [1, 0]
     )
     GATHER: gl.constexpr = GATHER_LEFT or GATHER_RIGHT
     BYTES: gl.constexpr = (
@@ -81,183 +125,133 @@ def _producer(
     r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, L))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    per_group = m_tiles * n_tiles
-    start, end = _load_rows_of(first, expert_start, num_experts, per_group)
-    next_start, next_end = _load_rows_of(first + stride, expert_start, num_experts, per_group)
-    start, end = _rows_of(
-        first, start, end, expert_start, num_experts, span, per_group, total, SPLIT
-    )
-    next_start, next_end = _rows_of(
-        first + stride, next_start, next_end, expert_start, num_experts, span, per_group, total,
-        SPLIT,
-    )  # fmt: skip
+    start, end = work.load_rows(first)
+    next_start, next_end = work.load_rows(first + stride)
+    _, start, end = work.rows(first, start, end)
+    _, next_start, next_end = work.rows(first + stride, next_start, next_end)
     if GATHER:
-        token = gl.load(row_token + start + r, mask=start + r < end, other=0)
+        token = _tokens(row_token, start, end, r)
     step = 0
-    for index in range(first, total, stride):
-        m, n = in_bands(index % per_group, m_tiles, n_tiles, BLOCK_M, BLOCK_N)
+    for index in range(first, work.total, stride):
+        m, n = work.tile(index)
         m0 = m * BLOCK_M
         n0 = n * BLOCK_N
         later = index + 2 * stride
-        later_start, later_end = _load_rows_of(later, expert_start, num_experts, per_group)
+        later_start, later_end = work.load_rows(later)
         if GATHER:
-            first_token = gl.load(
-                row_token + next_start + r, mask=next_start + r < next_end, other=0
-            )
+            first_token = _tokens(row_token, next_start, next_end, r)
         # Counted from zero: if the carried `start` is only the bound of an inner loop, Triton 3.6
         # uses its first value for all tiles, and the consumers deadlock.
         for block in range(gl.cdiv(end - start, BLOCK_K)):
             k = start + block * BLOCK_K
-            slot = step % STAGES
             if GATHER:
                 # Load the next block's tokens while this block waits for its ring slot.
-                token_next = gl.load(
-                    row_token + k + BLOCK_K + r, mask=k + BLOCK_K + r < end, other=0
-                )
-            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(slot), BYTES)
+                token_next = _tokens(row_token, k + BLOCK_K, end, r)
+            slot, barrier = slots.acquire(step, BYTES)
             ok = k + r < end
-            half = left_smem.index(2 * slot + 1)
+            upper = left_smem.index(2 * slot)
+            lower = left_smem.index(2 * slot + 1)
             if GATHER_LEFT:
-                _gather(left_smem.index(2 * slot), left, token, ok, m0, M, CONSUMER_M, L)
-                _gather(half, left, token, ok, m0 + CONSUMER_M, M, CONSUMER_M, L)
+                gather(upper, left, token, ok, m0, work.M, L)
+                gather(lower, left, token, ok, m0 + CONSUMER_M, work.M, L)
             else:
-                load_rows(left, end, k, m0, full.index(slot), left_smem.index(2 * slot))
-                load_rows(left, end, k, m0 + CONSUMER_M, full.index(slot), half)
+                load_rows(left, end, k, m0, barrier, upper)
+                load_rows(left, end, k, m0 + CONSUMER_M, barrier, lower)
             if GATHER_RIGHT:
-                _gather(right_smem.index(slot), right, token, ok, n0, N, BLOCK_N, L)
+                gather(right_smem.index(slot), right, token, ok, n0, work.N, L)
             else:
-                load_rows(right, end, k, n0, full.index(slot), right_smem.index(slot))
+                load_rows(right, end, k, n0, barrier, right_smem.index(slot))
             if GATHER:
-                async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+                async_copy.mbarrier_arrive(barrier, increment_count=False)
                 token = token_next
             step += 1
         if GATHER:
             token = first_token
         start, end = next_start, next_end
-        next_start, next_end = _rows_of(
-            later, later_start, later_end, expert_start, num_experts, span, per_group, total, SPLIT
-        )
+        _, next_start, next_end = work.rows(later, later_start, later_end)
     if GATHER:
         async_copy.wait_group(0)
 
 
 @gluon.jit
-def _write(
-    buffer, piece, plane, m0, n0,
-    M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
-    """Store (ROWS, COLUMNS) in fp32, or add it if ADD: no two programs write the same element."""
-    L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
-    )
-    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, L))
-    n = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
-    row = (plane.to(gl.int64) * M + m) * N
-    ptr = buffer + gl.expand_dims(row, 1) + gl.expand_dims(n, 0)
-    inside = gl.expand_dims(m < M, 1) & gl.expand_dims(n < N, 0)
-    value = gl.convert_layout(piece, L, assert_trivial=True)
+def _write(work, buffer, piece, plane, m0, n0, ADD: gl.constexpr):
+    """Store `piece` in fp32, or add it if ADD: no two programs write the same element."""
+    L: gl.constexpr = accumulator_layout(piece.shape[1], gl.bfloat16)
+    m = m0 + gl.arange(0, piece.shape[0], gl.SliceLayout(1, L))
+    n = n0 + gl.arange(0, piece.shape[1], gl.SliceLayout(0, L))
+    row = (plane.to(gl.int64) * work.M + m) * work.N
+    ptr = buffer + row[:, None] + n[None, :]
+    inside = (m < work.M)[:, None] & (n < work.N)[None, :]
     if ADD:
-        gl.atomic_add(ptr, value, mask=inside, sem="relaxed")
+        gl.atomic_add(ptr, trivially(piece, L), mask=inside, sem="relaxed")
     else:
-        gl.store(ptr, value, mask=inside)
+        gl.store(ptr, trivially(piece, L), mask=inside)
 
 
 @gluon.jit
 def _store(
-    out, out_fp32, pieces, expert, m0, n0, out_smem, any_row,
-    CONSUMER: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    CONSUMER_M: gl.constexpr, BLOCK_N: gl.constexpr, ADD: gl.constexpr,
+    CONSUMER: gl.constexpr, work, out, out_fp32, pieces, expert, m0, n0, out_smem, any_row,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     """Store a consumer's half of the tile in quarters: by TMA, or in fp32 without it."""
-    PIECE: gl.constexpr = BLOCK_N // 4
+    PIECE: gl.constexpr = work.BLOCK_N // 4
     for i in gl.static_range(4):
         column = n0 + i * PIECE
         if out_fp32 is not None:
             if not ADD:
-                _write(out_fp32, pieces[i], expert, m0, column, M, N, CONSUMER_M, PIECE, False)
+                _write(work, out_fp32, pieces[i], expert, m0, column, False)
             elif any_row:
-                _write(out_fp32, pieces[i], expert, m0, column, M, N, CONSUMER_M, PIECE, True)
+                _write(work, out_fp32, pieces[i], expert, m0, column, True)
         else:
             tma.store_wait(1)  # the last store from this buffer, two pieces ago, is done
             staged = out_smem.index(2 * CONSUMER + i % 2)
-            staged.reshape([CONSUMER_M, PIECE]).store(pieces[i].to(out.dtype))
+            staged.reshape([work.BLOCK_M // 2, PIECE]).store(pieces[i].to(out.dtype))
             fence_async_shared()
             copy_out(out, [expert, m0, column], staged)
 
 
 @gluon.jit
 def _consumer(
-    out, out_fp32, partial, expert_start, num_experts, span, total,
-    m_tiles: gl.constexpr, n_tiles: gl.constexpr,
-    left_smem, right_smem, out_smem, full, empty,
-    CONSUMER: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GATHER: gl.constexpr, ADD: gl.constexpr,
+    CONSUMER: gl.constexpr, out, out_fp32, partial, work, left_smem, right_smem, out_smem, slots,
+    BLOCK_K: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    CONSUMER_M: gl.constexpr = BLOCK_M // 2
-    L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
-    )
+    BLOCK_N: gl.constexpr = work.BLOCK_N
+    CONSUMER_M: gl.constexpr = work.BLOCK_M // 2
+    L: gl.constexpr = accumulator_layout(BLOCK_N, left_smem.dtype)
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    per_group = m_tiles * n_tiles
-    start, end = _load_rows_of(first, expert_start, num_experts, per_group)
-    start, end = _rows_of(
-        first, start, end, expert_start, num_experts, span, per_group, total, SPLIT
-    )
+    start, end = work.load_rows(first)
+    _, start, end = work.rows(first, start, end)
     step = 0
-    for index in range(first, total, stride):
-        m, n = in_bands(index % per_group, m_tiles, n_tiles, BLOCK_M, BLOCK_N)
-        m0 = m * BLOCK_M + CONSUMER * CONSUMER_M
+    for index in range(first, work.total, stride):
+        m, n = work.tile(index)
+        m0 = m * work.BLOCK_M + CONSUMER * CONSUMER_M
         n0 = n * BLOCK_N
-        following = index + stride
-        next_start, next_end = _load_rows_of(following, expert_start, num_experts, per_group)
+        next_start, next_end = work.load_rows(index + stride)
         acc = gl.zeros((CONSUMER_M, BLOCK_N), gl.float32, L)
         for k in range(start, end, BLOCK_K):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), step // STAGES & 1)
-            if GATHER:
+            slot = slots.wait(step)
+            if slots.GATHER:
                 fence_async_shared()  # gathered rows were written by cp.async, not by TMA
             a = left_smem.index(2 * slot + CONSUMER).reshape([BLOCK_K, CONSUMER_M]).permute((1, 0))
             b = right_smem.index(slot).reshape([BLOCK_K, BLOCK_N])
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > start)
+            slots.release_before(step, pred=k > start)
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=end > start)
+        slots.release_before(step, pred=end > start)
         pieces = quarters(acc)
-        group = index // per_group
-        if SPLIT and group >= num_experts:
+        group = work.group(index)
+        if work.SPLIT and group >= work.num_experts:
             if end >= 0:
-                place = group - num_experts
+                place = group - work.num_experts
                 for i in gl.static_range(4):
-                    column = n0 + i * (BLOCK_N // 4)
-                    _write(
-                        partial, pieces[i], place, m0, column, M, N, CONSUMER_M, BLOCK_N // 4, False
-                    )
+                    _write(work, partial, pieces[i], place, m0, n0 + i * (BLOCK_N // 4), False)
         elif end >= 0:
-            _store(
-                out,
-                out_fp32,
-                pieces,
-                group,
-                m0,
-                n0,
-                out_smem,
-                end > start,
-                CONSUMER,
-                M,
-                N,
-                CONSUMER_M,
-                BLOCK_N,
-                ADD,
-            )
-        start, end = _rows_of(
-            following, next_start, next_end, expert_start, num_experts, span, per_group, total,
-            SPLIT,
-        )  # fmt: skip
+            any_row = end > start
+            _store(CONSUMER, work, out, out_fp32, pieces, group, m0, n0, out_smem, any_row, ADD)
+        _, start, end = work.rows(index + stride, next_start, next_end)
     tma.store_wait(0)
 
 
@@ -277,54 +271,37 @@ def hopper_wgrad_kernel(
     that it writes.
     """
     CONSUMER_M: gl.constexpr = BLOCK_M // 2
+    GATHER: gl.constexpr = GATHER_LEFT or GATHER_RIGHT
     dtype: gl.constexpr = right.dtype if GATHER_LEFT else left.dtype
-    m_tiles: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    n_tiles: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if GATHER_LEFT:
         left_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_K, CONSUMER_M], PLAIN)
     else:
-        left_smem = gl.allocate_shared_memory(
-            dtype, [2 * STAGES, 1, 1, BLOCK_K, CONSUMER_M], left.layout
-        )
+        left_smem = gl.allocate_shared_memory(dtype, [2 * STAGES] + left.block_shape, left.layout)
     if GATHER_RIGHT:
         right_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], PLAIN)
     else:
-        right_smem = gl.allocate_shared_memory(
-            dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_N], right.layout
-        )
+        right_smem = gl.allocate_shared_memory(dtype, [STAGES] + right.block_shape, right.layout)
     if out_fp32 is None:
-        out_smem = gl.allocate_shared_memory(dtype, [4, 1, CONSUMER_M, BLOCK_N // 4], out.layout)
+        out_smem = gl.allocate_shared_memory(dtype, [4] + out.block_shape, out.layout)
     else:
         out_smem = left_smem  # not used
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    GATHER: gl.constexpr = GATHER_LEFT or GATHER_RIGHT
-    ARRIVALS: gl.constexpr = 129 if GATHER else 1  # TMA, and each of the producer's 128 threads
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=ARRIVALS)
-        mbarrier.init(empty.index(i), count=2)
+    slots = make_slots(STAGES, GATHER)
     SPLIT: gl.constexpr = partial is not None
-    groups = num_experts
-    if SPLIT:
-        groups += gl.where(any_is_split(tiles, span), places, 0)
-    total = groups * m_tiles * n_tiles
+    work = make_work(expert_start, tiles, num_experts, span, places, SPLIT, M, N, BLOCK_M, BLOCK_N)
     gl.warp_specialize(
         [
             (_consumer, (
-                out, out_fp32, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
-                left_smem, right_smem, out_smem, full, empty,
-                0, SPLIT, M, N, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GATHER, ADD,
+                0, out, out_fp32, partial, work, left_smem, right_smem, out_smem, slots,
+                BLOCK_K, ADD,
             )),
             (_consumer, (
-                out, out_fp32, partial, expert_start, num_experts, span, total, m_tiles, n_tiles,
-                left_smem, right_smem, out_smem, full, empty,
-                1, SPLIT, M, N, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GATHER, ADD,
+                1, out, out_fp32, partial, work, left_smem, right_smem, out_smem, slots,
+                BLOCK_K, ADD,
             )),
             (_producer, (
-                left, right, row_token, expert_start, num_experts, span, total, m_tiles, n_tiles,
-                left_smem, right_smem, full, empty,
-                SPLIT, M, N, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GATHER_LEFT, GATHER_RIGHT,
+                left, right, row_token, work, left_smem, right_smem, slots,
+                BLOCK_K, GATHER_LEFT, GATHER_RIGHT,
             )),
         ],
         [4, 4 if GATHER else 1],

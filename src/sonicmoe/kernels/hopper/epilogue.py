@@ -1,0 +1,141 @@
+"""What the epilogues of the Hopper GEMMs share: parts of a tile's columns, and Z in shared memory.
+
+Some walk over slices: SLICE columns of A and the columns of Z that belong to them. A slice of
+interleaved Z is one box of 64 columns; of concatenated Z it is a box of gates and one of ups, which
+take two buffers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from .gluon_compat import reinterpreted
+from .ragged import store_rows, store_rows_of_half
+from .ring import CONSUMER_M, buffers
+
+SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of an interleaved row of Z
+# Layout of a slice of interleaved Z: a thread holds the gates and ups of its two columns of A.
+PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
+
+
+@gluon.jit
+def halves(x):
+    """Left and right half of the columns."""
+    R: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    return gl.split(gl.permute(gl.reshape(x, (R, 2, C // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def quarters(x):
+    """Four quarters of the columns, from left to right."""
+    left, right = halves(x)
+    q0, q1 = halves(left)
+    q2, q3 = halves(right)
+    return q0, q1, q2, q3
+
+
+@gluon.jit
+def pairs(x):
+    """Even and odd columns."""
+    return gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@gluon.jit
+def trivially(x, L: gl.constexpr):
+    """`x` in a layout in which every thread holds what it has."""
+    return gl.convert_layout(x, L, assert_trivial=True)
+
+
+@gluon.jit
+def store_box(out, tile, column, smem, HALF: gl.constexpr = None):
+    """Start the TMA store of (64, C) to a tile's rows, up to the expert's end.
+
+    HALF is the gate (0) or up (1) half of concatenated rows, whose columns `column` counts.
+    """
+    if HALF is None:
+        box = smem.reshape([1, 1, CONSUMER_M, smem.shape[1]])
+        store_rows(out, tile.end, tile.row, column, box)
+    else:
+        box = smem.reshape([1, 1, CONSUMER_M, 1, smem.shape[1]])
+        store_rows_of_half(out, tile.end, tile.row, HALF, column, box)
+
+
+@gluon.jit
+def stage_and_store(value, out, tile, column, smem, HALF: gl.constexpr = None):
+    """`store_box` of a value, through shared memory."""
+    smem.store(value)
+    fence_async_shared()
+    store_box(out, tile, column, smem, HALF)
+
+
+@gluon.jit
+def z_buffer(z, smem):
+    """Where a box of Z lies in a buffer for 16-bit data: in its first half if Z is in e4m3."""
+    if z.dtype == smem.dtype:
+        return smem
+    else:
+        HALVES: gl.constexpr = [2] + z.block_shape
+        LAYOUT: gl.constexpr = z.layout
+        both = reinterpreted(smem, z.dtype, HALVES, LAYOUT)
+        return both.index(0).reshape([CONSUMER_M, smem.shape[1]])
+
+
+# --- slices ---------------------------------------------------------------------------------------
+@gluon.constexpr_function
+def boxes_of_slice(gate_up):
+    return 2 if gate_up == "concatenated" else 1
+
+
+@gluon.jit
+def slice_buffers(dtype: gl.constexpr, COUNT: gl.constexpr, GATE_UP: gl.constexpr):
+    """Shared memory for COUNT slices of Z."""
+    COLUMNS: gl.constexpr = 2 * SLICE if GATE_UP == "interleaved" else SLICE
+    return buffers(dtype, COUNT * boxes_of_slice(GATE_UP), [CONSUMER_M, COLUMNS])
+
+
+@gluon.jit
+def read_slice(z, smem, buffer, L: gl.constexpr, GATE_UP: gl.constexpr):
+    """Gates and ups of a slice of Z in shared memory; twice Z if there is no gate."""
+    if GATE_UP == "interleaved":
+        gate, up = pairs(z_buffer(z, smem.index(buffer)).load(PAIRS))
+        return trivially(gate, L), trivially(up, L)
+    elif GATE_UP == "concatenated":
+        gate = z_buffer(z, smem.index(2 * buffer)).load(L)
+        return gate, z_buffer(z, smem.index(2 * buffer + 1)).load(L)
+    else:
+        both = z_buffer(z, smem.index(buffer)).load(L)
+        return both, both
+
+
+@gluon.jit
+def write_slice(gate, up, smem, buffer, GATE_UP: gl.constexpr):
+    """Write gates and ups of a slice to shared memory; only the gates if there are no ups."""
+    gate = gate.to(smem.dtype)
+    if GATE_UP == "interleaved":
+        both = gl.reshape(gl.join(gate, up.to(smem.dtype)), (CONSUMER_M, 2 * SLICE))
+        smem.index(buffer).store(trivially(both, PAIRS))
+    elif GATE_UP == "concatenated":
+        smem.index(2 * buffer).store(gate)
+        smem.index(2 * buffer + 1).store(up.to(smem.dtype))
+    else:
+        smem.index(buffer).store(gate)
+
+
+@gluon.jit
+def store_slice(z, tile, column, smem, buffer, GATE_UP: gl.constexpr):
+    """Start the TMA stores of a slice of Z; `column` is that of A."""
+    if GATE_UP == "concatenated":
+        store_box(z, tile, column, smem.index(2 * buffer), 0)
+        store_box(z, tile, column, smem.index(2 * buffer + 1), 1)
+    else:
+        PER_COLUMN: gl.constexpr = 1 if GATE_UP is None else 2
+        store_box(z, tile, PER_COLUMN * column, smem.index(buffer))
