@@ -103,9 +103,12 @@ def test_main_grad_and_fp32_weights(dtype, precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ["keep", "recompute", MemoryPolicy("recompute", 2)], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "memory"),
+    [("fp8", "recompute"), ("fp8_bf16_dw", "keep"), ("fp8_bf16_dw", MemoryPolicy("recompute", 2))],
+    ids=str,
+)
 @pytest.mark.parametrize("mode", ["checkpointed", "compiled", "compiled checkpoint"])
-@pytest.mark.parametrize("precision", PRECISIONS)
 def test_modes(mode, memory, precision):
     """Every mode has the bits of the layer as it is."""
     torch.manual_seed(0)
