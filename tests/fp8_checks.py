@@ -15,6 +15,11 @@ from sonicmoe.reference import fp8, routing
 
 E4M3 = torch.float8_e4m3fn
 COUNTS = (0, 1, 127, 128, 129, 0)  # rows of each expert, around one tile
+KINDS = (  # activation and order of gate and up: what the layouts of Z differ in
+    (ActivationType.SWIGLU, "interleaved"),
+    (ActivationType.GEGLU, "concatenated"),
+    (ActivationType.RELU_SQ, "interleaved"),
+)
 
 
 def same(got: torch.Tensor, want: torch.Tensor, name: str) -> None:

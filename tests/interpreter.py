@@ -3,7 +3,7 @@
 The interpreter holds tensors as numpy arrays. numpy knows no bf16, so such values lie there as the
 16 bits that encode them. Two things then go wrong: a dot product multiplies these bits as if they
 were integers, and a conversion from fp32 cuts the lower bits off instead of rounding. A bf16 number
-is the upper half of the fp32 number of the same value, which mends both. A conversion to e4m3
+is the upper half of the fp32 number of the same value, which fixes both. A conversion to e4m3
 rounds ties up, and denormals toward zero: PyTorch converts instead.
 
 `tl.sort` exchanges by exclusive or, which the interpreter reduces element by element in Python:

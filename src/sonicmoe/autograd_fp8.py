@@ -10,13 +10,11 @@ import torch
 from . import ops
 from .autograd import Options, _needed, refuse_second_derivatives
 from .checkpoint import placeholder
-from .fp8_tensors import Fp8Dz, Fp8Kept, Fp8Weight
+from .fp8_tensors import E4M3, Fp8Dz, Fp8Kept, Fp8Weight
 from .gradients import Fp8DownGradients, Fp8UpGradients
 from .main_grad import added_to_main_grad, with_main_grad
 from .permutation import Permutation
 from .reference.fp8 import padded_rows
-
-E4M3 = torch.float8_e4m3fn
 
 
 def _kept_weight(w: Fp8Weight, keep_z: str) -> Fp8Weight:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+E4M3 = torch.float8_e4m3fn
+
 
 class Fp8Weight(NamedTuple):
     """A weight (E, N, K), the same transposed (E, K, N), and its scales (E,)."""

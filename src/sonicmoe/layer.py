@@ -128,16 +128,16 @@ def _run(
     """The two nodes of the experts. `MoE.forward` calls them itself."""
     w1, w2, b1, b2 = weights[:4]
     recompute, deferred = options.keep_z == "recompute", deferred_output()
-    last = (p, x.shape[0], options, deferred)
+    common = (p, x.shape[0], options, deferred)
     if precision is not None:
         q1, q2 = quantize_weights(w1, w2, options.keep_z == "keep", options.backend)
         found = Fp8Up.apply(x, w1, q1, p, options)
         source = (x, w1, q1) if recompute else ()
-        out = Fp8Down.apply(scores, w2, q2, *last, *found, *source)
+        out = Fp8Down.apply(scores, w2, q2, *common, *found, *source)
     else:
         z, a, *z8 = Up.apply(x, w1, b1, p, options)
         source = (x, w1, b1) if recompute else tuple(z8)
-        out = Down.apply(z, a, scores, w2, b2, *last, *source)
+        out = Down.apply(z, a, scores, w2, b2, *common, *source)
     return finish(out, deferred)
 
 

@@ -230,16 +230,16 @@ class MoE(nn.Module):
             w1, w2, b1, b2 = weights[:4]
             options = options_of(x, scores, weights, self.memory, self.precision, backend)
             recompute, deferred = options.keep_z == "recompute", deferred_output()
-            last = (p, x.shape[0], options, deferred)
+            common = (p, x.shape[0], options, deferred)
             if self.precision is not None:
                 q1, q2 = self._fp8_weights(w1, w2, options)
                 found = Fp8Up.apply(x, w1, q1, p, options)
                 source = (x, w1, q1) if recompute else ()
-                out = Fp8Down.apply(scores, w2, q2, *last, *found, *source)
+                out = Fp8Down.apply(scores, w2, q2, *common, *found, *source)
             else:
                 z, a, *z8 = Up.apply(x, w1, b1, p, options)
                 source = (x, w1, b1) if recompute else tuple(z8)
-                out = Down.apply(z, a, scores, w2, b2, *last, *source)
+                out = Down.apply(z, a, scores, w2, b2, *common, *source)
             out = finish(out, deferred)
             if shared is not None:
                 out = out + shared

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fp8_checks import (
+    KINDS,
     all_bf16,
     around_ties,
     check_dequantized,
@@ -14,7 +15,6 @@ from fp8_checks import (
 )
 from helpers import ACTIVATIONS, poisoned
 
-from sonicmoe import ActivationType
 from sonicmoe.launch import quantize
 from sonicmoe.reference import fp8
 
@@ -101,13 +101,6 @@ def test_rows_in_bf16(rows, columns):
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["sorted", "gathered"])
-@pytest.mark.parametrize(
-    ("activation", "gate_up"),
-    [
-        (ActivationType.SWIGLU, "interleaved"),
-        (ActivationType.GEGLU, "concatenated"),
-        (ActivationType.RELU_SQ, "interleaved"),
-    ],
-)
+@pytest.mark.parametrize(("activation", "gate_up"), KINDS)
 def test_scored_activation(activation, gate_up, gathered):
     check_scored_activation(activation, gate_up, gathered, with_scores=True, device=CUDA)

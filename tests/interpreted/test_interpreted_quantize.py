@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from fp8_checks import (
     COUNTS,
+    KINDS,
     all_bf16,
     around_ties,
     check_dequantized,
@@ -129,14 +130,7 @@ def test_rows_in_bf16(rows, columns):
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["sorted", "gathered"])
-@pytest.mark.parametrize(
-    ("activation", "gate_up"),
-    [
-        (ActivationType.SWIGLU, "interleaved"),
-        (ActivationType.GEGLU, "concatenated"),
-        (ActivationType.RELU_SQ, "interleaved"),
-    ],
-)
+@pytest.mark.parametrize(("activation", "gate_up"), KINDS)
 def test_scored_activation(activation, gate_up, gathered):
     check_scored_activation(activation, gate_up, gathered, with_scores=True)
 

@@ -110,7 +110,7 @@ def quantize_weight_kernel(
     w, amax, q, words, scale,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """q (E, N, K) e4m3, its transpose (E, K, N) and scale (E,) of dense weights (E, N, K).
+    """q (E, N, K) e4m3, its transpose (E, K, N) and scale (E,) of contiguous weights (E, N, K).
 
     The transpose is given as `words` (E, K, N/4) of four bytes: transposing words takes a quarter
     of the accesses to shared memory. N is a multiple of 4. What is None is not stored.

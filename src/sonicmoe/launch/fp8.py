@@ -10,10 +10,11 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ..enums import ActivationType
-from ..fp8_tensors import Fp8Weight
+from ..fp8_tensors import E4M3, Fp8Weight
 from ..kernels.activation import value_of
 from ..kernels.hopper.fp8_gemm import fp8_gemm_kernel
 from ..kernels.hopper.fp8_up import SLICE, fp8_up_kernel
+from ..memory_policy import FP8_COLUMNS as BLOCK
 from ..memory_policy import slice_width
 from ..permutation import Permutation
 from ..shapes import ceil_div
@@ -34,8 +35,6 @@ from .quantize import (
 
 __all__ = ["quantize_rows", "quantize_weight"]  # operators too
 
-E4M3 = torch.float8_e4m3fn
-BLOCK = 128  # columns of A that share a scale
 _CONSUMER_M = 64
 
 

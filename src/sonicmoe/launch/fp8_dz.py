@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from triton.experimental.gluon import language as gl
 
+from ..fp8_tensors import E4M3
 from ..gradients import Fp8DownGradients
 from ..kernels.activation import derivative_of
 from ..kernels.hopper.dz import SLICE
@@ -18,7 +19,6 @@ from .descriptors import Boxes
 from .grouped_gemm_hopper import _ENDLESS, _ORIGIN, _z_boxes
 from .launcher import Bound, launch
 
-_E4M3 = torch.float8_e4m3fn
 _ROWS, _WIDTH = 64, SLICE.value  # of a slice
 
 
@@ -35,7 +35,7 @@ _RING = Ring()
 
 def _laid_out(shape, strides, block) -> Boxes:
     layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e4nv)
-    return Boxes(_E4M3, shape, strides, block, layout)
+    return Boxes(E4M3, shape, strides, block, layout)
 
 
 def _row_boxes(columns, strides, block) -> Boxes:
@@ -86,9 +86,9 @@ def dz_gemm(do8, factors, z, w2_t, scores, p: Permutation, activation, gate_up, 
     rows, device = z.shape[0], z.device
     experts, inner, _ = w2_t.shape
     padded = padded_rows(rows, experts)
-    dz = memory.empty(z.shape, _E4M3, device) if needs.dz else None
-    dz_t = memory.empty((z.shape[1], padded), _E4M3, device) if needs.dz_t else None
-    a_t = memory.empty((inner, padded), _E4M3, device) if needs.dw2 else None
+    dz = memory.empty(z.shape, E4M3, device) if needs.dz else None
+    dz_t = memory.empty((z.shape[1], padded), E4M3, device) if needs.dz_t else None
+    a_t = memory.empty((inner, padded), E4M3, device) if needs.dw2 else None
     dscores = memory.empty(scores.shape, torch.float32, device) if needs.dscores else None
     if rows == 0:
         return dz, dz_t, a_t, dscores

@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 from triton.experimental.gluon import language as gl
 
+from ..fp8_tensors import E4M3
 from ..kernels.hopper.fp8_wgrad import (
     BLOCK_K,
     BLOCK_M,
@@ -26,7 +27,7 @@ _M, _N, _K, _CONSUMER_M = BLOCK_M.value, BLOCK_N.value, BLOCK_K.value, CONSUMER_
 @lru_cache(maxsize=1024)
 def _other_boxes(shape, strides) -> Boxes:
     layout = gl.NVMMASharedLayout.get_default_for([_N, _K], gl.float8e4nv)
-    return Boxes(torch.float8_e4m3fn, shape, strides, (_N, _K), layout)
+    return Boxes(E4M3, shape, strides, (_N, _K), layout)
 
 
 @lru_cache(maxsize=1024)

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from ..enums import ActivationType
+from ..fp8_tensors import E4M3
 from ..kernels import bf16_operands
 from ..kernels import quantize as kernels
 from ..kernels.activation import value_of
@@ -20,7 +21,6 @@ from . import memory
 from .grouped_gemm import weight_layout
 from .launcher import Bound, launch, power_of_two
 
-E4M3 = torch.float8_e4m3fn
 _STEPS, _BLOCK = 4, 4096  # of a program of `weight_amax_kernel`, and weights per step
 _TILE = 128  # rows and columns of a tile of `quantize_weight_kernel`
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..enums import ActivationType
-from ..fp8_tensors import Fp8Dz, Fp8Kept, Fp8Weight
+from ..fp8_tensors import E4M3, Fp8Dz, Fp8Kept, Fp8Weight
 from ..gradients import Fp8DownGradients, Fp8UpGradients
 from ..permutation import Permutation
 from ..reference import fp8 as reference
@@ -18,8 +18,6 @@ from ..reference.fp8 import BLOCK, padded_rows
 from ..shapes import ceil_div
 from .grouped_gemm import _like
 from .registry import Mutated, operator
-
-E4M3 = torch.float8_e4m3fn
 
 
 def _e4m3(like: Tensor, *shape: int) -> Tensor:
