@@ -9,13 +9,12 @@ import torch
 pytest.importorskip("triton", reason="launchers need Triton, which is for Linux")
 
 from sonicmoe import MemoryPolicy, cost, experts, validation
-from sonicmoe.launch import memory
+from sonicmoe.launch import grouped_gemm, memory
 from sonicmoe.shapes import Problem
 from sonicmoe.tuning import Target
 
 MODULES = ("grouped_gemm", "fp8", "fp8_dz", "fp8_wgrad", "quantize", "routing")
 MIB = 2**20
-PARTIAL_SUMS = 66 * MIB  # of weight gradients on an H200; the cost model leaves them out
 
 
 class Live:
@@ -49,6 +48,8 @@ def live(monkeypatch):
             monkeypatch.setattr(module, "target_of", lambda t: Target(90, 132))
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(memory, name, found.watched(getattr(memory, name)))
+    # The cost model leaves out the partial sums of weight gradients, at most 69 MB on an H200.
+    monkeypatch.setattr(grouped_gemm, "_spans", lambda *args: grouped_gemm.Spans())
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
     monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
     return found
@@ -58,7 +59,11 @@ def live(monkeypatch):
 @pytest.mark.parametrize(
     "policy", [MemoryPolicy(), MemoryPolicy("recompute"), MemoryPolicy("recompute", 4)], ids=str
 )
-@pytest.mark.parametrize("shape", ["32768,4096,256,256,16", "32768,2048,1024,64,8"])
+@pytest.mark.parametrize(
+    "shape",
+    ["32768,4096,256,256,16", "32768,2048,1024,64,8", "32768,2048,512,512,10"],
+    ids=["rows of dX are the peak", "dZ is", "dW1 is"],
+)
 def test_peaks(live, shape, precision, policy):
     p = Problem.parse(shape)
 
@@ -73,6 +78,6 @@ def test_peaks(live, shape, precision, policy):
     forward, live.most = live.most, live.now
     out.backward(torch.empty_like(out))
     expected = peak.forward - scores.nbytes
-    assert expected <= forward <= expected + MIB
+    assert expected <= forward <= expected + MIB / 2
     expected = peak.backward - scores.nbytes
-    assert expected <= live.most <= expected + PARTIAL_SUMS
+    assert expected <= live.most <= expected + MIB / 8

@@ -14,6 +14,7 @@ from .shapes import Problem, ceil_div, max_tiles
 
 INDEX = 4  # bytes of an index
 SCALE = 4  # bytes of a scale of Z in e4m3
+FP8_DZ_COLUMNS = 256  # of A in a tile of the dZ GEMM in FP8
 ROUTERS_THAT_KEEP_LOGITS = ("topk_over_softmax",)
 
 
@@ -129,9 +130,8 @@ def _fp8_peak_bytes(
 ) -> Peak:
     """`peak_bytes` in FP8, with weights in bf16 that are not cached.
 
-    Forward: the weights in e4m3 as well. Backward, in three steps: X, W1 and A in e4m3 while Z is
-    recomputed; dO in e4m3, the factors of dZ, dZ in both orders and A'; dX with dX̃, then dW1 with X
-    in e4m3.
+    Forward: the weights in e4m3 as well. Backward: dO in e4m3, the factors of dZ, dZ in both orders
+    and A'; then dX with dX̃, then dW1 with X in e4m3. Recomputing Z takes less: no dW2 exists yet.
     """
     kept = kept_bytes(p, 2, tile_m, router, memory, precision)
     total, of_z = sum(kept.values()), sum(_kept_z(p, 2, memory, precision).values())
@@ -141,8 +141,9 @@ def _fp8_peak_bytes(
     columns = FP8_COLUMNS * (p.R // FP8_COLUMNS + p.E)  # of dZᵀ and A'ᵀ
     bf16_dw = precision == "fp8_bf16_dw"
     dz = p.R * p.N + p.R * SCALE + (0 if bf16_dw else columns * p.N)
-    a = 2 * p.R * p.I if bf16_dw else columns * p.I
-    factors = 5 * p.R * SCALE
+    partial = ceil_div(p.I, FP8_DZ_COLUMNS) * p.R * SCALE  # sums of dS
+    a = max(2 * p.R * p.I, partial) if bf16_dw else columns * p.I + partial
+    factors = 5 * p.R * SCALE + 2 * p.T * SCALE  # the latter of dO
     a8 = p.R * p.I + (0 if "a_scale" in kept else p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE)
     gradients = dz + kept["scores"] + 2 * w2
     recomputed = w1_t = w2_t = 0
@@ -150,13 +151,12 @@ def _fp8_peak_bytes(
         again = _kept_z(p, 2, KEEP, precision)
         recomputed = sum(again[name] for name in ("z", "zmax", "a_scale", "x_scale"))
         w1_t, w2_t = w1, w2
-    up_again = total + recomputed + p.T * p.H + w1 + p.R * p.I if recomputed else 0
     of_down = total + recomputed + w2_t + p.T * p.H + factors + a + gradients
     later = total - of_z + kept.get("w1_t", 0) - kept["row_slot"] + tokens_h + gradients
     of_up = later + max(rows_h + w1_t, 2 * w1 + (2 * p.R * p.N if bf16_dw else p.T * p.H))
     return Peak(
         forward=total + logits + w1 + w2 + a8 + rows_h + tokens_h,
-        backward=tokens_h + max(up_again, of_down, of_up),
+        backward=tokens_h + max(of_down, of_up),
     )
 
 
