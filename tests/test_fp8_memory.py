@@ -146,6 +146,27 @@ def test_a_cache_serves_the_recomputation(monkeypatch):
 
 
 @pytest.mark.parametrize("memory", ["keep", "recompute"])
+@pytest.mark.parametrize("name", ["fp8_down_backward", "fp8_up_backward"])
+def test_saved_tensors_that_come_back_strided(name, memory, monkeypatch):
+    """Kernels would read other elements; plain PyTorch does not mind."""
+    found, backward = [], getattr(fp8, name)
+
+    def recorded(*args):
+        fields = [t for a in args if isinstance(a, tuple) for t in a]
+        found.extend(t for t in fields if isinstance(t, torch.Tensor))
+        return backward(*args)
+
+    def strided(t):
+        return t if t.dim() == 0 else torch.stack([t, t], -1)[..., 0]
+
+    monkeypatch.setattr(fp8, name, recorded)
+    case = CASES[0]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, strided):
+        run(in_fp8(case, memory), make_inputs(case))
+    assert len(found) >= 8 and all(t.is_contiguous() for t in found)
+
+
+@pytest.mark.parametrize("memory", ["keep", "recompute"])
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU])
 def test_kept_bytes_to_the_byte(memory, activation):
     p, dtype = Problem(96, 64, 144, 8, 4, activation.is_gated), torch.bfloat16

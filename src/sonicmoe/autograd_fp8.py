@@ -5,6 +5,8 @@ transposed: each is the gradient of a placeholder that `Fp8Up` returns and `Fp8D
 quantized again in the backward pass.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from . import ops
@@ -22,6 +24,11 @@ def _kept_weight(w: Fp8Weight, keep_z: str) -> Fp8Weight:
     if keep_z == "keep":
         return w._replace(w8=None)
     return w if w.w8_t is not None else Fp8Weight()
+
+
+def _dense(saved: Sequence) -> list:
+    """Kernels compute addresses from shapes, and a saved-tensor hook may return any strides."""
+    return [None if t is None else t.contiguous() for t in saved]
 
 
 class Fp8Up(torch.autograd.Function):
@@ -63,7 +70,7 @@ class Fp8Up(torch.autograd.Function):
         if all(t is None for t in dz):
             return (None,) * 5
         x, w1, *rest = ctx.saved_tensors
-        w, p = Fp8Weight(*rest[:3]), Permutation(*rest[3:], ctx.tile_m)
+        w, p = Fp8Weight(*_dense(rest[:3])), Permutation(*_dense(rest[3:]), ctx.tile_m)
         needs = Fp8UpGradients(*ctx.needs_input_grad[:2])
         options = (ctx.options.bf16_dw, ctx.options.slices, ctx.options.backend)
         if needs.dw1 and ctx.main is not None:
@@ -118,16 +125,18 @@ class Fp8Down(torch.autograd.Function):
     def backward(ctx, dout):
         refuse_second_derivatives()
         scores, w2, *rest = ctx.saved_tensors
-        w, p, source = Fp8Weight(*rest[:3]), Permutation(*rest[3:10], ctx.tile_m), rest[10:]
+        w, p = Fp8Weight(*_dense(rest[:3])), Permutation(*_dense(rest[3:10]), ctx.tile_m)
+        source = rest[10:]
         options = ctx.options
         act, backend = (options.activation, options.gate_up), options.backend
         if options.keep_z == "recompute":
             x, w1, *of_w1 = source
-            source = ops.fp8_recomputed(dout, x, w1, Fp8Weight(*of_w1), p, *act, backend)
+            w_1 = Fp8Weight(*_dense(of_w1))
+            source = ops.fp8_recomputed(dout, x, w1, w_1, p, *act, backend)
         need_dscores, need_dw2 = ctx.needs_input_grad[:2]
         need_dz, _, need_dz_t, _ = ctx.needs_input_grad[9:13]
         needs = Fp8DownGradients(need_dz, need_dz_t, need_dw2, need_dscores)
-        given = (dout, Fp8Kept(*source), w2, w, scores, p, *act, needs)
+        given = (dout, Fp8Kept(*_dense(source)), w2, w, scores, p, *act, needs)
         if needs.dw2 and ctx.main is not None:
             main_grad = ctx.main.main_grad
             *dz, ds = ops.fp8_down_backward_into(main_grad, *given, options.bf16_dw, backend)
