@@ -1,7 +1,6 @@
 """The FP8 quantizers in poisoned memory against `reference.fp8` on the CPU, bit by bit."""
 
 import itertools
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,12 +47,13 @@ def check_weight(w: torch.Tensor) -> None:
     names = ("w8", "w8_t", "w_scale")
     want = dict(zip(names, fp8.quantize_weight(w.cpu(), True), strict=True))
     for transposed in (True, False):
-        quantized = partial(quantize.quantize_weight, w, transposed)
-        got = run_poisoned(
-            lambda q=quantized: dict(zip(names, q(), strict=True)),  # type: ignore[misc]
-            w.device.type,
-        )
-        assert transposed or got.pop("w8_t") is None
+
+        def quantized(transposed=transposed):
+            found = zip(names, quantize.quantize_weight(w, transposed), strict=True)
+            return {name: t for name, t in found if t is not None}
+
+        got = run_poisoned(quantized, w.device.type)
+        assert list(got) == [name for name in names if transposed or name != "w8_t"]
         for name in got:
             same(got[name], want[name], name)
 
@@ -152,16 +152,21 @@ def check_dequantized(rows: int, columns: int, device: str = "cpu") -> None:
 
 
 def check_scored_activation(
-    activation: ActivationType, gate_up: str, is_gathered: bool, with_scores: bool, device="cpu"
-) -> None:
+    activation: ActivationType, gate_up: str, is_gathered: bool, keep_z: str = "keep",
+    with_scores: bool = True, device: str = "cpu",
+) -> None:  # fmt: skip
     """A' of the rows of experts; what lies past them may be anything."""
     p, used, inner = make_permutation(COUNTS, is_gathered, dropped=15), sum(COUNTS), 144
-    z = torch.randn(used + 15, 2 * inner if activation.is_gated else inner).to(torch.bfloat16)
-    z[used:] = torch.nan
+    z = torch.randn(used + 15, 2 * inner if activation.is_gated else inner)
+    z = z.to(torch.float8_e4m3fn if keep_z == "fp8" else torch.bfloat16)
+    z.view(torch.uint8 if keep_z == "fp8" else torch.int16)[used:] = -1  # NaN
+    zmax = torch.rand(2, used + 15) * 2.0 ** torch.randint(-9, 9, (2, used + 15))
+    zmax[:, used:] = torch.nan
     scores = torch.randn(used + 15) if with_scores else None
-    want = fp8.scored_activation(z, scores, p, activation, gate_up)[:used]
+    want = fp8.scored_activation(z, zmax, scores, p, activation, gate_up)[:used]
     maps = [None if t is None else t.to(device) for t in p.tensors]
-    there: list[Any] = [z.to(device), None if scores is None else scores.to(device)]
+    there: list[Any] = [z.to(device), zmax.to(device)]
+    there += [None if scores is None else scores.to(device)]
     there += [Permutation._make([*maps, p.tile_m]), activation, gate_up]
     got = run_poisoned(lambda: {"a": quantize.scored_activation(*there)}, device)["a"].cpu()
     torch.testing.assert_close(got[:used], want, rtol=2**-7, atol=1e-6)

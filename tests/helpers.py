@@ -217,6 +217,11 @@ class Inputs:
 
 def make_inputs(case: Case, device: str = "cpu") -> Inputs:
     """Random inputs for which Z, A and O are of the order of one."""
+    with torch.device("cpu"):  # the generator's, inside of another `torch.device` too
+        return _make_inputs(case, device)
+
+
+def _make_inputs(case: Case, device: str) -> Inputs:
     p, seed = case.problem, torch.Generator().manual_seed(case.seed)
     gain = case.activation.clamp.limit - 1.0 if case.activation.clamp else 1.0  # reach the clamp
 

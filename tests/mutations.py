@@ -223,8 +223,8 @@ MUTATIONS = [
     ),
     Mutation(
         "FP8: weight gradients in bf16 without the scores", "reference/fp8.py",
-        "scored_activation(z, scores, p, activation, gate_up)\n            dw2",
-        "scored_activation(z, None, p, activation, gate_up)\n            dw2",
+        "scored_activation(z, zmax, scores, p, activation, gate_up)\n            dw2",
+        "scored_activation(z, zmax, None, p, activation, gate_up)\n            dw2",
         "tests/test_fp8_memory.py -k weight_gradients_in_bf16",
     ),
     Mutation(

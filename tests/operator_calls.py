@@ -159,12 +159,13 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     act = (ActivationType.SWIGLU, "interleaved")
     up = (x8, x_scale, *of_w1, *p, "swiglu", "interleaved")
     up_rows = (rows8, rows_scale, *of_w1._replace(w8_t=None), *in_order)
-    z, zmax, a8, a_scale = reference.fp8_up(x8, x_scale, of_w1, p, *act, True)
+    z, zmax, a8, a_scale = reference.fp8_up(x8, x_scale, of_w1, p, *act, "keep")
     every, without_scores = (Fp8DownGradients(True, True, True, scores) for scores in (True, False))
     dx_alone, dw1_alone, dw2_alone = (
         Fp8DownGradients(*(i == needed for i in range(4))) for needed in range(3)
     )
     kept, of_rows = Fp8Kept(z, zmax, a_scale, x_scale), (z, zmax, a_scale, rows_scale)
+    in_e4m3 = (*reference.fp8_up(x8, x_scale, of_w1, p, *act, "fp8")[:2], a_scale, x_scale)
     down = (dout, kept, w2, of_w2, given.scores, p, *act, every)
     dz = reference.fp8_down_backward(*down, False, False)[:4]
     grad1, grad2 = (torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2))
@@ -179,10 +180,9 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
         "quantize_weight": [(w1, True, b), (w1, False, b)]
         + [(w2_t.float(), transposed, b) for transposed in (True, False)],
         "fp8_up": [
-            (*up, True, b),
-            (*up, False, b),
-            (*up_rows, "relu_sq", "interleaved", True, b),
-            (*up_rows, "geglu", "concatenated", True, b),
+            *((*up, keep_z, b) for keep_z in ("keep", "fp8", "no")),
+            (*up_rows, "relu_sq", "interleaved", "fp8", b),
+            (*up_rows, "geglu", "concatenated", "keep", b),
         ],
         "fp8_recomputed": [(dout, x, w1, *w, *recomputed) for w in (of_w1, empty)],
         "fp8_gemm": [
@@ -197,6 +197,8 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
             (dout, *kept, w2, *transposed, *down_back, *every, False, False, b),
             (dout, *kept, w2_t, *of_w2, *down_back, *every, True, False, b),
             (dout, *kept, w2, *of_w2, *down_back, *dx_alone, False, False, b),
+            (dout, *in_e4m3, w2, *of_w2, *down_back, *every, False, False, b),
+            (dout, *in_e4m3, w2, *of_w2, *down_back, *every, False, True, b),
             (dout, *kept, w2, *of_w2, *down_back, *dw1_alone, False, False, b),
             (dout, *kept, w2, *empty, *down_back, *every, False, True, b),
             (rows, *of_rows, w2, *of_w2, None, *sorted_rows, *without_scores, False, False, b),

@@ -278,7 +278,8 @@ def test_quantizers(arch):
                     quantize.quantize_weight(new(2, *shape).mT, transposed)
             for activation in (ActivationType.SWIGLU, ActivationType.GELU) if arch > 80 else ():
                 z = new(2 * tokens, 512 if activation.is_gated else 256, dtype=torch.bfloat16)
-                quantize.scored_activation(z, new(tokens, 2), p, activation, "interleaved")
+                scored = (new(2, 2 * tokens), new(tokens, 2), p, activation, "interleaved")
+                quantize.scored_activation(z, *scored)
                 quantize.dequantize_rows(z.to(torch.float8_e4m3fn), new(2 * tokens))
             for activation in (ActivationType.SWIGLU, ActivationType.GELU):
                 rows = (new(tokens, 2), per_token, per_token, per_token)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from machine_code import bounds_from_outside, compiling, report
 
-from sonicmoe import KernelBackendMoE, MemoryPolicy, MoE, validation
+from sonicmoe import ActivationType, KernelBackendMoE, MemoryPolicy, MoE, validation
 from sonicmoe.fp8_tensors import Fp8Weight
 from sonicmoe.kernels.hopper.fp8_wgrad import exchange
 from sonicmoe.launch import fp8, fp8_wgrad, grouped_gemm
@@ -68,6 +68,22 @@ def test_weight_gradient(m, n, transposed, dtype, add, gathered):
     in_pairs = count(kernel, r"st\.global\.v2\.b32")
     assert in_pairs == 2 * 64 * (split + (not bf16 and not add))
     assert count(kernel, r"\b(atom|red|st\.global)\.") == in_pairs + (2 * 64 if add else 0)
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
+@pytest.mark.parametrize("keep_z", ["keep", "fp8", "no"])
+def test_up(keep_z, gathered):
+    maps = torch.zeros(64, dtype=torch.int32) if gathered else None
+    start, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
+    p = Permutation(maps, maps, maps, None, None, start, tiles, 128)
+    x8, w8 = (torch.zeros(*s, dtype=torch.float8_e4m3fn) for s in ((64, 2048), (2, 2048, 2048)))
+    w = Fp8Weight(w8, None, torch.ones(2))
+    with compiling(90) as compiled:
+        act = (ActivationType.SWIGLU, "interleaved")
+        fp8.fp8_up(x8, torch.ones(64), w, p, *act, keep_z)
+    (kernel,) = compiled
+    check(kernel)
+    assert "st.shared.b8" not in kernel.asm["ptx"]
 
 
 def test_order_of_rows_in_weight_gradients():

@@ -14,43 +14,49 @@ from sonicmoe.tuning import Target
 
 ALL = Fp8DownGradients(dz=True, dz_t=True, dw2=True, dscores=True)
 FROZEN = Fp8DownGradients(dz=False, dz_t=False, dw2=False, dscores=True)
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CACHE = 128 * 1024  # of instructions: see test_machine_code
 
 
-def compile_dz(hidden, inner, activation, gate_up, gathered, needs):
+def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype):
     experts, rows, tokens = 2, 64, 32 if gathered else 64
 
     def e4m3(*shape):
-        return torch.zeros(shape, dtype=torch.float8_e4m3fn)
+        return torch.zeros(shape, dtype=E4M3)
 
     def index(*shape):
         return torch.zeros(shape, dtype=torch.int32)
 
     maps = index(rows) if gathered else None
     p = Permutation(maps, maps, maps, None, None, index(3), index(4, 4), 128)
-    z = torch.zeros(rows, 2 * inner if activation.is_gated else inner, dtype=torch.bfloat16)
+    z = torch.zeros(rows, 2 * inner if activation.is_gated else inner, dtype=z_dtype)
+    zmax = torch.zeros(-(-inner // 128), rows)
     scores = torch.zeros(tokens, rows // tokens)
     do8, w2_t = e4m3(tokens, hidden), e4m3(experts, inner, hidden)
     with compiling(90) as compiled:
         factors = torch.zeros(5, rows)
-        fp8_dz.dz_gemm(do8, factors, z, w2_t, scores, p, activation, gate_up, needs)
+        fp8_dz.dz_gemm(do8, factors, z, zmax, w2_t, scores, p, activation, gate_up, needs)
     return compiled[0]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "activation", "gate_up", "gathered", "needs", "spills", "transposed"),
+    ("sizes", "activation", "gate_up", "gathered", "needs", "spills", "transposed", "z_dtype"),
     [
-        ((2048, 1024), ActivationType.SWIGLU, "interleaved", True, ALL, 0, 24),
+        ((2048, 1024), ActivationType.SWIGLU, "interleaved", True, ALL, 0, 24, BF16),
         # A register of one warpgroup: the number of programs, loaded once per tile.
-        ((2048, 1024), ActivationType.SWIGLU, "concatenated", True, ALL, 8, 24),
-        ((272, 144), ActivationType.SWIGLU_CLAMPED, "concatenated", False, ALL, 0, 24),
-        ((1536, 256), ActivationType.RELU, "interleaved", True, ALL, 0, 16),
-        ((1536, 256), ActivationType.SWIGLU, "interleaved", True, FROZEN, 0, 0),
+        ((2048, 1024), ActivationType.SWIGLU, "concatenated", True, ALL, 8, 24, BF16),
+        ((272, 144), ActivationType.SWIGLU_CLAMPED, "concatenated", False, ALL, 0, 24, BF16),
+        ((1536, 256), ActivationType.RELU, "interleaved", True, ALL, 0, 16, BF16),
+        ((1536, 256), ActivationType.SWIGLU, "interleaved", True, FROZEN, 0, 0, BF16),
+        ((2048, 1024), ActivationType.SWIGLU, "interleaved", True, ALL, 0, 24, E4M3),
+        ((2048, 1024), ActivationType.SWIGLU, "concatenated", True, ALL, 0, 24, E4M3),
+        # Six registers: the clamped activation has no room for the scale of Z.
+        ((272, 144), ActivationType.SWIGLU_CLAMPED, "concatenated", False, ALL, 24, 24, E4M3),
     ],
     ids=str,
 )
-def test_fp8_dz(sizes, activation, gate_up, gathered, needs, spills, transposed):
-    kernel = compile_dz(*sizes, activation, gate_up, gathered, needs)
+def test_fp8_dz(sizes, activation, gate_up, gathered, needs, spills, transposed, z_dtype):
+    kernel = compile_dz(*sizes, activation, gate_up, gathered, needs, z_dtype)
     found, ptx = report(kernel), kernel.asm["ptx"]
     assert found["spills"] <= spills, found
     assert found["bytes"] < CACHE, found

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="launchers need Triton, which is for Linux"
 
 from sonicmoe import MemoryPolicy, cost, experts, validation
 from sonicmoe.launch import grouped_gemm, memory
+from sonicmoe.memory_policy import Z_POLICIES
 from sonicmoe.shapes import Problem
 from sonicmoe.tuning import Target
 
@@ -57,7 +58,7 @@ def live(monkeypatch):
 
 @pytest.mark.parametrize("precision", [None, "fp8", "fp8_bf16_dw"])
 @pytest.mark.parametrize(
-    "policy", [MemoryPolicy(), MemoryPolicy("recompute"), MemoryPolicy("recompute", 4)], ids=str
+    "policy", [*map(MemoryPolicy, Z_POLICIES), MemoryPolicy("recompute", 4)], ids=str
 )
 @pytest.mark.parametrize(
     "shape",

@@ -21,7 +21,7 @@ from .reference.fp8 import padded_rows
 
 def _kept_weight(w: Fp8Weight, keep_z: str) -> Fp8Weight:
     """The transpose alone, unless Z is recomputed: then all of a cached weight, or nothing."""
-    if keep_z == "keep":
+    if keep_z != "recompute":
         return w._replace(w8=None)
     return w if w.w8_t is not None else Fp8Weight()
 
@@ -44,7 +44,7 @@ class Fp8Up(torch.autograd.Function):
         keep_z, backend = options.keep_z, options.backend
         x8, x_scale, _ = ops.quantize_rows(x, backend)
         z, zmax, a8, a_scale = ops.fp8_up(
-            x8, x_scale, w, p, options.activation, options.gate_up, keep_z == "keep", backend
+            x8, x_scale, w, p, options.activation, options.gate_up, keep_z, backend
         )
         if keep_z == "no":
             ctx.mark_non_differentiable(a8, a_scale)
@@ -57,7 +57,7 @@ class Fp8Up(torch.autograd.Function):
         need_dz = need_dx or (need_dw1 and options.bf16_dw)
         need_dz_t = need_dw1 and not options.bf16_dw
         constant = (() if need_dz else dz) + (() if need_dz_t else dz_t)
-        kept = (z, zmax, x_scale) if keep_z == "keep" else ()
+        kept = () if keep_z == "recompute" else (z, zmax, x_scale)
         ctx.mark_non_differentiable(a8, a_scale, *constant, *kept)
         maps = p._replace(row_slot=None, counts=None).tensors
         ctx.save_for_backward(x, w1, *_kept_weight(w, keep_z), *maps)
@@ -85,8 +85,8 @@ class Fp8Up(torch.autograd.Function):
 class Fp8Down(torch.autograd.Function):
     """Scores, W2 and what `Fp8Up` returned → O.
 
-    Kept: Z 2·R·N, zmax and a_scale 4·R·I/128 each, x_scale 4·T, scores 4·R, the row maps 12·R and
-    `_kept_weight` of W2. `deferred` is that of `checkpoint.deferred_output`. `rest` are the
+    Kept: Z 2·R·N, in e4m3 R·N, zmax and a_scale 4·R·I/128 each, x_scale 4·T, scores 4·R, the row
+    maps 12·R and `_kept_weight` of W2. `deferred` is that of `checkpoint.deferred_output`. `rest` are the
     placeholders of dZ, then Z, zmax and x_scale; in their place X, W1 and the `Fp8Weight` of W1,
     if Z is recomputed.
     """
@@ -98,12 +98,12 @@ class Fp8Down(torch.autograd.Function):
         ctx.main, ctx.tile_m, ctx.options = with_main_grad(w2), p.tile_m, options
         keep_z, slices, backend = options.keep_z, options.slices, options.backend
         source = rest[4:]
-        if keep_z == "keep":
-            z, zmax, x_scale = source
-            source = Fp8Kept(z, zmax, a_scale, x_scale)
-        elif source:
+        if keep_z == "recompute":
             x, w1, w_1 = source
             source = (x, w1, *_kept_weight(w_1, keep_z))
+        elif source:
+            z, zmax, x_scale = source
+            source = Fp8Kept(z, zmax, a_scale, x_scale)
         maps = p._replace(token_start=None, counts=None).tensors
         ctx.save_for_backward(scores, w2, *_kept_weight(w, keep_z), *maps, *source)
 

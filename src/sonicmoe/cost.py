@@ -72,16 +72,16 @@ def _kept_z(
     p: Problem, itemsize: int, memory: MemoryPolicy, precision: str | None = None
 ) -> dict[str, int]:
     """Z, its scales, and in FP8 what else is kept to use them."""
-    if memory.z == "keep":
-        kept = {"z": p.R * p.N * itemsize}
-        if precision is None:
-            return kept
+    if memory.z == "recompute":
+        return {}
+    kept = {"z": p.R * p.N * (1 if memory.z == "fp8" else itemsize)}
+    if precision is not None:
         blocks = p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE
         weights = {"w1_t": p.E * p.N * p.H, "w2_t": p.E * p.H * p.I, "w_scales": 2 * p.E * SCALE}
-        return kept | {"zmax": blocks, "a_scale": blocks, "x_scale": p.T * SCALE} | weights
-    if memory.z == "fp8":
-        return {"z": p.R * p.N, "z_scale": p.R * ceil_div(p.N, FP8_COLUMNS) * SCALE}
-    return {}
+        kept |= {"zmax": blocks, "a_scale": blocks, "x_scale": p.T * SCALE} | weights
+    elif memory.z == "fp8":
+        kept["z_scale"] = p.R * ceil_div(p.N, FP8_COLUMNS) * SCALE
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

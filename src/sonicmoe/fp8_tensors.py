@@ -23,7 +23,7 @@ class Fp8Weight(NamedTuple):
 
 
 class Fp8Kept(NamedTuple):
-    """What dZ needs of the forward pass: Z in bf16 (R, N), and zmax and scales of A and X."""
+    """What dZ needs of the forward pass: Z in bf16 or e4m3 (R, N), zmax and scales of A and X."""
 
     z: torch.Tensor
     zmax: torch.Tensor

@@ -69,8 +69,7 @@ def experts(
 
     `precision="fp8"` runs the grouped GEMMs, backward too, in e4m3 for x in bf16: output and
     gradients then err by about 7% of their norm. "fp8_bf16_dw" computes weight gradients in bf16.
-    No biases; H and I are multiples of 16. The weights are quantized in every call. Z is kept in
-    bf16 or recomputed.
+    No biases; H and I are multiples of 16. The weights are quantized in every call.
     """
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
     return experts_and_counts(
@@ -78,7 +77,7 @@ def experts(
         ids,
         scores,
         weights,
-        memory_policy(memory, precision),
+        memory_policy(memory),
         slot_token=slot_token,
         token_start=token_start,
         precision=precision,
@@ -130,7 +129,8 @@ def _run(
     recompute, deferred = options.keep_z == "recompute", deferred_output()
     common = (p, x.shape[0], options, deferred)
     if precision is not None:
-        q1, q2 = quantize_weights(w1, w2, options.keep_z == "keep", options.backend)
+        transposed = options.keep_z in ("keep", "fp8")
+        q1, q2 = quantize_weights(w1, w2, transposed, options.backend)
         found = Fp8Up.apply(x, w1, q1, p, options)
         source = (x, w1, q1) if recompute else ()
         out = Fp8Down.apply(scores, w2, q2, *common, *found, *source)
@@ -201,7 +201,7 @@ def grouped_experts(
     them would wait for the device, output and dX are NaN. `precision` and `memory` as in
     `experts`; `slices` has no effect without gaps, since no rows are combined.
     """
-    policy = memory_policy(memory, precision)
+    policy = memory_policy(memory)
     weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
     rows, weights, backend = prepare(rows, weights, backend, precision)
     num_experts = weights.num_experts

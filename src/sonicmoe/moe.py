@@ -158,7 +158,7 @@ class MoE(nn.Module):
         self.all_reduce_counts = all_reduce_counts
         self.precision = precision
         self._fp8_cache = Fp8WeightCache() if cache_fp8_weights else None
-        self.memory = memory_policy(memory, precision)
+        self.memory = memory_policy(memory)
 
         columns = 2 * intermediate_size if activation_function.is_gated else intermediate_size
         self.router = nn.Linear(
@@ -268,7 +268,7 @@ class MoE(nn.Module):
     ) -> tuple[Fp8Weight, Fp8Weight]:
         cache = self._fp8_cache
         quantized = quantize_weights if cache is None else cache.quantized
-        return quantized(w1, w2, options.keep_z == "keep", options.backend)
+        return quantized(w1, w2, options.keep_z in ("keep", "fp8"), options.backend)
 
     def refresh_fp8_weights(self) -> None:
         """Quantize the weights again in the next forward pass, if they are cached."""

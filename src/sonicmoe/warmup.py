@@ -57,7 +57,7 @@ def warmup(
     check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
     index = _gpu_index(device)
     sizes = (hidden_size, intermediate_size, num_experts, num_experts_per_tok)
-    policy = memory_policy(memory, precision)
+    policy = memory_policy(memory)
     layer = Layer(*sizes, dtype, activation, gate_up, weights=weights, memory=policy)
     layer = layer._replace(bias=(add_bias, add_bias), main_grad=(main_grad, main_grad))
     layer = layer._replace(precision=precision)

@@ -23,7 +23,7 @@ COUNTS = (0, 1, 127, 128, 0, 129, 1000)  # 1385 rows: 277 tokens in five experts
 TAIL = 75  # sorted rows of no expert
 
 
-def make(hidden, inner, activation, gathered, counts=COUNTS, per_token=5):
+def make(hidden, inner, activation, gathered, counts=COUNTS, per_token=5, z_dtype=torch.bfloat16):
     """The arguments of `dz_gemm` before the activation.
 
     dO and W2 are small integers, so that the tensor cores sum without rounding; the factors keep
@@ -48,13 +48,17 @@ def make(hidden, inner, activation, gathered, counts=COUNTS, per_token=5):
         return torch.randint(-2, 3, shape, device=CUDA).float().to(E4M3)
 
     columns = 2 * inner if activation.is_gated else inner
-    z = torch.randn(rows, columns, device=CUDA, dtype=torch.bfloat16).clamp(-4, 4)
+    z = torch.randn(rows, columns, device=CUDA).clamp(-4, 4)
+    zmax = 448 * 2.0 ** torch.randint(-2, 2, (math.ceil(inner / 128), rows), device=CUDA)
+    if z_dtype == E4M3:
+        z /= 4  # the scales of zmax multiply it by up to 2
     exponents = torch.randint(-2, 2, (5, rows), device=CUDA).float()
     factors = torch.exp2(exponents)
     factors[0] /= 4 * math.sqrt(hidden)
     factors[0] = torch.exp2(factors[0].log2().round())
     factors[1] = torch.rand(rows, device=CUDA) - 0.5  # scores
-    return integers(tokens, hidden), factors, z, integers(experts, inner, hidden), scores, p
+    weights = integers(experts, inner, hidden)
+    return integers(tokens, hidden), factors, z.to(z_dtype), zmax, weights, scores, p
 
 
 def steps(t: torch.Tensor) -> torch.Tensor:
@@ -107,19 +111,21 @@ def check(given, activation, gate_up, needs=ALL):
     return got
 
 
+@pytest.mark.parametrize("z_dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("sizes", [(272, 144), (1536, 256), (528, 592)], ids=str)
 @pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
 @pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
-def test_sizes(sizes, gathered, gate_up):
+def test_sizes(sizes, gathered, gate_up, z_dtype):
     activation = ActivationType.SWIGLU
-    check(make(*sizes, activation, gathered), activation, gate_up)
+    check(make(*sizes, activation, gathered, z_dtype=z_dtype), activation, gate_up)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
+@pytest.mark.parametrize("z_dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
-def test_activations(activation, gate_up):
+def test_activations(activation, gate_up, z_dtype):
     if activation in GATED or gate_up == "interleaved":
-        check(make(272, 144, activation, True), activation, gate_up)
+        check(make(272, 144, activation, True, z_dtype=z_dtype), activation, gate_up)
 
 
 @pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
@@ -153,7 +159,7 @@ def test_nan_stays_in_its_row(gathered, gate_up):
     """Each expert's first row is NaN: the last tile of the expert before it must not see it."""
     activation = ActivationType.SWIGLU
     given = make(272, 144, activation, gathered)
-    _, factors, z, _, _, p = given
+    _, factors, z, _, _, _, p = given
     row = p.expert_start[:-1].long()[torch.tensor(COUNTS, device=CUDA) > 0]
     z[row] = math.nan
     factors[:, row] = math.nan

@@ -102,5 +102,6 @@ def test_rows_in_bf16(rows, columns):
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["sorted", "gathered"])
 @pytest.mark.parametrize(("activation", "gate_up"), KINDS)
-def test_scored_activation(activation, gate_up, gathered):
-    check_scored_activation(activation, gate_up, gathered, with_scores=True, device=CUDA)
+@pytest.mark.parametrize("keep_z", ["keep", "fp8"])
+def test_scored_activation(activation, gate_up, gathered, keep_z):
+    check_scored_activation(activation, gate_up, gathered, keep_z, device=CUDA)

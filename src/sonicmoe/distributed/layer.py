@@ -78,7 +78,7 @@ def experts(
             check_fp8(x, w1, w2, b1, b2)
         ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
         resolve_backend(backend, x)
-        policy = memory_policy(memory, precision)
+        policy = memory_policy(memory)
         for w in (w1, w2):
             with_main_grad(w)  # raises if the buffer does not fit
         settings = _settings(x, scores, w1.shape[0])._replace(

@@ -48,7 +48,7 @@ def register(
     if not isinstance(name, str) or not name:
         raise bad_argument("name", "a string that is not empty", repr(name), _KEEP)
     check_precision(precision)
-    policy = memory_policy(memory, precision)
+    policy = memory_policy(memory)
     current = ALL_EXPERTS_FUNCTIONS.get(name, experts_forward)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .quantize import power_of_two_scale
 from .tile_order import load_tile
 from .triton.tile import pairs
 
@@ -25,13 +26,15 @@ def dequantize_rows_kernel(
     tl.store(out + offset, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def scored_activation_kernel(
-    z, scores, row_slot, a, tiles,
+    z, zmax, scores, row_slot, a, tiles, rows,
     I: tl.constexpr, GATE_UP: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """A' (R, I) = score · act(Z); rows of no expert are not written.
+
+    BLOCK_I is 128: a program reads one block of Z in e4m3, if there is a zmax (I/128, R).
 
     Grid: (tiles, BLOCK_M/ROWS, I/BLOCK_I); a program owns ROWS rows of a tile.
     """
@@ -44,21 +47,25 @@ def scored_activation_kernel(
         i = column + tl.arange(0, BLOCK_I)
         inside = used[:, None] & (i < I)[None, :]
         row_64 = row.to(tl.int64)[:, None]
+        scale = tl.full((ROWS, 1), 1.0, tl.float32)
+        if zmax is not None:
+            plane = tl.program_id(2) * rows.to(tl.int64)
+            largest = tl.load(zmax + plane + row, mask=used, other=0.0)
+            scale = power_of_two_scale(largest)[:, None]
         if GATE_UP == "interleaved":
             n = 2 * column + tl.arange(0, 2 * BLOCK_I)
             both_inside = used[:, None] & (n < 2 * I)[None, :]
             both = tl.load(z + row_64 * (2 * I) + n[None, :], mask=both_inside, other=0.0)
-            gate, up = pairs(both.to(tl.float32), ROWS, 2 * BLOCK_I)
+            gate, up = pairs(both.to(tl.float32) * scale, ROWS, 2 * BLOCK_I)
             value = ACTIVATION(gate, up)
         elif GATE_UP == "concatenated":
             gates = z + row_64 * (2 * I) + i[None, :]
             gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
             up = tl.load(gates + I, mask=inside, other=0.0).to(tl.float32)
-            value = ACTIVATION(gate, up)
+            value = ACTIVATION(gate * scale, up * scale)
         else:
-            value = ACTIVATION(
-                tl.load(z + row_64 * I + i[None, :], mask=inside, other=0.0).to(tl.float32)
-            )
+            gate = tl.load(z + row_64 * I + i[None, :], mask=inside, other=0.0).to(tl.float32)
+            value = ACTIVATION(gate * scale)
         if scores is not None:
             slot = row if row_slot is None else tl.load(row_slot + row, mask=used, other=0)
             value *= tl.load(scores + slot, mask=used, other=0.0)[:, None]

@@ -36,6 +36,7 @@ from .quantize import (
 __all__ = ["quantize_rows", "quantize_weight"]  # operators too
 
 _CONSUMER_M = 64
+_Z_DTYPE = {"keep": torch.bfloat16, "fp8": E4M3}  # by what is kept of it
 
 
 @lru_cache(maxsize=1024)
@@ -63,12 +64,13 @@ def _up(shape, strides, activation: ActivationType, gate_up, keep_z):
     """The kernel; boxes of W1, Z and A; columns of Z in a tile."""
     _, columns, hidden = shape
     inner = activation.intermediate_size(columns)
-    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation), "KEEP_Z": keep_z}
+    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation)}
+    options |= {"KEEP_Z": keep_z in _Z_DTYPE}
     kernel = Bound(fp8_up_kernel, H=hidden, N=columns, STAGES=4, **options, num_warps=4)
     gated = activation.is_gated
     weights = _gate_up_boxes(shape, gate_up) if gated else _weight_boxes(shape, strides, BLOCK)
     width = 2 * SLICE.value if gate_up == "interleaved" else SLICE.value
-    z = _z_boxes(torch.bfloat16, columns, width, gate_up)
+    z = _z_boxes(_Z_DTYPE.get(keep_z, torch.bfloat16), columns, width, gate_up)
     a = _row_boxes(E4M3, (inner,), (inner, 1), (_CONSUMER_M, BLOCK))
     return kernel, weights, z, a, BLOCK * (1 + gated)
 
@@ -78,8 +80,10 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
     rows, device = p.rows_of(x8), x8.device
     inner = activation.intermediate_size(w8.shape[1])
     blocks = ceil_div(inner, BLOCK)
-    z = memory.empty((rows, w8.shape[1]), torch.bfloat16, device) if keep_z else None
-    zmax = memory.empty((blocks, rows), torch.float32, device) if keep_z else None
+    z = zmax = None
+    if keep_z in _Z_DTYPE:
+        z = memory.empty((rows, w8.shape[1]), _Z_DTYPE[keep_z], device)
+        zmax = memory.empty((blocks, rows), torch.float32, device)
     a = memory.empty((rows, inner), E4M3, device)
     a_scale = memory.empty((blocks, rows), torch.float32, device)
     if rows == 0:
@@ -101,7 +105,7 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
 def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
     x8, x_scale, _ = quantize_rows(x)
     w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False))
-    z, zmax, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, True)
+    z, zmax, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
     return z, zmax, a_scale, x_scale
 
 
@@ -185,11 +189,11 @@ def _down_backward(dout, kept, w, scores, p, act, needs, dw2, bf16_dw, add=False
     factors, dz_scale, dz_t_scale, a_t_scale = dz_scales(
         scores, do_scale, do_norm, x_scale, zmax, a_scale, w.w_scale, dout.shape[1], p, act[0]
     )
-    dz8, dz_t, a_t, dscores = dz_gemm(do8, factors, z, w.w8_t, scores, p, *act, needs)
+    dz8, dz_t, a_t, dscores = dz_gemm(do8, factors, z, zmax, w.w8_t, scores, p, *act, needs)
     if needs.dw2:
         weight_gradient(do8, a_t, a_t_scale, dw2, p, add)
     elif dw2 is not None:
-        a = scored_activation(z, scores, p, *act)
+        a = scored_activation(z, zmax, scores, p, *act)
         grouped_gemm.weight_gradient(dout, a, dw2, p, "left", add)
     of_dz = (dz8, dz_scale if needs.dz else None, dz_t, dz_t_scale if needs.dz_t else None)
     return of_dz, dscores

@@ -46,7 +46,7 @@ def _row_boxes(columns, strides, block) -> Boxes:
 
 
 @lru_cache(maxsize=1024)
-def _kernel(shape, activation, gate_up, needs: Fp8DownGradients, gather, ring: Ring):
+def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DownGradients, gather, ring: Ring):
     """The kernel; boxes of sorted rows of dO, of W2, Z and dZ."""
     _, inner, hidden = shape
     n, k, stages = ring
@@ -59,7 +59,7 @@ def _kernel(shape, activation, gate_up, needs: Fp8DownGradients, gather, ring: R
     weights = _laid_out(shape, (inner * hidden, hidden, 1), (1, n, k))
     columns = 2 * inner if activation.is_gated else inner
     width = 2 * _WIDTH if gate_up == "interleaved" else _WIDTH
-    z = _z_boxes(torch.bfloat16, columns, width, gate_up)
+    z = _z_boxes(z_dtype, columns, width, gate_up)
     if gate_up == "concatenated":
         dz = _row_boxes((2, inner), (inner, columns, 1), (2, _ROWS, _WIDTH))
     else:
@@ -76,7 +76,9 @@ def _transposed_boxes(inner, padded, gate_up):
     return dz_t, _laid_out((inner, padded), (padded, 1), (_WIDTH, _ROWS))
 
 
-def dz_gemm(do8, factors, z, w2_t, scores, p: Permutation, activation, gate_up, needs, ring=_RING):
+def dz_gemm(
+    do8, factors, z, zmax, w2_t, scores, p: Permutation, activation, gate_up, needs, ring=_RING
+):
     """As `reference.fp8.dz_gemm`, but columns of dZᵀ and A'ᵀ of no tile are not written.
 
     `ring` is there to be measured.
@@ -98,16 +100,18 @@ def dz_gemm(do8, factors, z, w2_t, scores, p: Permutation, activation, gate_up, 
     partial = memory.empty((parts if needs.dscores else 0, plane), torch.float32, device)
     gate_up = gate_up if activation.is_gated else None
     kernel, row_boxes, weights, z_boxes, dz_boxes = _kernel(
-        w2_t.shape, activation, gate_up, needs, p.is_gathered, ring
+        w2_t.shape, z.dtype, activation, gate_up, needs, p.is_gathered, ring
     )
     dz_t_boxes, a_t_boxes = _transposed_boxes(inner, padded, gate_up)
     sources = (do8 if p.is_gathered else (do8, row_boxes), p.row_token, (w2_t, weights))
     outputs = ((dz, dz_boxes), (dz_t, dz_t_boxes), (a_t, a_t_boxes))
     # What is not stored needs an address all the same.
     targets = [(do8 if t is None else t, boxes) for t, boxes in outputs]
-    args = (*sources, factors, rows, p.row_slot, (z, z_boxes), *targets, partial, plane, p.tiles)
+    zmax = zmax if z.dtype == E4M3 else None
+    args = (*sources, factors, rows, p.row_slot, (z, z_boxes), zmax, *targets)
     programs = grouped_gemm.target_of(z).processors
-    launch(kernel, (max(1, min((p.tiles.shape[0] - 1) * parts, programs)),), *args)
+    grid = (max(1, min((p.tiles.shape[0] - 1) * parts, programs)),)
+    launch(kernel, grid, *args, partial, plane, p.tiles)
     if dscores is not None:
         summed = (partial, p.slot_row, p.expert_start, dscores, slots, plane, experts)
         grid = (ceil_div(slots, grouped_gemm._SLOTS),)

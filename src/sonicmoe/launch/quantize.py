@@ -83,16 +83,16 @@ def dequantize_rows(q, scale):
     return out
 
 
-def scored_activation(z, scores, p: Permutation, activation: ActivationType, gate_up):
+def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
     """A' = score · act(Z) in bf16 (R, I); rows of no expert are not written."""
     rows, inner = z.shape[0], activation.intermediate_size(z.shape[1])
-    a = memory.empty((rows, inner), z.dtype, z.device)
+    a = memory.empty((rows, inner), torch.bfloat16, z.device)
     if rows:
         options = {"GATE_UP": gate_up if activation.is_gated else None}
         options |= {"ACTIVATION": value_of(activation), "BLOCK_M": p.tile_m}
         options |= {"ROWS": 16, "BLOCK_I": 128, "num_warps": 4}
         grid = (p.tiles.shape[0] - 1, p.tile_m // 16, ceil_div(inner, 128))
-        args = (z, scores, p.row_slot, a, p.tiles)
+        args = (z, zmax if z.dtype == E4M3 else None, scores, p.row_slot, a, p.tiles, rows)
         launch(bf16_operands.scored_activation_kernel, grid, *args, I=inner, **options)
     return a
 

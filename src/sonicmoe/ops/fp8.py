@@ -55,19 +55,22 @@ def fp8_up(
     p: Permutation,
     activation: ActivationType,
     gate_up: str,
-    keep_z: bool,
+    keep_z: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Z = X W1ᵀ bf16 (R, N), zmax (J, R), A = act(Z) e4m3 (R, I), a_scale (J, R), J = ⌈I/128⌉.
+    """Z = X W1ᵀ (R, N), zmax (J, R), A = act(Z) e4m3 (R, I), a_scale (J, R), J = ⌈I/128⌉.
 
-    zmax is the largest |Z| of a block of 128 columns of A. Z and zmax are None unless `keep_z`.
+    zmax is the largest |Z| of a block of 128 columns of A. Z is in bf16 if `keep_z` is "keep" and
+    in e4m3, scaled by zmax, if it is "fp8"; else Z and zmax are None.
     """
     assert w.w8 is not None
     rows, n = p.rows_of(x8), w.w8.shape[1]
     intermediate = activation.intermediate_size(n)
-    z = x8.new_empty(rows, n, dtype=torch.bfloat16) if keep_z else None
     a_scale = _fp32(x8, ceil_div(intermediate, BLOCK), rows)
-    zmax = torch.empty_like(a_scale) if keep_z else None
+    z = zmax = None
+    if keep_z in ("keep", "fp8"):
+        z = x8.new_empty(rows, n, dtype=E4M3 if keep_z == "fp8" else torch.bfloat16)
+        zmax = torch.empty_like(a_scale)
     return z, zmax, _e4m3(x8, rows, intermediate), a_scale  # type: ignore
 
 

@@ -6,6 +6,7 @@ Functions without an underscore have the names, parameters and results of the op
 x_scale   (T,)    rows of X; likewise do_scale of dO
 w1_scale  (E,)    W1; likewise w2_scale
 a_scale   (J, R)  blocks of 128 columns of a row of A, J = ⌈I/128⌉
+z_scale   (J, R)  Z in e4m3, of the blocks of A: the smallest that zmax, its largest |Z|, allows
 dz_scale  (R,)    rows of dZ, as dX needs it
 dz_t_scale, a_t_scale  (E,)  the transposed dZ and A' of the weight gradients
 
@@ -18,7 +19,7 @@ import math
 import torch
 
 from ..enums import ActivationType
-from ..fp8_tensors import Fp8Weight
+from ..fp8_tensors import E4M3, Fp8Weight
 from ..permutation import Permutation
 from .activation import activate, activate_backward, split_gate_up
 from .grouped_gemm import _expert_rows, _gather, _slots, combine
@@ -50,7 +51,7 @@ def _block_amax(value: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, keep_z):
-    """Z bf16, zmax (J, R), A e4m3, a_scale (J, R); Z and zmax are None unless `keep_z`."""
+    """Z, zmax (J, R), A e4m3, a_scale (J, R); Z in bf16 if `keep_z` is "keep", in e4m3 if "fp8"."""
     z = torch.zeros(p.rows_of(x8), w.w8.shape[1], device=x8.device)
     for e, r in _expert_rows(p):
         scale = _gather(x_scale, p, r)[:, None] * w.w_scale[e]
@@ -58,18 +59,35 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
     a = activate(z, activation, gate_up)
     a_scale = power_of_two_scale(_block_amax(a))
     a8 = to_e4m3((_blocks(a) / a_scale.T[:, :, None]).flatten(1)[:, : a.shape[1]]).contiguous()
-    if not keep_z:
+    if keep_z not in ("keep", "fp8"):
         return None, None, a8, a_scale
     halves = split_gate_up(z, gate_up) if activation.is_gated else (z,)
     zmax = torch.stack([_block_amax(h) for h in halves]).amax(0)
+    if keep_z == "fp8":
+        return to_e4m3(z / _z_scale(zmax, activation, gate_up, a.shape[1])), zmax, a8, a_scale
     return z.to(torch.bfloat16), zmax, a8, a_scale
+
+
+def _z_scale(zmax, activation: ActivationType, gate_up, inner) -> torch.Tensor:
+    """The scale of each element of Z (R, N)."""
+    scale = power_of_two_scale(zmax).T.repeat_interleave(BLOCK, 1)[:, :inner]
+    if not activation.is_gated:
+        return scale
+    return scale.repeat_interleave(2, 1) if gate_up == "interleaved" else scale.repeat(1, 2)
+
+
+def z_in_fp32(z, zmax, activation: ActivationType, gate_up) -> torch.Tensor:
+    if z.dtype != E4M3:
+        return z.float()
+    inner = activation.intermediate_size(z.shape[1])
+    return z.float() * _z_scale(zmax, activation, gate_up, inner)
 
 
 def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
     """Z, zmax, a_scale and x_scale once more."""
     x8, x_scale, _ = quantize_rows(x)
     w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False))
-    z, zmax, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, True)
+    z, zmax, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
     return z, zmax, a_scale, x_scale
 
 
@@ -180,24 +198,26 @@ def _transposed(values: torch.Tensor, p: Permutation) -> torch.Tensor:
     return out.T.contiguous().view(torch.float8_e4m3fn)
 
 
-def dz_gemm(do8, factors, z, w2_t, scores, p: Permutation, activation, gate_up, needs):
+def dz_gemm(do8, factors, z, zmax, w2_t, scores, p: Permutation, activation, gate_up, needs):
     """dZ e4m3 (R, N), dZᵀ (N, P), A'ᵀ (I, P) e4m3, dscores; None where not needed."""
+    z = z_in_fp32(z, zmax, activation, gate_up)
     da = torch.zeros(z.shape[0], w2_t.shape[1], device=z.device)
     for e, r in _expert_rows(p):
         da[r] = _gemm(_gather(do8, p, r), w2_t[e].mT)
     f = factors[:, :, None]
     da = da * f[0]
-    a = activate(z.float(), activation, gate_up)
+    a = activate(z, activation, gate_up)
     dscores = None
     if needs.dscores:
         dscores = torch.zeros(scores.numel(), device=z.device)
         for _, r in _expert_rows(p):
             dscores[_slots(p, r)] = (da[r] * a[r]).sum(-1)
         dscores = dscores.view(scores.shape)
-    dz = activate_backward(z.float(), da * f[1], activation, gate_up)
+    dz = activate_backward(z, da * f[1], activation, gate_up)
     dz8 = to_e4m3(dz * f[2])
     dz_t = _transposed(to_e4m3(dz * f[3]), p) if needs.dz_t else None
-    a_t = _transposed(to_e4m3(a * f[4]), p) if needs.dw2 else None
+    # A of Z in e4m3 may be larger than A was, whose bound is the right one: it saturates.
+    a_t = _transposed(to_e4m3((a * f[4]).clamp(-E4M3_MAX, E4M3_MAX)), p) if needs.dw2 else None
     return dz8 if needs.dz else None, dz_t, a_t, dscores
 
 
@@ -235,13 +255,13 @@ def fp8_down_backward(dout, kept, w2, w, scores, p, activation, gate_up, needs, 
         scores, do_scale, do_norm, x_scale, zmax, a_scale, w.w_scale, dout.shape[1], p, activation
     )
     dz8, dz_t, a_t, dscores = dz_gemm(
-        do8, factors, z, w.w8_t, scores, p, activation, gate_up, needs
+        do8, factors, z, zmax, w.w8_t, scores, p, activation, gate_up, needs
     )
     dw2 = None
     if needs.dw2:
         dw2 = torch.empty_like(w2, dtype=torch.float32 if fp32_dw else w2.dtype)
         if bf16_dw:
-            a = scored_activation(z, scores, p, activation, gate_up)
+            a = scored_activation(z, zmax, scores, p, activation, gate_up)
             dw2.copy_(bf16_weight_gradient(dout, a, p))
         else:
             dw2.copy_(weight_gradient(do8, a_t, a_t_scale, p))
@@ -260,9 +280,9 @@ def fp8_down_backward_into(
     return *of_dz, dscores
 
 
-def scored_activation(z, scores, p: Permutation, activation: ActivationType, gate_up):
+def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
     """A' = score · act(Z) in bf16 (R, I)."""
-    a = activate(z.float(), activation, gate_up)
+    a = activate(z_in_fp32(z, zmax, activation, gate_up), activation, gate_up)
     for _, r in _expert_rows(p) if scores is not None else ():
         a[r] *= scores.flatten()[_slots(p, r)][:, None]
     return a.to(torch.bfloat16)

@@ -134,7 +134,7 @@ class TrainConfig:
         if self.precision == "fp8":
             for name in ("hidden_size", "intermediate_size"):
                 _multiple(name, getattr(self.model, name), 16)
-        memory_policy(self.memory, "fp8" if self.precision == "fp8" else None)
+        memory_policy(self.memory)
         if self.warmup_steps < 0 or self.warmup_steps >= self.steps:
             below, remedy = f"from 0 to below steps ({self.steps})", "Use a few percent of them."
             raise bad_argument("warmup_steps", below, self.warmup_steps, remedy)

@@ -129,7 +129,7 @@ def _slice(CONSUMER: gl.constexpr, e, acc, score, exponent, tile, column, i: gl.
         dup = dgate
     else:
         value, dgate, dup = e.BACKWARD(gate, _in_fp32(up, exponent), acc * weight)
-    write_slice(dgate, dup, e.z.smem, buffer, GATE_UP)
+    write_slice(dgate, dup, e.dz, e.z.smem, buffer, GATE_UP)
     if e.STORE_A:
         a_smem.store((value * weight).to(e.a.dtype))
     fence_async_shared()

@@ -117,25 +117,25 @@ def read_slice(z, smem, buffer, L: gl.constexpr, GATE_UP: gl.constexpr):
 
 
 @gluon.jit
-def write_slice(gate, up, smem, buffer, GATE_UP: gl.constexpr):
+def write_slice(gate, up, z, smem, buffer, GATE_UP: gl.constexpr):
     """Write gates and ups of a slice to shared memory; only the gates if there are no ups."""
-    gate = gate.to(smem.dtype)
+    gate = gate.to(z.dtype)
     if GATE_UP == "interleaved":
-        both = gl.reshape(gl.join(gate, up.to(smem.dtype)), (CONSUMER_M, 2 * SLICE))
-        smem.index(buffer).store(trivially(both, PAIRS))
+        both = gl.reshape(gl.join(gate, up.to(z.dtype)), (CONSUMER_M, 2 * SLICE))
+        z_buffer(z, smem.index(buffer)).store(trivially(both, PAIRS))
     elif GATE_UP == "concatenated":
-        smem.index(2 * buffer).store(gate)
-        smem.index(2 * buffer + 1).store(up.to(smem.dtype))
+        z_buffer(z, smem.index(2 * buffer)).store(gate)
+        z_buffer(z, smem.index(2 * buffer + 1)).store(up.to(z.dtype))
     else:
-        smem.index(buffer).store(gate)
+        z_buffer(z, smem.index(buffer)).store(gate)
 
 
 @gluon.jit
 def store_slice(z, tile, column, smem, buffer, GATE_UP: gl.constexpr):
     """Start the TMA stores of a slice of Z; `column` is that of A."""
     if GATE_UP == "concatenated":
-        store_box(z, tile, column, smem.index(2 * buffer), 0)
-        store_box(z, tile, column, smem.index(2 * buffer + 1), 1)
+        store_box(z, tile, column, z_buffer(z, smem.index(2 * buffer)), 0)
+        store_box(z, tile, column, z_buffer(z, smem.index(2 * buffer + 1)), 1)
     else:
         PER_COLUMN: gl.constexpr = 1 if GATE_UP is None else 2
-        store_box(z, tile, PER_COLUMN * column, smem.index(buffer))
+        store_box(z, tile, PER_COLUMN * column, z_buffer(z, smem.index(buffer)))

@@ -2,11 +2,12 @@
 
 As in `dz`, a consumer warpgroup walks over slices of 32 columns, and Z arrives `BUFFERS` slices
 ahead. Once a slice of Z is in registers, its buffer takes dZ and dZᵀ, which have half its bytes
-each, and is free again when their stores have been waited for.
+each, and is free again when their stores have been waited for. Z in e4m3 takes the first half.
 
-All scales are known before: a row has five factors, see `reference.fp8.dz_scales`. They wait in
-shared memory, because the epilogue has no registers for them. In dZᵀ and A'ᵀ the rows of a tile are
-in the order of `reference.fp8.row_of_place`.
+All scales are known before: a row has five factors, see `reference.fp8.dz_scales`, and zmax, which
+the scales of Z in e4m3 follow from. They wait in shared memory, because the epilogue has no
+registers for them. In dZᵀ and A'ᵀ the rows of a tile are in the order of
+`reference.fp8.row_of_place`.
 """
 
 from triton.experimental import gluon
@@ -18,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from ..quantize import power_of_two_scale
 from .dz import BUFFERS, ZSlices, make_z_slices
 from .epilogue import PAIRS, SLICE, halves, pairs, quarters, read_slice, trivially
 from .gluon_compat import aggregate, barrier, copy_gathered, copy_out, reinterpreted
@@ -46,6 +48,7 @@ class Epilogue:
 
     factors: gl.tensor
     rows: gl.tensor
+    zmax: gl.tensor | gl.constexpr  # None unless Z is in e4m3
     z: ZSlices
     dz: tma.tensor_descriptor
     dz_t: tma.tensor_descriptor
@@ -55,7 +58,10 @@ class Epilogue:
     plane: gl.tensor
     a_smem: gl.shared_memory_descriptor  # two slices of A'ᵀ for each consumer
     f_smem: gl.shared_memory_descriptor  # the factors of each consumer's rows
+    zmax_smem: gl.shared_memory_descriptor  # and their zmax, a lap after the other
     slot_smem: gl.shared_memory_descriptor  # and their slots
+    ROUNDS: gl.constexpr  # how often a tile fills all buffers of Z
+    BLOCKS: gl.constexpr  # of 128 columns in a row of A
     BACKWARD: gl.constexpr
     STORE_DZ: gl.constexpr
     STORE_T: gl.constexpr
@@ -72,8 +78,8 @@ def _view(smem, dtype: gl.constexpr, COUNT: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _factor(f_smem, INDEX: gl.constexpr):
-    return f_smem.index(INDEX).load(gl.SliceLayout(1, L))[:, None]
+def _factor(smem, index):
+    return smem.index(index).load(gl.SliceLayout(1, L))[:, None]
 
 
 @gluon.jit
@@ -99,7 +105,7 @@ def _row_pairs(value):
 
 
 @gluon.jit
-def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, i: gl.constexpr):
+def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, lap, i: gl.constexpr):
     """Store dZ, dZᵀ and A'ᵀ of slice i of a lap, return acc·A (64, 4): sums of eight columns each.
 
     `place` is the column of dZᵀ and A'ᵀ that the consumer's rows start at.
@@ -121,10 +127,14 @@ def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, i: gl.constexpr)
     # The first factor is a power of two, so dS can be multiplied by it after the sum.
     acc = trivially(acc, L)
     weighted = acc * (_factor(e.f_smem, FIRST) * _factor(e.f_smem, FIRST + 1))
+    gate, up = gate.to(gl.float32), up.to(gl.float32)
+    if e.zmax is not None:
+        z_scale = power_of_two_scale(_factor(e.zmax_smem, CONSUMER * e.ROUNDS + lap))
+        gate, up = gate * z_scale, up * z_scale
     if GATE_UP is None:
-        value, dgate = e.BACKWARD(gate.to(gl.float32), weighted)
+        value, dgate = e.BACKWARD(gate, weighted)
     else:
-        value, dgate, dup = e.BACKWARD(gate.to(gl.float32), up.to(gl.float32), weighted)
+        value, dgate, dup = e.BACKWARD(gate, up, weighted)
     left, right = halves(acc * value)
     left, right = halves(left + right)
     even, odd = pairs(left + right)
@@ -179,6 +189,12 @@ def _load_factors(CONSUMER: gl.constexpr, e, tile):
     for i in gl.static_range(FACTORS):
         copy_gathered(e.f_smem.index(CONSUMER * FACTORS + i), source, mask=mine < tile.end)
         source += e.rows
+    if e.zmax is not None:
+        for lap in gl.static_range(e.ROUNDS):  # a block of 128 columns; past the last, Z is zero
+            block = tile.n * e.ROUNDS + lap
+            inside = (mine < tile.end) & (block < e.BLOCKS)
+            source = e.zmax + block * e.rows.to(gl.int64) + mine
+            copy_gathered(e.zmax_smem.index(CONSUMER * e.ROUNDS + lap), source, mask=inside)
     if e.STORE_PARTIAL and e.row_slot is not None:
         copy_gathered(e.slot_smem.index(CONSUMER), e.row_slot + mine, mask=mine < tile.end)
     async_copy.commit_group()
@@ -187,7 +203,6 @@ def _load_factors(CONSUMER: gl.constexpr, e, tile):
 @gluon.jit
 def _consumer(CONSUMER: gl.constexpr, e, ring):
     """A consumer warpgroup: its 64 rows of every tile of this program."""
-    ROUNDS: gl.constexpr = ring.BLOCK_N // SLICE // BUFFERS  # how often a tile fills all buffers
     STORES: gl.constexpr = e.STORE_DZ + e.STORE_T + e.STORE_A  # of a slice
     ROWS: gl.constexpr = gl.SliceLayout(1, L)
     r = gl.arange(0, CONSUMER_M, ROWS)
@@ -210,22 +225,22 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         async_copy.wait_group(0)
         ds = gl.zeros((CONSUMER_M, 4), gl.float32, SUMS)
         now, then = acc, acc
-        if ROUNDS == 2:
+        if e.ROUNDS == 2:
             now, then = halves(acc)
         # Not unrolled, because of the instruction cache: see `dz`.
-        for lap in range(ROUNDS):
+        for lap in range(e.ROUNDS):
             parts = quarters(now)
             for i in gl.static_range(BUFFERS):
                 column = tile.n * ring.BLOCK_N + (lap * BUFFERS + i) * SLICE
                 mbarrier.wait(e.z.full.index(MINE + i), filled + lap & 1)
-                ds += _slice(CONSUMER, e, parts[i], tile, column, place, i)
+                ds += _slice(CONSUMER, e, parts[i], tile, column, place, lap, i)
                 # Only this slice's stores are still in flight: the buffer before it is free and
                 # takes a slice of the next lap. The last buffer is filled during that lap.
                 tma.store_wait(STORES)
-                if lap == 1 if i == 0 else lap + 1 < ROUNDS:
+                if lap == 1 if i == 0 else lap + 1 < e.ROUNDS:
                     e.z.load(tile, column + (BUFFERS - 1) * SLICE, MINE + (i - 1) % BUFFERS)
             now = then
-        filled += ROUNDS
+        filled += e.ROUNDS
         if e.STORE_PARTIAL:
             slot = tile.row + r
             if e.row_slot is not None:
@@ -240,7 +255,7 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
 
 @gluon.jit(do_not_specialize=["rows", "plane"])
 def hopper_fp8_dz_kernel(
-    do8, row_token, w2_t, factors, rows, row_slot, z, dz, dz_t, a_t, partial, plane, tiles,
+    do8, row_token, w2_t, factors, rows, row_slot, z, zmax, dz, dz_t, a_t, partial, plane, tiles,
     H: gl.constexpr, I: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GATE_UP: gl.constexpr, BACKWARD: gl.constexpr,
@@ -249,21 +264,24 @@ def hopper_fp8_dz_kernel(
 ):  # fmt: skip
     """dZ (R, N), dZᵀ (N, P), A'ᵀ (I, P), all e4m3, and partial sums of dS (I/BLOCK_N, plane ≥ S).
 
-    w2_t is W2 as (E, I, H). The factors are (5, R), R = `rows`. GATE_UP is as in
-    `triton.gemm.up_kernel`. Rows of dO are gathered if GATHER.
+    w2_t is W2 as (E, I, H). The factors are (5, R), R = `rows`. zmax (⌈I/128⌉, R) is given if Z is
+    in e4m3. GATE_UP is as in `triton.gemm.up_kernel`. Rows of dO are gathered if GATHER.
 
     Grid: one program per SM; each owns the tiles that it writes. The columns of a tile in dZᵀ and
     A'ᵀ past its expert's end become zeros; columns of no tile are not written.
     """
     ring = make_ring(F8, w2_t, tiles, H, I, 0, BLOCK_N, BLOCK_K, STAGES, "nk", None, GATHER)
-    z_slices = make_z_slices(z, z.dtype, GATE_UP)
+    z_slices = make_z_slices(z, gl.bfloat16, GATE_UP)
+    ROUNDS: gl.constexpr = BLOCK_N // SLICE // BUFFERS
     a_smem = buffers(F8, 4, [SLICE, CONSUMER_M])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     f_smem = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CONSUMER_M], plain)
+    zmax_smem = gl.allocate_shared_memory(gl.float32, [2 * ROUNDS, CONSUMER_M], plain)
     slot_smem = gl.allocate_shared_memory(gl.int32, [2, CONSUMER_M], plain)
     epilogue = Epilogue(
-        factors, rows, z_slices, dz, dz_t, a_t, row_slot, partial, plane,
-        a_smem, f_smem, slot_smem, BACKWARD, STORE_DZ, STORE_T, STORE_A, STORE_PARTIAL,
+        factors, rows, zmax, z_slices, dz, dz_t, a_t, row_slot, partial, plane,
+        a_smem, f_smem, zmax_smem, slot_smem, ROUNDS, (I + 127) // 128, BACKWARD,
+        STORE_DZ, STORE_T, STORE_A, STORE_PARTIAL,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -1,4 +1,4 @@
-"""Up in FP8 on Hopper: Z = X W1ᵀ in bf16; A = act(Z) in e4m3 with a scale for 128 columns of a row.
+"""Up in FP8 on Hopper: Z = X W1ᵀ in bf16 or e4m3; A = act(Z) in e4m3, a scale for 128 columns.
 
 The main loop is in `ring`. A tile of a gated activation has 128 gates, then their 128 ups, however
 W1 lies in memory: the boxes of its descriptor see to that. So a thread holds both columns of each
@@ -93,7 +93,10 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         gate = quarters(gates)
         up = quarters(ups)
         values = ()
-        largest = gl.zeros((CONSUMER_M,), gl.float32, ROWS)
+        zmax = trivially(gl.max(gl.abs(acc), 1), ROWS) * scale
+        z_factor = scale
+        if e.z.dtype == e.a.dtype:
+            z_factor = scale * scale_and_inverse(zmax)[1]
         for i in gl.static_range(4):
             g = trivially(gate[i], L) * scale[:, None]
             u = g
@@ -103,12 +106,13 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
             else:
                 values = values + (e.ACTIVATION(g),)
             if e.KEEP_Z:
-                magnitude = gl.maximum(gl.abs(g), gl.abs(u)) if GATED else gl.abs(g)
-                largest = gl.maximum(largest, gl.max(magnitude, 1))
+                if e.z.dtype == e.a.dtype:
+                    g = trivially(gate[i], L) * z_factor[:, None]
+                    u = trivially(up[i], L) * z_factor[:, None]
                 # The buffer of two slices ago is free; before the first slice, that of A too.
                 tma.store_wait(BOXES if i > 0 else 0)
                 buffer = 2 * CONSUMER + i % 2
-                write_slice(g, u, e.smem, buffer, e.GATE_UP)
+                write_slice(g, u, e.z, e.smem, buffer, e.GATE_UP)
                 fence_async_shared()
                 column = tile.n * BLOCK_I + i * SLICE
                 store_slice(e.z, tile, column, e.smem, buffer, e.GATE_UP)
@@ -126,7 +130,7 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         place = tile.n * e.plane.to(gl.int64) + tile.row + r
         gl.store(e.a_scale + place, block_scale, mask=inside)
         if e.KEEP_Z:
-            gl.store(e.zmax + place, largest, mask=inside)
+            gl.store(e.zmax + place, zmax, mask=inside)
         tile = following
     tma.store_wait(0)
 
@@ -139,7 +143,8 @@ def fp8_up_kernel(
 ):  # fmt: skip
     """Z = X W1ᵀ and A = act(Z); the largest |Z| and the scale of A (⌈I/128⌉, plane) by row.
 
-    Z and zmax are stored if KEEP_Z. Rows of X are gathered if there is a row_token.
+    Z and zmax are stored if KEEP_Z; the scale of Z in e4m3 follows from zmax. Rows of X are
+    gathered if there is a row_token.
 
     Grid: one program per SM; each owns the tiles of Z and A that it writes.
     """
@@ -147,7 +152,7 @@ def fp8_up_kernel(
     BLOCK_N: gl.constexpr = BLOCK_I if GATE_UP is None else 2 * BLOCK_I
     WEIGHTS: gl.constexpr = None if GATE_UP is None else "concatenated"  # boxes of gates and ups
     ring = make_ring(a.dtype, w1, tiles, H, N, 0, BLOCK_N, BLOCK_K, STAGES, "nk", WEIGHTS, GATHER)
-    smem = slice_buffers(z.dtype, 4, GATE_UP)
+    smem = slice_buffers(gl.bfloat16, 4, GATE_UP)
     epilogue = Epilogue(
         z, a, x_scale, row_token, w_scale, zmax, a_scale, plane, smem, GATE_UP, ACTIVATION, KEEP_Z
     )
