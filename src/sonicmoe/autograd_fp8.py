@@ -86,9 +86,9 @@ class Fp8Down(torch.autograd.Function):
     """Scores, W2 and what `Fp8Up` returned → O.
 
     Kept: Z 2·R·N, in e4m3 R·N, zmax and a_scale 4·R·I/128 each, x_scale 4·T, scores 4·R, the row
-    maps 12·R and `_kept_weight` of W2. `deferred` is that of `checkpoint.deferred_output`. `rest` are the
-    placeholders of dZ, then Z, zmax and x_scale; in their place X, W1 and the `Fp8Weight` of W1,
-    if Z is recomputed.
+    maps 12·R and `_kept_weight` of W2. `deferred` is that of `checkpoint.deferred_output`. `rest`
+    are the placeholders of dZ, then Z, zmax and x_scale; in their place X, W1 and the `Fp8Weight`
+    of W1, if Z is recomputed.
     """
 
     @staticmethod
