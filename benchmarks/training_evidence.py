@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from research import training, training_report
 
-from sonicmoe.bench.results import RESULTS, device_name, slug
+from sonicmoe.bench.results import RESULTS, device_name, provenance, slug
 from sonicmoe.train.compare import names
 from sonicmoe.train.config import parse_assignments
 from sonicmoe.train.run import default_cache
@@ -39,9 +39,15 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", default="0,1", help="of each router or precision")
     parser.add_argument(
-        "--precisions", default="autocast,fp8", help="held against the first of them"
-    )
-    parser.add_argument("--precision-steps", type=int, default=400)
+        "--precisions", default="autocast,fp8,fp8+memory=fp8", metavar="VARIANTS",
+        help="compared with the first of them: precisions of `sonicmoe train`, with commas; "
+        "+KEY=VALUE changes another setting, as in fp8+memory=fp8, which keeps Z in FP8; "
+        "default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--precision-steps", default="400", metavar="STEPS",
+        help="lengths of the runs in `precision`, with commas; default: %(default)s",
+    )  # fmt: skip
     parser.add_argument(
         "--seconds-per-run", type=float, default=12, help="of the slowest router in `rounding`"
     )
@@ -111,20 +117,28 @@ def main() -> int:
     if "precision" in parts:
         jobs.append(
             functools.partial(
-                training.precision, base, place, precisions=names("--precisions", args.precisions),
-                seeds=names("--seeds", args.seeds), steps=args.precision_steps, jobs=args.jobs,
+                training.precision, base, place, jobs=args.jobs,
+                variants=names("--precisions", args.precisions),
+                seeds=names("--seeds", args.seeds),
+                lengths=names("--precision-steps", args.precision_steps),
             )
         )  # fmt: skip
     if "throughput" in parts:
         jobs.append(lambda: training.throughput(large, names("--backends", args.backends), place))
+    origin = provenance(device, _command(), args.commit)
     records: list = []
     for job in jobs:
-        records += job()
-        # What is done is kept, whatever follows.
-        training.keep(records, output, _command(), args.commit)
+        for record in job():
+            records.append(record)
+            training.keep(records, output, origin)  # what is done is kept, whatever follows
         text = training_report.report(output)
     print(f"\n{text}\n\nKept in {output}.")
-    return 0
+    failed = [
+        r for r in records if r.get("failed", training.NOT_INSTALLED) != training.NOT_INSTALLED
+    ]
+    for r in failed:
+        print(f"FAILED {r['experiment']}, {r['run']}: {r['failed']}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _command() -> str:

@@ -11,10 +11,11 @@ from sonicmoe.bench.host import CANDIDATES as HOST_ROWS
 from sonicmoe.bench.modes import MODES
 from sonicmoe.bench.results import Record
 from sonicmoe.bench.tables import table
+from sonicmoe.train.progress import count
 
 from . import fp8, kept
 from .rounding_sweep import sweep_table
-from .training_report import throughput_table
+from .training_report import origins, precision_table, throughput_table
 
 Evidence = Mapping[str, Any]  # a training/**/evidence.json
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -97,7 +98,8 @@ def _sections(
     ]
     if dtype == "bfloat16":
         made += [_rounding([r for r in everything if r["device"] == device])]
-        made += [_training(e) for e in evidence if e["device"] == device]
+        ours = [e for e in evidence if e["device"] == device]
+        made += [part(e) for part in (_training, _precision) for e in ours]
     return [section for section in made if section]
 
 
@@ -269,7 +271,17 @@ def _training(evidence: Evidence) -> Section | None:
     if not runs:
         return None
     caption = "The 1.4B model of `sonicmoe train`, autocast, not compiled, on one GPU."
-    return Section("Whole training step", caption, throughput_table(runs), [evidence])
+    return Section("Whole training step", caption, throughput_table(runs), origins(evidence, runs))
+
+
+def _precision(evidence: Evidence) -> Section | None:
+    runs = [r for r in evidence["records"] if r["experiment"] == "precision" and r.get("finished")]
+    if not runs:
+        return None
+    size = f"{count(runs[0]['parameters'])} parameters"
+    caption = f"A model of {size}, differences between runs of the same seed, mean over the seeds."
+    found = origins(evidence, runs)
+    return Section("Training in FP8", caption, precision_table(runs), found)
 
 
 def _form(value: float | None, form: str) -> str:

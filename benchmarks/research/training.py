@@ -8,25 +8,26 @@ precision   does a model train with experts in FP8 as it trains in bf16?
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sonicmoe.bench.results import provenance
 from sonicmoe.errors import bad_argument
 from sonicmoe.extras import MissingExtra
-from sonicmoe.train import corpus, runlog
+from sonicmoe.train import corpus, parallel, runlog
 from sonicmoe.train.backends import check_backend
 from sonicmoe.train.compare import slug, train_each
 from sonicmoe.train.config import TrainConfig
 from sonicmoe.train.presets import preset
-from sonicmoe.train.run import train
+from sonicmoe.train.run import check, train
 
 # Experts sharp enough to be told apart, rows enough for a GPU: 16384 tokens go to 2 of E experts.
 # E = 64, 128 and 256 give 512, 256 and 128 rows an expert, and 109M, 210M and 411M parameters.
@@ -52,6 +53,9 @@ ROUTERS = {
     "expert choice": "expert_choice",
 }
 CALIBRATION_STEPS = 24
+NOT_INSTALLED = "not installed"
+
+Records = Iterator[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def rounding(
     seconds: float,
     steps: int | None = None,
     jobs: int = 1,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Each router from the same seeds, for as many steps as the slowest does in `seconds`.
 
     The first router is the one that the others are held against. `jobs` trainings share the device,
@@ -88,18 +92,14 @@ def rounding(
     folder = place.runs / f"rounding-{rows}"
     if steps is None:
         steps = _affordable_steps(config, chosen, seconds, folder / "calibration", place.cache)
-    timed = config.override({
-        "steps": steps, "log_every": max(1, steps // 60), "validate_every": max(1, steps // 10),
-    })  # fmt: skip
+    timed = of_length(config, steps)
     configs = {
         f"{label}, seed {seed}": timed.override({"router": router, "seed": seed})
         for label, router in chosen.items()
         for seed in seeds
     }
-    records = _trained("rounding", configs, folder, place.cache, jobs)
-    for record in records:
-        record |= {"rows_per_expert": rows, "tile": config.model.rounding_tile}
-    return records
+    fields = {"rows_per_expert": rows, "tile": config.model.rounding_tile}
+    return _trained("rounding", configs, folder, place.cache, jobs, fields)
 
 
 def with_rows(base: TrainConfig, rows: int) -> TrainConfig:
@@ -128,7 +128,7 @@ def _affordable_steps(
 
 
 # --- throughput -----------------------------------------------------------------------------------
-def throughput(base: TrainConfig, backends: Sequence[str], place: Place) -> list[dict[str, Any]]:
+def throughput(base: TrainConfig, backends: Sequence[str], place: Place) -> Records:
     """The same few steps on every backend; the first one once more with repeatable operators."""
     configs, missing = {}, []
     for name in backends:
@@ -136,24 +136,15 @@ def throughput(base: TrainConfig, backends: Sequence[str], place: Place) -> list
             check_backend(name, base)
             configs[name] = base.override({"backend": name})
         except MissingExtra:
-            missing.append({"experiment": "throughput", "run": name, "failed": "not installed"})
+            missing.append({"experiment": "throughput", "run": name, "failed": NOT_INSTALLED})
     first = backends[0]
     configs[f"{first}, deterministic"] = base.override({"backend": first, "deterministic": True})
-    records = []
-    for name, config in configs.items():
-        if config.compile:
-            torch.compiler.reset()
-        try:
-            records += _trained(
-                "throughput", {name: config}, place.runs / "throughput", place.cache
-            )
-        except torch.cuda.OutOfMemoryError:
-            records.append({"experiment": "throughput", "run": name, "failed": "out of memory"})
-    return records + missing
+    records = _trained("throughput", configs, place.runs / "throughput", place.cache)
+    return itertools.chain(records, missing)
 
 
 # --- agreement ------------------------------------------------------------------------------------
-def agreement(base: TrainConfig, backends: Sequence[str], place: Place) -> list[dict[str, Any]]:
+def agreement(base: TrainConfig, backends: Sequence[str], place: Place) -> Records:
     """Several backends from the same seed: their training losses, step by step.
 
     The last is what the others are held against. Training amplifies every rounding, so a third
@@ -174,21 +165,31 @@ def precision(
     base: TrainConfig,
     place: Place,
     *,
-    precisions: Sequence[str],
+    variants: Sequence[str],
     seeds: Sequence[str],
-    steps: int,
+    lengths: Sequence[str],
     jobs: int = 1,
-) -> list[dict[str, Any]]:
-    """Each precision from the same seeds; the first is the one that the others are held against."""
-    timed = base.override({
-        "steps": steps, "log_every": max(1, steps // 60), "validate_every": max(1, steps // 10),
-    })  # fmt: skip
+) -> Records:
+    """Each variant from the same seeds, for each number of steps; the first is the baseline.
+
+    A variant is a precision, and +KEY=VALUE for each other setting that it changes.
+    """
     configs = {
-        f"{name}, seed {seed}": timed.override({"precision": name, "seed": seed})
-        for name in precisions
-        for seed in seeds
+        f"{variant}, seed {seed}, {length} steps": of_length(base, length).override(
+            {**settings_of(variant), "seed": seed}
+        )
+        for length in lengths
+        for seed in seeds  # the runs of a pair one after the other: neither is alone for long
+        for variant in variants
     }
     return _trained("precision", configs, place.runs / "precision", place.cache, jobs)
+
+
+def settings_of(variant: str) -> dict[str, str]:
+    """`"fp8+memory=fp8"` → `{"precision": "fp8", "memory": "fp8"}`."""
+    name, *changes = variant.split("+")
+    assignments = (change.partition("=") for change in changes)
+    return {"precision": name} | {key: value for key, _, value in assignments}
 
 
 # --- what all share -------------------------------------------------------------------------------
@@ -197,60 +198,144 @@ _KEPT = ("parameters", "active_parameters", "device", "backend", "steps", "token
          "peak_share", "finished")  # fmt: skip
 
 
+def of_length(config: TrainConfig, steps: int | str) -> TrainConfig:
+    """A schedule of `steps` steps, with some 60 points of the training curve and 10 validations."""
+    config = config.override({"steps": steps})
+    return config.override({
+        "log_every": max(1, config.steps // 60), "validate_every": max(1, config.steps // 10),
+    })  # fmt: skip
+
+
 def _trained(
-    experiment: str, configs: Mapping[str, TrainConfig], folder: Path, cache: Path, jobs: int = 1
-) -> list[dict[str, Any]]:
-    if jobs > 1:
-        trained = _train_side_by_side(configs, folder, cache, jobs)
-    else:
-        trained = train_each(configs, folder, cache, pictures=False)
-    records = []
-    for name, numbers in trained:
-        log = runlog.read(folder / slug(name))
-        curves = {
-            key: [(r["step"], r["loss"]) for r in log if r["kind"] == kind]
-            for key, kind in (("curve", "train"), ("validation", "validation"))
-        }
-        # On a CPU the peak is that of the process, earlier runs included.
-        peak = numbers["peak_memory"] if torch.cuda.is_available() else None
-        records.append(
-            {"experiment": experiment, "run": name, **{k: numbers[k] for k in _KEPT}, "jobs": jobs}
-            | {"peak_memory": peak, "config": configs[name].to_dict(), **curves}
-        )
-    return records
+    experiment: str,
+    configs: Mapping[str, TrainConfig],
+    folder: Path,
+    cache: Path,
+    jobs: int = 1,
+    fields: Mapping[str, Any] | None = None,
+) -> Records:
+    """A record of each run, as soon as it and those before it are done; a failed one says why.
+
+    All configurations are checked before the first run.
+    """
+    for config in configs.values():
+        check(config, parallel.start(config.device))
+    trained = _side_by_side if jobs > 1 else _one_after_the_other
+    return (
+        {"experiment": experiment, "run": name, **(fields or {}), "jobs": jobs}
+        | {"config": configs[name].to_dict(), **_numbers(name, found, folder)}
+        for name, found in trained(configs, folder, cache, jobs)
+    )
 
 
-def _train_side_by_side(
+def _numbers(name: str, found: dict[str, Any] | Exception, folder: Path) -> dict[str, Any]:
+    if isinstance(found, Exception):
+        text = f"{type(found).__name__}: {found}".splitlines()[0]
+        if isinstance(found, torch.cuda.OutOfMemoryError):
+            text = "out of memory"
+        print(f"FAILED {name}: {text}", flush=True)
+        return {"failed": text}
+    log = runlog.read(folder / slug(name))
+    curves = {
+        key: [(r["step"], r["loss"]) for r in log if r["kind"] == kind]
+        for key, kind in (("curve", "train"), ("validation", "validation"))
+    }
+    # On a CPU the peak is that of the process, earlier runs included.
+    peak = found["peak_memory"] if torch.cuda.is_available() else None
+    return {**{k: found[k] for k in _KEPT}, "peak_memory": peak, **curves}
+
+
+Found = Iterator[tuple[str, dict[str, Any] | Exception]]
+
+
+def _one_after_the_other(
+    configs: Mapping[str, TrainConfig], folder: Path, cache: Path, jobs: int = 1
+) -> Found:
+    for name, config in configs.items():
+        if config.compile:
+            torch.compiler.reset()  # PyTorch gives up compiling after eight variants of a function
+        try:
+            ((_, numbers),) = train_each({name: config}, folder, cache, pictures=False)
+        except Exception as error:
+            yield name, error
+            continue
+        yield name, numbers
+        if not numbers["finished"]:
+            return
+
+
+def _side_by_side(
     configs: Mapping[str, TrainConfig], folder: Path, cache: Path, jobs: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """In processes of their own, which write what they print into the folders of the runs."""
+) -> Found:
+    """`jobs` at a time, each in a new process, so that one that crashes harms no other."""
     corpus.prepare(next(iter(configs.values())), cache)  # all train on the same text
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         runs = {
-            pool.submit(_train_alone, config, folder / slug(name), cache): name
+            name: pool.submit(_in_a_process, config, folder / slug(name), cache, jobs)
             for name, config in configs.items()
         }
-        found = {}
-        for run in as_completed(runs):
-            found[runs[run]] = numbers = run.result()
-            print(
-                f"{len(found)} of {len(runs)} trained: {runs[run]}, "
-                f"validation loss {numbers['validation_loss']:.4f}, {numbers['seconds']:.0f} s",
-                flush=True,
-            )
-    for name in configs:
-        yield name, found[name]
+        try:
+            for i, (name, run) in enumerate(runs.items(), 1):
+                try:
+                    numbers = run.result()
+                except Exception as error:
+                    yield name, error
+                    continue
+                print(
+                    f"{i} of {len(runs)} trained: {name}, "
+                    f"validation loss {numbers['validation_loss']:.4f}, {numbers['seconds']:.0f} s",
+                    flush=True,
+                )
+                yield name, numbers
+                if not numbers["finished"]:
+                    return
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _train_alone(config: TrainConfig, folder: Path, cache: Path) -> dict[str, Any]:
+def _in_a_process(config: TrainConfig, folder: Path, cache: Path, jobs: int) -> dict[str, Any]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_train_quietly, config, folder, cache, jobs).result()
+
+
+def _train_quietly(config: TrainConfig, folder: Path, cache: Path, jobs: int) -> dict[str, Any]:
+    """Train with a share of the cores; what is printed goes to output.txt in `folder`."""
+    share = max(1, len(os.sched_getaffinity(0)) // jobs)
+    torch.set_num_threads(share)
+    # Threads that compile: of this package, and of torch.compile.
+    os.environ |= {"LOCAL_WORLD_SIZE": str(jobs), "TORCHINDUCTOR_COMPILE_THREADS": str(share)}
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "w") as file, contextlib.redirect_stdout(file):
         return train(config, folder, cache, picture=False)
 
 
-def keep(
-    records: Sequence[Mapping[str, Any]], folder: Path, command: str, commit: str | None
-) -> None:
-    """evidence.json, from which `training_report` makes tables and pictures."""
-    origin = provenance("cuda" if torch.cuda.is_available() else "cpu", command, commit)
-    (folder / "evidence.json").write_text(json.dumps({**origin, "records": records}) + "\n")
+# --- evidence.json --------------------------------------------------------------------------------
+def keep(records: Sequence[Mapping[str, Any]], folder: Path, origin: Mapping[str, Any]) -> None:
+    """Write evidence.json, from which `training_report` makes tables and pictures.
+
+    `records` are all of this command, and `origin` their provenance. Records of earlier commands
+    stay. A run of `precision` replaces the one of the same name; a run of another experiment
+    replaces that whole experiment.
+    """
+    path = folder / "evidence.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {"records": [], **origin}
+    replaced = {_name(record) for record in records}
+    both = [
+        {"date": earlier["date"], **record}
+        for record in earlier["records"]
+        if _name(record) not in replaced
+    ]
+    dates = {record["date"] for record in both}
+    origins = [{k: v for k, v in earlier.items() if k not in ("records", "earlier")}]
+    origins = [o for o in [*earlier.get("earlier", ()), *origins] if o["date"] in dates]
+    both += [{**record, "date": origin["date"]} for record in records]
+    text = json.dumps({**origin, "earlier": origins, "records": both}) + "\n"
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def _name(record: Mapping[str, Any]) -> tuple:
+    """Records with the same name replace each other."""
+    run = record["run"] if record["experiment"] == "precision" else None
+    return record["experiment"], record.get("rows_per_expert"), run

@@ -3,8 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from sonicmoe.train.config import TrainConfig
 from sonicmoe.train.progress import count, human_bytes
 
 Records = Sequence[Mapping[str, Any]]
+PRECISION_LIMIT = 0.0025  # of the validation loss: what another precision may add to it
 
 
 def report(folder: Path) -> str:
@@ -22,10 +22,11 @@ def report(folder: Path) -> str:
     groups: dict[tuple, list] = {}
     for r in kept["records"]:
         groups.setdefault((r["experiment"], r.get("rows_per_expert")), []).append(r)
-    parts = [
-        "# Evidence from training",
-        f"`{kept['command']}`, {kept['date'][:10]}, {kept['device']}, torch {kept['torch']}, "
-        f"triton {kept['triton']}, Python {kept['python']}, commit {kept['commit']}.",
+    parts = ["# Evidence from training"]
+    parts += [
+        f"`{o['command']}`, {o['date'][:10]}, {o['device']}, torch {o['torch']}, "
+        f"triton {o['triton']}, Python {o['python']}, commit {o['commit']}."
+        for o in origins(kept, kept["records"])
     ]
     for (experiment, rows), group in groups.items():
         parts += _section(experiment, rows, group, folder)
@@ -34,89 +35,158 @@ def report(folder: Path) -> str:
     return text
 
 
+def origins(kept: Mapping[str, Any], records: Records) -> list[Mapping[str, Any]]:
+    """The provenance of the commands that made `records`, oldest first."""
+    dates = {record.get("date", kept["date"]) for record in records}
+    return [origin for origin in (*kept.get("earlier", ()), kept) if origin["date"] in dates]
+
+
 def _section(experiment: str, rows: int | None, group: Records, folder: Path) -> list[str]:
     title = experiment.capitalize() + (f", {rows} rows an expert" if rows else "")
     parts = [f"## {title}"]
-    trained = next((r for r in group if "failed" not in r), None)
+    trained = [r for r in group if r.get("finished")]
     if trained:
-        config = TrainConfig.from_dict(trained["config"])
-        precisions = dict.fromkeys(r["config"]["precision"] for r in group if "config" in r)
+        config = TrainConfig.from_dict(trained[0]["config"])
+        precisions = dict.fromkeys(r["config"]["precision"] for r in trained)
         parts.append(
             f"{_in_a_line(trained)}; precision {', '.join(precisions)}, "
             f"compile={str(config.compile).lower()}, "
             f"deterministic={str(config.deterministic).lower()}."
         )
-    parts.append(TABLES[experiment](group))
-    if experiment in PICTURES and plots.available() and all(r["finished"] for r in group):
+    if experiment == "throughput":
+        return [*parts, throughput_table(group)]
+    if trained:
+        parts.append(TABLES[experiment](trained))
+    if left_out := [r for r in group if not r.get("finished")]:
+        parts.append("\n".join(f"- {r['run']}: {r.get('failed', 'stopped')}" for r in left_out))
+    if trained and plots.available():
         name = f"{experiment}-{rows}.png" if rows else f"{experiment}.png"
-        PICTURES[experiment](folder / name, group)
+        PICTURES[experiment](folder / name, trained)
         parts.append(f"![{title}]({name})")
     return parts
 
 
-def _in_a_line(record: Mapping[str, Any]) -> str:
-    config = TrainConfig.from_dict(record["config"])
+def _in_a_line(records: Records) -> str:
+    config = TrainConfig.from_dict(records[0]["config"])
     m, size = config.model, accounting.parameters(config.model)
+    lengths = dict(sorted((r["steps"], f"{r['epochs']:.2f}") for r in records))
     return (
         f"{count(size.total)} parameters ({count(size.active)} met by a token), {m.num_layers} "
-        f"layers, {m.experts_per_token} of {m.num_experts} experts; {record['steps']} steps of "
-        f"{count(config.tokens_per_step)} tokens, {record['epochs']:.2f} passes over the text; "
-        f"{record['device']}"
+        f"layers, {m.experts_per_token} of {m.num_experts} experts; {_joined(lengths)} steps of "
+        f"{count(config.tokens_per_step)} tokens, {_joined(lengths.values())} passes over the "
+        f"text; {records[0]['device']}"
     )
 
 
-# --- rounding, precision --------------------------------------------------------------------------
-def _paired_table(varied: str, records: Records) -> str:
-    """One line for each value of `varied`.
+def _joined(values: Iterable[object]) -> str:
+    *others, last = map(str, values)
+    return f"{', '.join(others)} and {last}" if others else last
 
-    Differences are between runs of the same seed: mean ± standard error.
-    """
-    losses: dict[str, dict[str, float]] = {}
+
+# --- rounding -------------------------------------------------------------------------------------
+Variants = dict[str, dict[int, Mapping[str, Any]]]
+
+
+def _by_variant(records: Records) -> Variants:
+    """The record of each seed, by variant; the first variant is the one to compare with."""
+    found: Variants = {}
     for r in records:
-        label, _, seed = r["run"].partition(", seed ")
-        losses.setdefault(label, {})[seed] = r["validation_loss"]
-    first, base = next(iter(losses.items()))
+        label = r["run"].partition(", seed ")[0]
+        found.setdefault(label, {})[r["config"]["seed"]] = r
+    return found
+
+
+def _changes(seeds: Mapping[int, Mapping[str, Any]], base: Mapping[int, Mapping[str, Any]]) -> dict:
+    """Relative difference in validation loss to the run of the same seed, where there is one."""
+    loss = "validation_loss"
+    return {s: r[loss] / base[s][loss] - 1 for s, r in seeds.items() if s in base}
+
+
+def _rounding_table(records: Records) -> str:
+    """One line for each router; differences are mean ± standard error over the seeds."""
+    variants = _by_variant(records)
+    first, base = next(iter(variants.items()))
+    seeds = list(dict.fromkeys(seed for runs in variants.values() for seed in runs))
     lines = []
-    for label, by_seed in losses.items():
-        changes = [loss / base[seed] - 1 for seed, loss in by_seed.items()]
+    for label, runs in variants.items():
+        losses = {seed: r["validation_loss"] for seed, r in runs.items()}
+        changes = list(_changes(runs, base).values()) if runs is not base else []
         lines.append((
-            label, *(f"{loss:.4f}" for loss in by_seed.values()),
-            f"{sum(by_seed.values()) / len(by_seed):.4f}",
-            "" if by_seed is base else _mean_and_error(changes),
-            "" if by_seed is base else f"{min(changes):+.2%} … {max(changes):+.2%}",
+            label, *(f"{losses[s]:.4f}" if s in losses else None for s in seeds),
+            f"{statistics.fmean(losses.values()):.4f}",
+            _mean_and_error(changes) if changes else "",
+            f"{min(changes):+.2%} … {max(changes):+.2%}" if changes else "",
         ))  # fmt: skip
-    header = (varied, *(f"seed {s}" for s in base), "mean", f"against {first}", "by seed")
+    header = ("router", *(f"seed {s}" for s in seeds), "mean", f"against {first}", "by seed")
     return table(header, lines)
 
 
 def _mean_and_error(changes: Sequence[float]) -> str:
     text = f"{statistics.fmean(changes):+.2%}"
-    if len(changes) > 2:
-        text += f" ± {statistics.stdev(changes) / math.sqrt(len(changes)):.2%}"
-    return text
+    return f"{text} ± {_standard_error(changes):.2%}" if len(changes) > 2 else text
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _validation(variants: Variants) -> dict[str, dict[int, Any]]:
+    return {
+        label: {seed: r["validation"] for seed, r in runs.items()}
+        for label, runs in variants.items()
+    }
 
 
 def _rounding_picture(path: Path, records: Records) -> None:
-    curves: dict[str, list] = {}
-    for r in records:
-        curves.setdefault(r["run"].partition(", seed")[0], []).append(r["validation"])
+    curves = _validation(_by_variant(records))
     rows, tile = records[0]["rows_per_expert"], records[0]["tile"]
     tiles = f"{rows / tile:g} {'tile' if rows == tile else 'tiles'} of {tile}"
     plots.against_first(
         path, curves, f"Token rounding at {rows} rows an expert ({tiles})",
-        _in_a_line(records[0]) + "\nValidation always chooses experts by plain top-K. "
+        _in_a_line(records) + "\nValidation always chooses experts by plain top-K. "
         f"Thin: {len(next(iter(curves.values())))} seeds. Thick: their mean.",
     )  # fmt: skip
 
 
+# --- precision ------------------------------------------------------------------------------------
+def _by_length(records: Records) -> dict[int, Variants]:
+    lengths: dict[int, list] = {}
+    for r in sorted(records, key=lambda r: r["steps"]):
+        lengths.setdefault(r["steps"], []).append(r)
+    return {steps: _by_variant(found) for steps, found in lengths.items()}
+
+
+def precision_table(records: Records) -> str:
+    """One line for each length and variant; differences are paired by seed, worst is highest."""
+    lines, firsts = [], []
+    for steps, variants in _by_length(records).items():
+        first, base = next(iter(variants.items()))
+        firsts.append(first)
+        for label, runs in variants.items():
+            mean = statistics.fmean(r["validation_loss"] for r in runs.values())
+            line = [steps, label, f"{mean:.4f}", "", "", "", "", len(runs)]
+            changes = _changes(runs, base)
+            if label != first and changes:
+                change, worst = statistics.fmean(changes.values()), max(changes.values())
+                error = _standard_error([*changes.values()]) if len(changes) > 2 else None
+                line[3:7] = [
+                    f"{change:+.2%}", None if error is None else f"{error:.2%}", f"{worst:+.2%}",
+                    "yes" if abs(change) <= PRECISION_LIMIT else "no",
+                ]  # fmt: skip
+            lines.append(line)
+    return table(
+        ("steps", "precision", "validation loss", f"against {' or '.join(dict.fromkeys(firsts))}",
+         "standard error", "worst seed", f"mean within {PRECISION_LIMIT:.2%}", "runs"), lines,
+    )  # fmt: skip
+
+
 def _precision_picture(path: Path, records: Records) -> None:
-    curves: dict[str, list] = {}
-    for r in records:
-        curves.setdefault(r["run"].partition(", seed")[0], []).append(r["validation"])
-    first, *others = curves
-    plots.against_first(
-        path, curves, f"Experts in {', '.join(others)} and in {first}",
-        f"{_in_a_line(records[0])}\nThin: {len(curves[first])} seeds. Thick: their mean.",
+    columns = {f"{s} steps": _validation(v) for s, v in _by_length(records).items()}
+    first, *others = dict.fromkeys(label for variants in columns.values() for label in variants)
+    plots.paired(
+        path, columns, f"Experts in {_joined(others or [first])}, compared with {first}",
+        f"{_in_a_line(records)}\nMean over the seeds, shaded: ± its standard error.",
+        100 * PRECISION_LIMIT,
     )  # fmt: skip
 
 
@@ -168,13 +238,13 @@ def _agreement_picture(path: Path, records: Records) -> None:
         path,
         {_IN_WORDS[r["run"]]: r["curve"] for r in records},
         f"The same training computed by {', by '.join(_IN_WORDS[r['run']] for r in records)}",
-        _in_a_line(records[0]),
+        _in_a_line(records),
     )
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "rounding": partial(_paired_table, "router"),
-    "precision": partial(_paired_table, "precision"),
+    "rounding": _rounding_table,
+    "precision": precision_table,
     "throughput": throughput_table,
     "agreement": _agreement_table,
 }

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from ..extras import have, need
@@ -12,6 +13,7 @@ _COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#
 _POINTS = {"textcoords": "offset points"}
 Records = Sequence[Mapping[str, Any]]
 Curve = Sequence[tuple[float, float]]  # (step, loss)
+Seeds = Mapping[int, Curve]  # of one variant
 
 
 def available() -> bool:
@@ -73,20 +75,19 @@ def comparison(path: Path, runs: Mapping[str, Records], title: str, subtitle: st
     _finish(figure, path, title, subtitle)
 
 
-def against_first(path: Path, curves: Mapping[str, Sequence[Curve]], title: str, subtitle: str):
+def against_first(path: Path, curves: Mapping[str, Seeds], title: str, subtitle: str) -> None:
     """Several seeds of several variants: validation loss, and its difference to the first variant
     at the same step and seed."""
     figure, (loss, change) = _figure(2, (12, 5.4))
     base, first = next(iter(curves.items()))
     for i, (name, seeds) in enumerate(curves.items()):
         colour = _line(i)["color"]
-        changes = [
-            [(step, 100 * (y / z - 1)) for (step, y), (_, z) in zip(seed, other, strict=True)]
-            for seed, other in zip(seeds, first, strict=True)
-        ]
+        changes = _differences(seeds, first)
         for axes, runs, digits in ((loss, seeds, ".3f"), (change, changes, "+.2f")):
+            if not runs:
+                continue
             mean = _mean(runs)
-            for run in runs:
+            for run in runs.values():
                 axes.plot(*zip(*run, strict=True), color=colour, linewidth=0.8, alpha=0.45)
             label = f"{name}: {mean[-1][1]:{digits}}"
             axes.plot(*zip(*mean, strict=True), **_line(i), linewidth=2, label=label)
@@ -103,6 +104,45 @@ def against_first(path: Path, curves: Mapping[str, Sequence[Curve]], title: str,
     for axes, what in ((loss, "validation loss"), (change, "difference in %")):
         axes.set_xlim(left=0)
         axes.legend(frameon=False, title=f"{what} at the end, mean", alignment="left")
+    _finish(figure, path, title, subtitle)
+
+
+def paired(
+    path: Path, columns: Mapping[str, Mapping[str, Seeds]], title: str, subtitle: str, limit: float
+) -> None:
+    """Validation loss of several variants, mean over the seeds, a column for each length of run.
+
+    Below it the difference to the first variant in %, mean ± standard error, over ±`limit`.
+    """
+    figure, grid = _grid(2, len(columns), (max(8.0, 5.6 * len(columns)), 7.6))
+    names = list(dict.fromkeys(name for variants in columns.values() for name in variants))
+    for (head, variants), loss, change in zip(columns.items(), *grid, strict=True):
+        base, first = next(iter(variants.items()))
+        change.axhspan(-limit, limit, color=_GRID, alpha=0.6, linewidth=0, label=f"±{limit:g}%")
+        change.axhline(0, color=_MUTED, linewidth=0.8)
+        for name, seeds in variants.items():
+            line, mean = _line(names.index(name)), _mean(seeds)
+            label = f"{name}: {mean[-1][1]:.3f}"
+            loss.plot(*zip(*mean, strict=True), **line, linewidth=1.6, label=label)
+            changes = _differences(seeds, first)
+            if name == base or not changes:
+                continue
+            steps, means = zip(*_mean(changes), strict=True)
+            label = f"{name}: {means[-1]:+.2f}%"
+            change.plot(steps, means, **line, linewidth=1.6, label=label)
+            if len(changes) > 2:
+                errors = [stdev(ys) / math.sqrt(len(ys)) for ys in _by_step(changes)]
+                low, high = (
+                    [m + s * e for m, e in zip(means, errors, strict=True)] for s in (-1, 1)
+                )
+                change.fill_between(steps, low, high, color=line["color"], alpha=0.15, linewidth=0)
+        count = max(map(len, variants.values()))
+        loss.set_title(f"{head}, {count} seed{'s' * (count > 1)}", color=_INK, fontsize=11)
+        _label(loss, "step", "validation loss (nats a token)")
+        _label(change, "step", f"difference to {base} (%)")
+        for axes, what in ((loss, "validation loss"), (change, "difference")):
+            axes.set_xlim(left=0)
+            axes.legend(frameon=False, title=f"{what} at the end, mean", alignment="left")
     _finish(figure, path, title, subtitle)
 
 
@@ -134,12 +174,24 @@ def _line(i: int) -> dict[str, Any]:
     return {"color": colour, "linestyle": style, "marker": "o", "markersize": 3.5}
 
 
-def _mean(runs: Sequence[Curve]) -> list[tuple[float, float]]:
+def _differences(seeds: Seeds, base: Seeds) -> dict[int, Curve]:
+    """In %, to the curve of the same seed, where there is one."""
+    return {
+        seed: [(s, 100 * (y / z - 1)) for (s, y), (_, z) in zip(curve, base[seed], strict=True)]
+        for seed, curve in seeds.items()
+        if seed in base
+    }
+
+
+def _mean(runs: Seeds) -> list[tuple[float, float]]:
     """Of curves with the same steps."""
-    return [
-        (points[0][0], sum(y for _, y in points) / len(points))
-        for points in zip(*runs, strict=True)
-    ]
+    steps = [step for step, _ in next(iter(runs.values()))]
+    return [(step, fmean(ys)) for step, ys in zip(steps, _by_step(runs), strict=True)]
+
+
+def _by_step(runs: Seeds) -> list[list[float]]:
+    """The values of all curves at each step."""
+    return [[y for _, y in points] for points in zip(*runs.values(), strict=True)]
 
 
 def _series(records: Records, kind: str, against: str) -> tuple[list[float], list[float]]:
@@ -148,12 +200,16 @@ def _series(records: Records, kind: str, against: str) -> tuple[list[float], lis
 
 
 def _figure(columns: int, size: tuple[float, float]):
+    figure, grid = _grid(1, columns, size)
+    return figure, grid[0]
+
+
+def _grid(rows: int, columns: int, size: tuple[float, float]):
     matplotlib = need("matplotlib", "Drawing a picture")
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=size, dpi=130, squeeze=False)
-    return figure, axes[0]
+    return pyplot.subplots(rows, columns, figsize=size, dpi=130, squeeze=False)
 
 
 def _label(axes, x: str, y: str) -> None:
