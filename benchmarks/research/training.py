@@ -305,7 +305,11 @@ def _train_quietly(config: TrainConfig, folder: Path, cache: Path, jobs: int) ->
     # Threads that compile: of this package, and of torch.compile.
     os.environ |= {"LOCAL_WORLD_SIZE": str(jobs), "TORCHINDUCTOR_COMPILE_THREADS": str(share)}
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "output.txt", "w") as file, contextlib.redirect_stdout(file):
+    with (
+        open(folder / "output.txt", "w") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
         return train(config, folder, cache, picture=False)
 
 

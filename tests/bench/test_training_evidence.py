@@ -4,12 +4,14 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from research import training, training_report
+from research import document, training, training_report
 
 from sonicmoe.train.accounting import parameters
 
@@ -36,7 +38,7 @@ def test_the_whole_script(tmp_path):
         "--rows-per-expert", "32", "--seconds-per-run", "0.1", "--no-compile",
         "--agreement", "grouped_mm,torch", "--agreement-steps", "4",
         "--backends", "torch,grouped_mm,scattermoe", "--commit", "abc",
-        "--precision-steps", "10",
+        "--precision-steps", "10", "--precisions", "autocast,fp8+memory=recompute",
     ]  # fmt: skip
     settings = [x for k, v in {**TOY, "data": text}.items() for x in ("--set", f"{k}={v}")]
     folders = [x for k in ("output", "runs", "cache") for x in (f"--{k}", str(tmp_path / k))]
@@ -62,8 +64,13 @@ def test_the_whole_script(tmp_path):
     assert by["throughput", "grouped_mm"]["tokens_per_second"] > 0
     assert by["throughput", "torch, deterministic"]["config"]["deterministic"]
 
-    pairs = [by["precision", f"{name}, seed {s}"] for name in ("autocast", "fp8") for s in (0, 1)]
+    pairs = [
+        by["precision", f"{name}, seed {s}, 10 steps"]
+        for name in ("autocast", "fp8+memory=recompute")
+        for s in (0, 1)
+    ]
     assert [r["config"]["precision"] for r in pairs] == ["autocast"] * 2 + ["fp8"] * 2
+    assert [r["config"]["memory"] for r in pairs] == ["keep"] * 2 + ["recompute"] * 2
     assert len({r["validation_loss"] for r in pairs}) == 4
 
     report = (tmp_path / "output" / "evidence.md").read_text()
@@ -94,20 +101,136 @@ def test_side_by_side_is_what_one_after_the_other_is(tmp_path):
     text = write_text(tmp_path / "text")
     base = training.BASE.override({**TOY, "data": str(text)})
     losses = {}
-    for jobs in (1, 2):
+    for jobs, seeds in ((2, "0"), (1, "012")):
         place = training.Place(tmp_path / f"runs{jobs}", tmp_path / "cache")
-        records = training.rounding(
-            base, 32, place, routers=["expert choice", "top-K"], seeds=["0", "1", "2"],
+        records = list(training.rounding(
+            base, 32, place, routers=["expert choice", "top-K"], seeds=seeds,
             seconds=0, steps=4, jobs=jobs,
-        )  # fmt: skip
+        ))  # fmt: skip
         losses[jobs] = {r["run"]: r["validation"] for r in records}
         assert {r["jobs"] for r in records} == {jobs}
-    assert list(losses[1]) == list(losses[2])
-    assert losses[1] == losses[2]
+    assert list(losses[2]) == ["expert choice, seed 0", "top-K, seed 0"]
+    assert losses[1].items() >= losses[2].items()
     assert len(losses[1]) == 6
     table = training_report.TABLES["rounding"](records)
     assert re.search(r"% ± \d\.\d\d%", table)
     assert "against expert choice" in table
+
+
+# --- precision ------------------------------------------------------------------------------------
+DIVERGES = "fp32+learning_rate=1e30"
+
+
+def precision(tmp_path, **changes):
+    text = tmp_path / "text"
+    base = training.BASE.override({**TOY, "data": str(text if text.exists() else write_text(text))})
+    place = training.Place(tmp_path / "runs", tmp_path / "cache")
+    return list(training.precision(base, place, **changes))
+
+
+def origin(day: int) -> dict[str, Any]:
+    date = f"2026-01-0{day}T00:00:00+00:00"
+    return {"date": date, "device": "GPU 9", "torch": "2", "triton": "3", "python": "3.11",
+            "commit": f"abc{day}", "command": f"command {day}"}  # fmt: skip
+
+
+def cells(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_lengths_of_training_and_what_a_later_command_adds(tmp_path):
+    pytest.importorskip("matplotlib")
+    first = precision(
+        tmp_path, variants=["fp32", "fp32+learning_rate=3e-3"], seeds="012", lengths=["4", "6"]
+    )
+    assert len(first) == len({r["run"] for r in first}) == 12
+    assert {(r["config"]["steps"], len(r["validation"])) for r in first} == {(4, 4), (6, 6)}
+    training.keep(first[:7], tmp_path, origin(1))
+    training.keep(first, tmp_path, origin(1))
+    later = precision(tmp_path, variants=["fp32", DIVERGES], seeds="0", lengths=["8"])
+    training.keep(later, tmp_path, origin(2))
+
+    kept = json.loads((tmp_path / "evidence.json").read_text())
+    assert [r["run"] for r in kept["records"]] == [r["run"] for r in first + later]
+    assert training_report.origins(kept, kept["records"][:1]) == [origin(1)]
+    text = training_report.report(tmp_path)
+    assert all(f"`command {day}`" in text for day in (1, 2))
+    assert f"- {DIVERGES}, seed 0, 8 steps: FloatingPointError: Step" in text
+    assert (tmp_path / "precision.png").read_bytes().startswith(b"\x89PNG")
+    rows = cells(text)
+    assert [row[:2] + row[-1:] for row in rows] == [
+        [steps, name, "3"] for steps in "46" for name in ("fp32", "fp32+learning_rate=3e-3")
+    ] + [["8", "fp32", "1"]]
+    loss = {r["run"]: r["validation_loss"] for r in first}
+    pairs = [[loss[f"{row[1]}, seed {s}, 6 steps"] for s in range(3)] for row in rows[2:4]]
+    changes = [b / a - 1 for a, b in zip(*pairs, strict=True)]
+    error = statistics.stdev(changes) / 3**0.5
+    mean = f"{statistics.fmean(changes):+.2%}"
+    within = "yes" if abs(statistics.fmean(changes)) <= 0.0025 else "no"
+    assert rows[3][3:7] == [mean, f"{error:.2%}", f"{max(changes):+.2%}", within]
+
+
+def test_a_run_again_replaces_its_record(tmp_path):
+    def record(run, **more):
+        return {"experiment": "precision", "run": run, **more}
+
+    rounding = [{"experiment": "rounding", "rows_per_expert": n, "run": "a"} for n in (1, 2)]
+    training.keep([record("a", failed="once"), record("b"), *rounding], tmp_path, origin(1))
+    training.keep([record("a"), {**rounding[0], "run": "c"}], tmp_path, origin(2))
+    kept = json.loads((tmp_path / "evidence.json").read_text())
+    found = {(r["experiment"], r["run"], r["date"][9:10]) for r in kept["records"]}
+    assert found == {
+        ("precision", "b", "1"), ("rounding", "a", "1"), ("precision", "a", "2"),
+        ("rounding", "c", "2"),
+    }  # fmt: skip
+    training.keep([record("a"), record("b"), *rounding], tmp_path, origin(3))
+    kept = json.loads((tmp_path / "evidence.json").read_text())
+    assert (kept["earlier"], kept["commit"], len(kept["records"])) == ([], "abc3", 4)
+
+
+def test_a_failed_process_leaves_the_others_alone(tmp_path, capfd):
+    failed, trained = precision(
+        tmp_path, variants=[DIVERGES, "fp32"], seeds="0", lengths=["4"], jobs=2
+    )
+    assert failed["failed"].startswith("FloatingPointError: Step 2")
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert trained["finished"] and trained["device"].startswith(f"{threads} CPU")
+    printed = capfd.readouterr().out
+    assert f"FAILED {DIVERGES}, seed 0, 4 steps" in printed and "step " not in printed
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        ({"variants": ["fp9"]}, "precision: expected"),
+        ({"variants": ["fp32+z=1"]}, "z: expected a name"),
+        ({"lengths": ["many"]}, "steps: expected"),
+    ],
+)
+def test_a_wrong_variant_is_named_before_any_run(tmp_path, changes, complaint):
+    given = {"variants": ["fp32"], "seeds": "0", "lengths": ["4"]}
+    with pytest.raises(ValueError, match=complaint):
+        precision(tmp_path, **given | changes)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_document_shows_precisions(tmp_path):
+    config = {"seed": 0}
+    records = [
+        {"experiment": "precision", "run": f"{name}, seed 0, 9 steps", "finished": True, "steps": 9,
+         "config": config, "validation_loss": loss, "parameters": 109_000_000}
+        for name, loss in (("autocast", 4.0), ("fp8", 4.02))
+    ]  # fmt: skip
+    training.keep(records, tmp_path, origin(1))
+    evidence = json.loads((tmp_path / "evidence.json").read_text())
+    host = {"candidate": "host", "case": "host", "host_fwd_ms": 1.0, "host_fwd_bwd_ms": 2.0}
+    measured = [{**origin(2), "dtype": "bfloat16", **host}]
+    text = document.document(measured, [evidence])
+    section = text.split("### Training in FP8\n")[1].split("\n#")[0]
+    assert cells(section)[1] == ["9", "fp8", "4.0200", "+0.50%", "–", "+0.50%", "no", "1"]
+    assert "109M parameters" in section and "`command 1`" in text
+    assert "Training in FP8" not in document.document(measured, [evidence | {"records": []}])
 
 
 def test_an_unknown_router_is_named(tmp_path):

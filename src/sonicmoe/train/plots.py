@@ -112,14 +112,15 @@ def paired(
 ) -> None:
     """Validation loss of several variants, mean over the seeds, a column for each length of run.
 
-    Below it the difference to the first variant in %, mean ± standard error, over ±`limit`.
+    Below it the difference to the first variant in %, mean ± standard error, and lines at ±`limit`.
     """
     figure, grid = _grid(2, len(columns), (max(8.0, 5.6 * len(columns)), 7.6))
     names = list(dict.fromkeys(name for variants in columns.values() for name in variants))
     for (head, variants), loss, change in zip(columns.items(), *grid, strict=True):
         base, first = next(iter(variants.items()))
-        change.axhspan(-limit, limit, color=_GRID, alpha=0.6, linewidth=0, label=f"±{limit:g}%")
         change.axhline(0, color=_MUTED, linewidth=0.8)
+        for y, label in ((limit, f"±{limit:g}%"), (-limit, None)):
+            change.axhline(y, color=_MUTED, linewidth=1, linestyle=":", label=label)
         for name, seeds in variants.items():
             line, mean = _line(names.index(name)), _mean(seeds)
             label = f"{name}: {mean[-1][1]:.3f}"
