@@ -21,7 +21,7 @@ from sonicmoe.bench.timing import is_cuda, median_ms
 from sonicmoe.bench.verify import passed, verify
 
 from .energy import Board, measure
-from .fp8_candidates import CANDIDATES, OURS_FP8, WEIGHTS, Call, fp8_linear
+from .fp8_candidates import CANDIDATES, OURS_FP8, OURS_FP8_Z, WEIGHTS, Call, fp8_linear
 
 KIND = "fp8"
 MARGIN = 1.5  # times the error of plain PyTorch with FP8 operands, for every FP8 layer
@@ -30,6 +30,7 @@ PACKAGES = ("torchao", "sgl-deep-gemm")
 NAMES = {
     OURS: "this package, bf16",
     OURS_FP8: "this package, FP8",
+    OURS_FP8_Z: "this package, FP8, Z too",
     WEIGHTS: "quantizing its weights",
     DENSE: "dense cuBLAS, bf16",
     "dense_fp8": "`_scaled_mm`, bare GEMMs",
@@ -96,7 +97,7 @@ def verified(candidate: Candidate, inputs: Inputs) -> Record:
     plain: dict[str, Any] = {}
     if candidate.name != OURS:
         plain = {"margin": MARGIN, "linear": fp8_linear}
-    peer = candidate.name not in (OURS, OURS_FP8)
+    peer = candidate.name not in (OURS, OURS_FP8, OURS_FP8_Z)
     checks = verify(candidate, inputs, peer=peer, **plain)
     if not passed(checks):
         wrong = [

@@ -23,7 +23,7 @@ from sonicmoe.shapes import ceil_div
 from .peers import _routed
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-OURS_FP8, WEIGHTS = "sonicmoe_fp8", "weights"
+OURS_FP8, OURS_FP8_Z, WEIGHTS = "sonicmoe_fp8", "sonicmoe_fp8_z", "weights"
 Call = Callable[[], object]
 # (rows, weights (E, N, K), ends of the groups) → rows
 GroupedGemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -36,7 +36,12 @@ def bf16_layer(inputs: Inputs) -> Candidate:
 
 def fp8_layer(inputs: Inputs) -> Candidate:
     """Weights are quantized in the first call and cached while they do not change."""
-    return _moe(OURS_FP8, inputs, precision="fp8")
+    return _moe(OURS_FP8, inputs, precision="fp8", cache_fp8_weights=True)
+
+
+def fp8_layer_with_fp8_z(inputs: Inputs) -> Candidate:
+    fp8 = {"precision": "fp8", "cache_fp8_weights": True}
+    return _moe(OURS_FP8_Z, inputs, **fp8, memory="fp8")
 
 
 def _moe(name: str, inputs: Inputs, **options: Any) -> Candidate:
@@ -245,6 +250,7 @@ def rounded(t: torch.Tensor, dim: int) -> torch.Tensor:
 CANDIDATES: dict[str, Callable[[Inputs], Candidate | Call]] = {
     OURS: bf16_layer,
     OURS_FP8: fp8_layer,
+    OURS_FP8_Z: fp8_layer_with_fp8_z,
     WEIGHTS: quantize_weights,
     dense.DENSE: dense_bf16,
     "dense_fp8": dense_fp8,
