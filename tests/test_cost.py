@@ -8,6 +8,7 @@ import pytest
 from sonicmoe import cost
 from sonicmoe.bench import results
 from sonicmoe.bench.cases import ROUTERS
+from sonicmoe.memory_policy import MemoryPolicy
 from sonicmoe.shapes import Problem
 
 HAND = Problem(T=6, H=16, I=8, E=4, K=2)  # R = 12, N = 16
@@ -113,8 +114,30 @@ def test_bytes_read_and_written_by_hand():
     assert all(s.traffic == s.read + s.written for s in stages)
 
 
-def stage(flops=0, read=0, written=0) -> cost.Stage:
-    return cost.Stage("s", flops, read, written)
+@pytest.mark.parametrize("precision, dw_in_fp8", [("fp8", True), ("fp8_bf16_dw", False)])
+def test_bytes_of_fp8_by_hand(precision, dw_in_fp8):
+    x, y, w1, w2, z, a = 96, 384, 1024, 512, 192, 96  # one byte an element, y in bf16
+    scores, memory = 48, MemoryPolicy("recompute")
+    stages = cost.forward_stages(HAND, precision=precision)
+    stages += cost.backward_stages(HAND, precision=precision, memory=memory)
+    found = {s.name: (s.read, s.written, s.fp8) for s in stages}
+    for plain in cost.forward_stages(HAND) + cost.backward_stages(HAND, memory=memory):
+        read, written, fp8 = found.pop(plain.name)
+        expected = {
+            "up": (x + w1, 2 * z + a, True),
+            "down": (a + w2, y, True),
+            "up again": (x + w1, 2 * z + a, True),
+            "dZ": (x + w2 + 2 * z + scores, (2 * z + a if dw_in_fp8 else z + 2 * a) + scores, True),
+            "dW2": ((x + a) if dw_in_fp8 else 2 * (x + a), 2 * w2, dw_in_fp8),
+            "dX rows": (z + w1, y, True),
+            "dW1": ((z + x) if dw_in_fp8 else 2 * (z + x), 2 * w1, dw_in_fp8),
+        }.get(plain.name, (plain.read, plain.written, False))
+        assert (read, written, fp8) == expected, plain.name
+    assert not found
+
+
+def stage(flops=0, read=0, written=0, fp8=False) -> cost.Stage:
+    return cost.Stage("s", flops, read, written, fp8)
 
 
 def test_roofline_takes_the_longer_of_work_and_traffic():
@@ -133,6 +156,15 @@ def test_roofline_knows_what_a_board_may_draw():
     assert gpu.bound(stage(1000, 20, 30)) == "power"
     assert gpu.bound(stage(0, 99, 0)) == "memory"
     assert gpu.seconds(stage(1000, 20, 30), itemsize=4) == 100, "measured in two bytes alone"
+
+
+def test_roofline_of_fp8():
+    power = cost.Power(watts=10.0, flop=0.5, byte_read=0.5, byte_written=2.0)
+    rates = {"half": 100.0, "single": 10.0, "bandwidth": 10.0, "source": "by hand", "power": power}
+    gpu = cost.Gpu("test", **rates, fp8=200.0)
+    assert gpu.limits(stage(1000, 2, 3, fp8=True)) == {"compute": 5, "memory": 0.5}
+    with pytest.raises(ValueError, match=r"gpu: expected one with FP8 \(h100, .*got A100\. Choose"):
+        cost.GPUS["a100"].seconds(stage(fp8=True))
 
 
 def test_energy_of_the_h200_is_what_was_measured():

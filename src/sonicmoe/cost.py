@@ -169,12 +169,16 @@ def padding_share(counts: Sequence[int], tile_m: int) -> float:
 # --- stages ---------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step of the layer: its FLOPs, and its bytes with every operand read or written once."""
+    """One step of the layer: its FLOPs, and its bytes with every operand read or written once.
+
+    `fp8`: a GEMM on e4m3 operands.
+    """
 
     name: str
     flops: int
     read: int
     written: int
+    fp8: bool = False
 
     @property
     def traffic(self) -> int:
@@ -182,9 +186,16 @@ class Stage:
 
 
 def forward_stages(
-    p: Problem, itemsize: int = 2, router: bool = True, memory: MemoryPolicy = KEEP
+    p: Problem,
+    itemsize: int = 2,
+    router: bool = True,
+    memory: MemoryPolicy = KEEP,
+    precision: str | None = None,
 ) -> list[Stage]:
+    """In FP8 without the quantization of X and the weights, and without scales but those of Z."""
     s, z = _sizes(p, itemsize), sum(_kept_z(p, itemsize, memory).values())
+    fp8 = precision is not None
+    q = _sizes(p, 1) if fp8 else s  # operands of the experts' GEMMs
     slices = ceil_div(p.H, slice_width(p.H, memory.slices))
     routing = [
         Stage("router", 2 * p.T * p.H * p.E, s["x"] + s["router_w"], s["logits"]),
@@ -192,28 +203,36 @@ def forward_stages(
     ]
     stages = [
         Stage("permutation", 0, s["index"], 3 * s["index"]),
-        Stage("up", 2 * p.R * p.H * p.N, s["x"] + s["w1"], z + s["a"]),
-        Stage("down", 2 * p.R * p.H * p.I, slices * s["a"] + s["w2"], s["y"]),
+        Stage("up", 2 * p.R * p.H * p.N, q["x"] + q["w1"], z + q["a"], fp8),
+        Stage("down", 2 * p.R * p.H * p.I, slices * q["a"] + q["w2"], s["y"], fp8),
         Stage("aggregation", 0, s["y"] + slices * (s["scores"] + s["index"]), s["x"]),
     ]
     return routing + stages if router else stages
 
 
 def backward_stages(
-    p: Problem, itemsize: int = 2, router: bool = True, memory: MemoryPolicy = KEEP
+    p: Problem,
+    itemsize: int = 2,
+    router: bool = True,
+    memory: MemoryPolicy = KEEP,
+    precision: str | None = None,
 ) -> list[Stage]:
+    """As `forward_stages`, in FP8 also without the quantization of dO."""
     s, z = _sizes(p, itemsize), sum(_kept_z(p, itemsize, memory).values())
+    fp8, fp8_dw = precision is not None, precision == "fp8"
+    q, dw = (_sizes(p, 1) if e4m3 else s for e4m3 in (fp8, fp8_dw))  # operands, those of dW
+    dz = q["z"] + (q["z"] if fp8_dw else 0)  # e4m3 transposed, too
     slices = ceil_div(p.H, slice_width(p.H, memory.slices))
     small, large = 2 * p.R * p.H * p.I, 2 * p.R * p.H * p.N
     stages = []
     if memory.z == "recompute":
         z = s["z"]
-        stages = [Stage("up again", large, s["x"] + s["w1"], s["z"] + s["a"])]
+        stages = [Stage("up again", large, q["x"] + q["w1"], s["z"] + q["a"], fp8)]
     stages += [
-        Stage("dZ", small, s["x"] + s["w2"] + z + s["scores"], s["z"] + s["a"] + s["scores"]),
-        Stage("dW2", small, s["x"] + s["a"], s["w2"]),
-        Stage("dX rows", large, slices * s["z"] + s["w1"], s["y"]),
-        Stage("dW1", large, s["z"] + s["x"], s["w1"]),
+        Stage("dZ", small, q["x"] + q["w2"] + z + s["scores"], dz + dw["a"] + s["scores"], fp8),
+        Stage("dW2", small, dw["x"] + dw["a"], s["w2"], fp8_dw),
+        Stage("dX rows", large, slices * q["z"] + q["w1"], s["y"], fp8),
+        Stage("dW1", large, dw["z"] + dw["x"], s["w1"], fp8_dw),
         Stage("dX aggregation", 0, s["y"] + slices * s["index"], s["x"]),
     ]
     product = 2 * p.T * p.H * p.E
@@ -259,9 +278,9 @@ class Power:
 class Gpu:
     """Data sheet of one GPU.
 
-    `half` and `single`: dense FLOP/s at two and four bytes per element. `bandwidth` (bytes/s) and
-    `memory` (bytes) of the device. `node_link` and `network_link`: bytes/s from one GPU to the
-    `per_node` GPUs of its node and beyond.
+    `half`, `single` and `fp8`: dense FLOP/s at two and four bytes per element and in e4m3, which a
+    GPU with `fp8` 0 lacks. `bandwidth` (bytes/s) and `memory` (bytes) of the device. `node_link`
+    and `network_link`: bytes/s from one GPU to the `per_node` GPUs of its node and beyond.
     """
 
     name: str
@@ -274,12 +293,19 @@ class Gpu:
     node_link: float = 0
     network_link: float = 0
     per_node: int = 8
+    fp8: float = 0
 
     def limits(self, stage: Stage, itemsize: int = 2) -> dict[str, float]:
         """Roofline time of a stage in seconds, by each limit of the GPU."""
         peak = self.half if itemsize <= 2 else self.single
+        if stage.fp8:
+            if not self.fp8:
+                having = ", ".join(name for name, gpu in GPUS.items() if gpu.fp8)
+                remedy = "Choose one of them, or leave precision out."
+                raise bad_argument("gpu", f"one with FP8 ({having})", self.name, remedy)
+            peak = self.fp8
         found = {"compute": stage.flops / peak, "memory": stage.traffic / self.bandwidth}
-        if self.power is not None and itemsize == 2:
+        if self.power is not None and itemsize == 2 and not stage.fp8:
             found["power"] = self.power.joules(stage) / self.power.watts
         return found
 
@@ -296,8 +322,10 @@ class Gpu:
 # 2.039), H100 SXM (989, 67, 3.35), H200 SXM (989, 67, 4.8), GB200 (2500, 80, 8); the Blackwell
 # architecture brief for an HGX B200 at 1000 W (2250, 80, up to 8; by its bus and clock a B200
 # reaches 7.67, pytorch/ao#4002).
+# FP8: H100 and H200 1979, B200 4500, GB200 5000.
 # h200-measured: the fastest GEMMs and a copy of 1 GiB on one H200, and the energy of 54 dense bf16
-# GEMMs, which the three coefficients reproduce within 5.5%, 1.5% on average.
+# GEMMs, which the three coefficients reproduce within 5.5%, 1.5% on average. FP8: row-wise cuBLAS,
+# 1270 to 1290 at 685 W, so the rate has the power limit in it.
 GPUS = {
     "a100": Gpu(
         "A100", 312e12, 19.5e12, 2.039e12, "data sheet, SXM 80 GB",
@@ -305,24 +333,24 @@ GPUS = {
     ),
     "h100": Gpu(
         "H100", 989e12, 67e12, 3.35e12, "data sheet, SXM",
-        memory=80e9, node_link=450e9, network_link=50e9,
+        memory=80e9, node_link=450e9, network_link=50e9, fp8=1979e12,
     ),
     "h200": Gpu(
         "H200", 989e12, 67e12, 4.8e12, "data sheet",
-        memory=141e9, node_link=450e9, network_link=50e9,
+        memory=141e9, node_link=450e9, network_link=50e9, fp8=1979e12,
     ),
     "h200-measured": Gpu(
         "H200", 790e12, 67e12, 4.3e12, "measured: GEMMs, device copy, energy; 700 W",
         Power(700, flop=0.955e-12, byte_read=42e-12, byte_written=135e-12),
-        memory=141e9, node_link=450e9, network_link=50e9,
+        memory=141e9, node_link=450e9, network_link=50e9, fp8=1290e12,
     ),
     "b200": Gpu(
         "B200", 2250e12, 80e12, 8.0e12, "architecture brief",
-        memory=180e9, node_link=900e9, network_link=50e9,
+        memory=180e9, node_link=900e9, network_link=50e9, fp8=4500e12,
     ),
     "gb200": Gpu(
         "GB200", 2500e12, 80e12, 8.0e12, "data sheet",
-        memory=186e9, node_link=900e9, network_link=50e9, per_node=72,
+        memory=186e9, node_link=900e9, network_link=50e9, per_node=72, fp8=5000e12,
     ),
 }  # fmt: skip
 

@@ -14,6 +14,8 @@ import sonicmoe.functional
 from sonicmoe import cost
 from sonicmoe.bench import results
 from sonicmoe.cli import main
+from sonicmoe.memory_policy import MemoryPolicy
+from sonicmoe.shapes import Problem
 from sonicmoe.train import hardware
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +108,35 @@ def test_cost_of_a_memory_policy(capsys):
         printed = capsys.readouterr().out
         found = re.search(r"kept for backward\W+\d+\W+(\d+)", printed)
         assert found and int(found[1]) == kept and words in printed
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bf16_dw"])
+def test_cost_of_fp8(precision, capsys):
+    p = Problem(32768, 2048, 1024, 64, 8)
+    for memory, gemm in (("keep", "up"), ("recompute", "up again")):
+        arguments = ["--memory", memory, "--slices", "2", "--gpu", "h200", "--precision", precision]
+        assert main(["cost", "--case", "olmoe", *arguments]) == 0
+        printed = capsys.readouterr().out
+        policy = MemoryPolicy(memory, 2)
+        kept = sum(cost.kept_bytes(p, memory=policy, precision=precision).values())
+        peak = cost.peak_bytes(p, memory=policy, precision=precision)
+        assert all(f" {n} |" in printed for n in (kept, peak.forward, peak.backward))
+        assert re.search(
+            rf"\| {gemm} .* {2e3 * p.R * p.H * p.N / 1979e12:.4f} \| *compute", printed
+        )
+        assert f"{precision} without the quantization" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--gpu", "a100"], "gpu: expected one with FP8 (h100"),
+        (["--dtype", "float32"], "--dtype: expected bfloat16 with --precision fp8, got float32"),
+    ],
+)
+def test_cost_says_what_fp8_needs(arguments, complaint, capsys):
+    assert main(["cost", "--case", "olmoe", "--precision", "fp8", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_cost_knows_the_tiles_of_each_dtype(capsys):

@@ -13,7 +13,7 @@ from ..enums import ActivationType
 from ..errors import bad_argument
 from ..memory_policy import Z_POLICIES, MemoryPolicy, memory_policy
 from ..shapes import check_size
-from ..validation import LAYOUTS, check_writable
+from ..validation import FP8_PRECISIONS, LAYOUTS, check_writable
 from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case
 from .products import NAMES
 
@@ -60,6 +60,8 @@ def register(subparsers) -> None:
     costs = _subparser(subparsers, "cost", about, run_cost)
     add_selection(costs, routings=False)
     costs.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    fp8 = "of the experts' GEMMs; default: that of --dtype"
+    costs.add_argument("--precision", choices=FP8_PRECISIONS, help=fp8)
     costs.add_argument("--gpu", default="h200", help=f"one of {', '.join(cost.GPUS)}")
     costs.add_argument("--memory", choices=Z_POLICIES, default="keep", help="of Z; default: keep")
     costs.add_argument("--slices", type=int, default=1, help="of H in Y and dX; default: 1")
@@ -309,9 +311,12 @@ def run_cost(args: argparse.Namespace) -> int:
     itemsize = 4 if args.dtype == "float32" else 2
     m = tile_m(itemsize) if args.tile_m is None else args.tile_m
     check_size("--tile-m", m)
-    policy = memory_policy(MemoryPolicy(args.memory, args.slices))
+    if args.precision and args.dtype != "bfloat16":
+        expected = f"bfloat16 with --precision {args.precision}"
+        raise bad_argument("--dtype", expected, args.dtype, "Leave one of the two out.")
+    policy = memory_policy(MemoryPolicy(args.memory, args.slices), args.precision)
     for case in selected_cases(args):
-        print(cost_report(case, gpu, itemsize, m, policy))
+        print(cost_report(case, gpu, itemsize, m, policy, args.precision))
     return 0
 
 

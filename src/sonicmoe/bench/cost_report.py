@@ -10,13 +10,21 @@ MIB = 2**20
 
 
 def cost_report(
-    case: Case, gpu: Gpu, itemsize: int, tile_m: int, policy: MemoryPolicy = KEEP
+    case: Case,
+    gpu: Gpu,
+    itemsize: int,
+    tile_m: int,
+    policy: MemoryPolicy = KEEP,
+    precision: str | None = None,
 ) -> str:
     p = case.problem
-    kept = cost.kept_bytes(p, itemsize, tile_m, case.router, policy)
-    peak = cost.peak_bytes(p, itemsize, tile_m, case.router, policy)
-    forward = cost.forward_stages(p, itemsize, memory=policy)
-    backward = cost.backward_stages(p, itemsize, memory=policy)
+    kept = cost.kept_bytes(p, itemsize, tile_m, case.router, policy, precision)
+    peak = cost.peak_bytes(p, itemsize, tile_m, case.router, policy, precision)
+    forward = cost.forward_stages(p, itemsize, memory=policy, precision=precision)
+    backward = cost.backward_stages(p, itemsize, memory=policy, precision=precision)
+    rates = f"on one {gpu.name} ({gpu.source})"
+    if precision is not None:
+        rates += f", {precision} without the quantization of X, dO and the weights"
     even = [p.R // p.E + (e < p.R % p.E) for e in range(p.E)]
     memory = kept | {
         "kept for backward": sum(kept.values()),
@@ -42,7 +50,7 @@ def cost_report(
                 _rows("forward", forward, gpu, itemsize)
                 + _rows("backward", backward, gpu, itemsize),
             ),
-            f"on one {gpu.name} ({gpu.source})",
+            rates,
         ]
     )
 
