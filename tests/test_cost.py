@@ -134,6 +134,9 @@ def test_bytes_of_fp8_by_hand(precision, dw_in_fp8):
         }.get(plain.name, (plain.read, plain.written, False))
         assert (read, written, fp8) == expected, plain.name
     assert not found
+    up = next(s for s in cost.forward_stages(HAND, precision=precision, memory=MemoryPolicy("fp8"))
+              if s.name == "up")  # fmt: skip
+    assert up.written == z + a
 
 
 def stage(flops=0, read=0, written=0, fp8=False) -> cost.Stage:

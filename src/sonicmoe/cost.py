@@ -192,9 +192,10 @@ def forward_stages(
     memory: MemoryPolicy = KEEP,
     precision: str | None = None,
 ) -> list[Stage]:
-    """In FP8 without the quantization of X and the weights, and without scales but those of Z."""
-    s, z = _sizes(p, itemsize), sum(_kept_z(p, itemsize, memory).values())
+    """In FP8 without scales, and without the quantization of X and the weights."""
+    s, kept = _sizes(p, itemsize), _kept_z(p, itemsize, memory)
     fp8 = precision is not None
+    z = kept.get("z", 0) if fp8 else sum(kept.values())
     q = _sizes(p, 1) if fp8 else s  # operands of the experts' GEMMs
     slices = ceil_div(p.H, slice_width(p.H, memory.slices))
     routing = [
@@ -218,8 +219,9 @@ def backward_stages(
     precision: str | None = None,
 ) -> list[Stage]:
     """As `forward_stages`, in FP8 also without the quantization of dO."""
-    s, z = _sizes(p, itemsize), sum(_kept_z(p, itemsize, memory).values())
+    s, kept = _sizes(p, itemsize), _kept_z(p, itemsize, memory)
     fp8, fp8_dw = precision is not None, precision == "fp8"
+    z = kept.get("z", 0) if fp8 else sum(kept.values())
     q, dw = (_sizes(p, 1) if e4m3 else s for e4m3 in (fp8, fp8_dw))  # operands, those of dW
     dz = q["z"] + (q["z"] if fp8_dw else 0)  # e4m3 transposed, too
     slices = ceil_div(p.H, slice_width(p.H, memory.slices))

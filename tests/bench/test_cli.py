@@ -113,7 +113,7 @@ def test_cost_of_a_memory_policy(capsys):
 @pytest.mark.parametrize("precision", ["fp8", "fp8_bf16_dw"])
 def test_cost_of_fp8(precision, capsys):
     p = Problem(32768, 2048, 1024, 64, 8)
-    for memory, gemm in (("keep", "up"), ("recompute", "up again")):
+    for memory, gemm in (("keep", "up"), ("fp8", "up"), ("recompute", "up again")):
         arguments = ["--memory", memory, "--slices", "2", "--gpu", "h200", "--precision", precision]
         assert main(["cost", "--case", "olmoe", *arguments]) == 0
         printed = capsys.readouterr().out

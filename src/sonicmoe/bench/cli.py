@@ -314,7 +314,7 @@ def run_cost(args: argparse.Namespace) -> int:
     if args.precision and args.dtype != "bfloat16":
         expected = f"bfloat16 with --precision {args.precision}"
         raise bad_argument("--dtype", expected, args.dtype, "Leave one of the two out.")
-    policy = memory_policy(MemoryPolicy(args.memory, args.slices), args.precision)
+    policy = memory_policy(MemoryPolicy(args.memory, args.slices))
     for case in selected_cases(args):
         print(cost_report(case, gpu, itemsize, m, policy, args.precision))
     return 0
