@@ -1,9 +1,10 @@
-"""Time and memory of each memory policy at the five layers of the README, as kept results.
+"""Time and memory of each memory policy at the five layers of the README, in bf16 and in FP8.
 
     python benchmarks/memory_policies.py
 
 Milliseconds of forward and backward by the GPU's clock, medians of policies that take turns; MiB
-kept from forward to backward and at the peak, beside inputs and weights.
+kept from forward to backward and at the peak, beside inputs and weights. FP8 quantizes its weights
+in every call.
 """
 
 import gc
@@ -27,11 +28,12 @@ POLICIES = {
 ROUNDS, CALLS, MIB = 9, 3, 2**20
 
 
-def measure(name: str, sizes: tuple[int, ...]) -> list[results.Record]:
+def measure(name: str, sizes: tuple[int, ...], precision: str | None) -> list[results.Record]:
     """One record per policy; all share the weights of one layer."""
     T, H, I, E, K = sizes
     torch.manual_seed(0)
-    moe = MoE(E, K, H, I, std=0.02, device="cuda", dtype=torch.bfloat16)
+    options = {"std": 0.02, "device": "cuda", "dtype": torch.bfloat16}
+    moe = MoE(E, K, H, I, precision=precision, **options)
     x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dout = torch.randn_like(x)
     leaves = [x, *moe.parameters()]
@@ -73,6 +75,7 @@ def measure(name: str, sizes: tuple[int, ...]) -> list[results.Record]:
     for label, found in times.items():
         ms = statistics.median(found)
         record = {"case": name, "shape": ",".join(map(str, sizes)), "memory": label}
+        record["precision"] = precision
         record |= {"ms": round(ms, 3), "relative": round(ms / keep, 3), **memory[label]}
         print(record, flush=True)
         records.append(record)
@@ -84,9 +87,11 @@ def main() -> None:
         sys.exit("memory_policies.py needs a GPU")
     origin = results.provenance("cuda", "python benchmarks/memory_policies.py")
     for name, sizes in LARGE.items():
-        found = [origin | {"kind": "memory policies"} | record for record in measure(name, sizes)]
-        results.write(found, results.RESULTS, "memory-policies")
-        torch.cuda.empty_cache()
+        for precision in (None, "fp8"):
+            found = measure(name, sizes, precision)
+            found = [origin | {"kind": "memory policies"} | record for record in found]
+            results.write(found, results.RESULTS, "memory-policies")
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
