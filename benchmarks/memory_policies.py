@@ -75,7 +75,7 @@ def measure(name: str, sizes: tuple[int, ...], precision: str | None) -> list[re
     for label, found in times.items():
         ms = statistics.median(found)
         record = {"case": name, "shape": ",".join(map(str, sizes)), "memory": label}
-        record["precision"] = precision
+        record |= {"dtype": "bfloat16", "precision": precision}
         record |= {"ms": round(ms, 3), "relative": round(ms / keep, 3), **memory[label]}
         print(record, flush=True)
         records.append(record)

@@ -213,8 +213,17 @@ MUTATIONS = [
     ),
     Mutation(
         "FP8: Z is kept though it is recomputed", "autograd_fp8.py",
-        'keep_z == "keep", backend\n', "True, backend\n",
+        "options.gate_up, keep_z, backend\n", 'options.gate_up, "keep", backend\n',
         "tests/test_peak.py -k fp8",
+    ),
+    Mutation(
+        "FP8: one scale of Z for all blocks of a row", "reference/fp8.py",
+        "power_of_two_scale(zmax).T", "power_of_two_scale(zmax.amax(0).expand_as(zmax)).T",
+        "tests/test_fp8_memory.py -k other_sizes",
+    ),
+    Mutation(
+        "FP8: Z in e4m3 does not saturate A'", "reference/fp8.py",
+        ".clamp(-E4M3_MAX, E4M3_MAX)", "", "tests/test_fp8_memory.py -k larger_than",
     ),
     Mutation(
         "FP8: weights are kept though they are quantized again", "autograd_fp8.py",

@@ -91,6 +91,7 @@ def _sections(
         _times(layers, kept.measured_gpu(device, dtype)),
         _memory(layers),
         _fp8(found),
+        _policies(found),
         _skew(found),
         _modes(found),
         _host(found),
@@ -186,6 +187,29 @@ def _fp8(records: Sequence[Record]) -> Section | None:
     found = fp8.fp8_table({layer.label: run for layer, run in runs.items()})
     caption = "A step forward and backward at settled clocks ([how](../benchmarks/README.md#fp8))."
     return Section("FP8", caption, found, [run[0] for run in runs.values()])
+
+
+def _policies(records: Sequence[Record]) -> Section | None:
+    """A row for each precision and policy of the newest run."""
+    measured = [r for r in records if r.get("kind") == "memory policies"]
+    if not measured:
+        return None
+    newest = max(r["date"] for r in measured)
+    measured = [r for r in measured if r["date"] == newest]
+    cases = list(dict.fromkeys(r["case"] for r in measured))
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for r in measured:
+        if "," in r["memory"]:  # both at once: their effects add up
+            continue
+        key = (r["precision"] or "bf16", r["memory"])
+        cell = f"{r['ms']:.2f}, {r['kept_mib']:.0f} / {r['peak_mib']:.0f}"
+        found.setdefault(key, {})[r["case"]] = cell
+    rows = [[*key, *map(cells.get, cases)] for key, cells in found.items()]
+    caption = (
+        "ms, and MiB kept / at the peak. FP8 without cached weights, whose transposes it keeps."
+    )
+    head = ("precision", "memory", *cases)
+    return Section("Memory policies", caption, table(head, rows), measured[:1])
 
 
 # --- skewed routing, modes, host time, cold start -------------------------------------------------

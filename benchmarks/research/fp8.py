@@ -135,26 +135,35 @@ _NOTHING_TO_COMPILE = (WEIGHTS, DENSE, "dense_fp8", "grouped_fp8")
 
 
 def fp8_table(runs: Mapping[str, Sequence[Record]]) -> str:
-    """A row for each layer and candidate, by label of the layer; below, what failed and why."""
-    rows: list[list[object]] = []
-    failed = []
-    for label, records in runs.items():
-        base = next((r.get("ms") for r in records if r["candidate"] == OURS), None)
-        for record in records:
-            name, ms = record["candidate"], record.get("ms")
-            cells = [
-                _form(ms, "{:.2f}"),
-                _form(base and ms and name != WEIGHTS and base / ms, "{:.2f}×"),
-                _form(record.get("tflops"), "{:.0f}"),
-                _form(record.get("millijoules"), "{:.0f}"),
-                _form(100 * record.get("error", 0.0), "{:.2f}%"),
-            ]
-            rows.append([label, NAMES[name], *cells])
-            if "failed" in record:
-                failed.append(f"{label}, {NAMES[name]}: `{record['failed']}`")
-    head = ("layer", "candidate", "ms", "speedup", "TFLOP/s", "mJ", "error of the output")
-    return "\n\n".join([table(head, rows), *failed])
+    """Times with speedups, energies, and what failed; a column for each layer, by its label."""
+    names = [n for n in NAMES if any(r["candidate"] == n for run in runs.values() for r in run)]
+    found = {
+        label: {r["candidate"]: r for r in run if "ms" in r} for label, run in runs.items()
+    }  # fmt: skip
+    times: list[list[object]] = []
+    energies: list[list[object]] = []
+    for name in names:
+        of_layers = [run.get(name, {}) for run in found.values()]
+        base = [run.get(OURS, {}).get("ms") for run in found.values()]
+        cells = [_time(r.get("ms"), b, name) for r, b in zip(of_layers, base, strict=True)]
+        worst = max((100 * r.get("error", 0.0) for r in of_layers), default=0.0)
+        times.append([NAMES[name], *cells, f"{worst:.1f}%" if worst else None])
+        joules = [r.get("millijoules", 0.0) / 1e3 for r in of_layers]
+        if any(joules):
+            energies.append([NAMES[name], *(f"{j:.2f}" if j else None for j in joules)])
+    parts = [table(("ms (speedup)", *runs, "error of the output"), times)]
+    if energies:
+        parts.append(table(("J", *runs), energies))
+    reasons: dict[str, list[str]] = {}
+    for label, run in runs.items():
+        for r in run:
+            if "failed" in r:
+                reasons.setdefault(f"{NAMES[r['candidate']]}: `{r['failed']}`", []).append(label)
+    return "\n\n".join([*parts, *(f"{', '.join(at)}: {why}" for why, at in reasons.items())])
 
 
-def _form(value: float | bool | None, form: str) -> str | None:
-    return form.format(value) if value else None
+def _time(ms: float | None, base: float | None, name: str) -> str | None:
+    if ms is None:
+        return None
+    speedup = f" ({base / ms:.2f}×)" if base and name not in (OURS, WEIGHTS) else ""
+    return f"{ms:.2f}{speedup}"

@@ -41,7 +41,7 @@ def test_candidates_are_measured_and_what_fails_is_reported(quick, tmp_path, cap
     assert records[0]["command"].startswith("python benchmarks/fp8.py --device cpu")
     assert 0 < records[0]["error"] < 0.01 and records[1]["tflops"] > 0
     told = capsys.readouterr()
-    assert "| this package, bf16 | 1.00 |   1.00× |" in told.out
+    assert "| dense cuBLAS, bf16 |  1.00 (1.00×) |" in told.out
     assert "torchao, row-wise: `MemoryError: too large`" in told.out
     assert "FAILED 128,64,32,4,2: torchao_rowwise: MemoryError: too large" in told.err
 
@@ -161,14 +161,19 @@ def test_the_document_has_a_row_for_each_candidate_of_the_newest_run():
         ),
     ])  # fmt: skip
     body = text.split("### FP8\n")[1].split("\n#")[0]
-    lines = [line for line in body.splitlines() if line.startswith("| olmoe")]
+    lines = [line for line in body.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert rows == [
-        ["olmoe", "this package, bf16", "20.00", "1.00×", "250", "14000", "0.40%"],
-        ["olmoe", "this package, FP8", "12.50", "1.60×", "400", "8750", "6.60%"],
-        ["olmoe", "quantizing its weights", "1.00", "–", "–", "700", "–"],
-        ["olmoe", "torchao, row-wise", "–", "–", "–", "–", "–"],
+        ["ms (speedup)", "olmoe", "error of the output"],
+        ["this package, bf16", "20.00", "0.4%"],
+        ["this package, FP8", "12.50 (1.60×)", "6.6%"],
+        ["quantizing its weights", "1.00", "–"],
+        ["torchao, row-wise", "–", "–"],
+        ["J", "olmoe"],
+        ["this package, bf16", "14.00"],
+        ["this package, FP8", "8.75"],
+        ["quantizing its weights", "0.70"],
     ]
-    assert "olmoe, torchao, row-wise: `RuntimeError: no`" in body
+    assert "olmoe: torchao, row-wise: `RuntimeError: no`" in body
     assert "Time of one layer" not in text
     assert "| FP8   |  olmoe | 2026-01-02 | abc1234 |" in text
