@@ -216,8 +216,8 @@ def dz_gemm(do8, factors, z, zmax, w2_t, scores, p: Permutation, activation, gat
     dz = activate_backward(z, da * f[1], activation, gate_up)
     dz8 = to_e4m3(dz * f[2])
     dz_t = _transposed(to_e4m3(dz * f[3]), p) if needs.dz_t else None
-    # A of Z in e4m3 may be larger than A was, whose bound is the right one. PyTorch 2.11 makes NaN of
-    # what is too large, 2.13 saturates.
+    # A of Z in e4m3 may be larger than A was, whose bound is the right one; PyTorch 2.11 would make
+    # it NaN.
     a_t = _transposed(to_e4m3((a * f[4]).clamp(-E4M3_MAX, E4M3_MAX)), p) if needs.dw2 else None
     return dz8 if needs.dz else None, dz_t, a_t, dscores
 
