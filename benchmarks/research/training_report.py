@@ -12,6 +12,8 @@ from sonicmoe.train import accounting, plots
 from sonicmoe.train.config import TrainConfig
 from sonicmoe.train.progress import count, human_bytes
 
+from . import training_plots
+
 Records = Sequence[Mapping[str, Any]]
 PRECISION_LIMIT = 0.0025  # of the validation loss: what another precision may add to it
 
@@ -141,7 +143,7 @@ def _rounding_picture(path: Path, records: Records) -> None:
     curves = _validation(_by_variant(records))
     rows, tile = records[0]["rows_per_expert"], records[0]["tile"]
     tiles = f"{rows / tile:g} {'tile' if rows == tile else 'tiles'} of {tile}"
-    plots.against_first(
+    training_plots.against_first(
         path, curves, f"Token rounding at {rows} rows an expert ({tiles})",
         _in_a_line(records) + "\nValidation always chooses experts by plain top-K. "
         f"Thin: {len(next(iter(curves.values())))} seeds. Thick: their mean.",
@@ -183,7 +185,7 @@ def precision_table(records: Records) -> str:
 def _precision_picture(path: Path, records: Records) -> None:
     columns = {f"{s} steps": _validation(v) for s, v in _by_length(records).items()}
     first, *others = dict.fromkeys(label for variants in columns.values() for label in variants)
-    plots.paired(
+    training_plots.paired(
         path, columns, f"Experts in {_joined(others or [first])}, compared with {first}",
         f"{_in_a_line(records)}\nMean over the seeds, shaded: ± its standard error.",
         100 * PRECISION_LIMIT,
@@ -234,7 +236,7 @@ def _agreement_table(records: Records) -> str:
 
 
 def _agreement_picture(path: Path, records: Records) -> None:
-    plots.on_top(
+    training_plots.on_top(
         path,
         {_IN_WORDS[r["run"]]: r["curve"] for r in records},
         f"The same training computed by {', by '.join(_IN_WORDS[r['run']] for r in records)}",
