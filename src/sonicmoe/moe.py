@@ -81,7 +81,8 @@ class MoE(nn.Module):
     every token and is added; `shared_gate` multiplies it by a sigmoid. `forward` returns the output
     and the auxiliary loss, aux_loss_coef · (Switch load-balancing loss) + z_loss_coef ·
     mean(logsumexp(logits)²), for which `all_reduce_counts` may map a rank's rows of each expert to
-    those of the global batch. `memory` is "keep", "fp8", "recompute" or a `MemoryPolicy`.
+    those of the global batch; a constant zero if both coefficients are 0. `memory` is "keep",
+    "fp8", "recompute" or a `MemoryPolicy`.
 
     `precision="fp8"` is that of `experts`. The weights are then quantized in every forward pass, or
     with `cache_fp8_weights` when they are seen to have changed. The cache sees steps of optimizers
@@ -318,6 +319,8 @@ class MoE(nn.Module):
         backend: str | None,
     ) -> torch.Tensor:
         """The balance loss counts the top-K choice, before token rounding changes it."""
+        if self.aux_loss_coef == self.z_loss_coef == 0:
+            return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
         if counts is None or routing.chosen is not None:
             counts = routing.choice_counts()
         coefficients = {"balance": self.aux_loss_coef, "z": self.z_loss_coef}

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from sonicmoe import MoE, experts
+from sonicmoe import MoE, experts, ops
+from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.reference import layer as reference
 from sonicmoe.routing import ROUTERS, Sigmoid, TokenRounding, route, statistics
 
@@ -78,6 +79,22 @@ def test_aux_loss_counts_the_choice_of_the_global_batch():
     _, plain = moe.eval()(x)
     torch.testing.assert_close(aux, plain)
     assert got[0].sum() == 80 and torch.equal(got[0], got[1])
+
+
+def test_no_coefficient_no_loss(monkeypatch):
+    """Nothing is computed or kept for it, but its dtype and device are those of a loss."""
+    moe, x = MoE(*SHAPE), torch.randn(40, 16)
+    held, _ = saved_bytes(lambda: moe(x)[0], [*moe.parameters()])
+    loss = moe(x)[1]
+    moe.aux_loss_coef = 0.0
+    monkeypatch.setattr(ops, "balance", None)
+    zero = moe(x)[1]
+    assert zero == 0 and zero.dtype == loss.dtype and zero.shape == loss.shape
+    without, _ = saved_bytes(lambda: moe(x)[0], [*moe.parameters()])
+    assert held - without == 4 * (40 * 5 + 5)  # the logits, and their slope
+    moe.z_loss_coef = 0.1
+    with pytest.raises(TypeError):
+        moe(x)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "expert_choice", "token_rounding"])
