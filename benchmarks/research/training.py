@@ -7,11 +7,13 @@ precision   does a model train with experts in FP8 as it trains in bf16?
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,6 +56,7 @@ ROUTERS = {
 }
 CALIBRATION_STEPS = 24
 NOT_INSTALLED = "not installed"
+_SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG
 
 Records = Iterator[dict[str, Any]]
 
@@ -300,6 +303,8 @@ def _in_a_process(config: TrainConfig, folder: Path, cache: Path, jobs: int) -> 
 
 def _train_quietly(config: TrainConfig, folder: Path, cache: Path, jobs: int) -> dict[str, Any]:
     """Train with a share of the cores; what is printed goes to output.txt in `folder`."""
+    # Else a run goes on when its parent has been killed.
+    ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)
     share = max(1, len(os.sched_getaffinity(0)) // jobs)
     torch.set_num_threads(share)
     # Threads that compile: of this package, and of torch.compile.
