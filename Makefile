@@ -2,21 +2,27 @@ PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 INPUTS := pyproject.toml constraints.txt
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+# Not compiled: 16,000 files would take a minute, and Python compiles those that it imports.
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile \
+  --constraint constraints.txt --editable
 
-.PHONY: test test-fast test-gpu compatibility api train format clean
+.PHONY: test test-fast test-gpu types pytest compatibility api train format clean
 
 test: .venv/test  ## lint, type-check and test, in an environment of its own
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@$(MAKE) --no-print-directory -j 2 types pytest
 
 test-fast: .venv/test  ## lint, type-check and a quick part of every area of the tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	@$(MAKE) --no-print-directory -j 2 types pytest SELECTED='-m "not slow"'
+
+types:
 	$(BIN)/mypy
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+
+pytest:
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(SELECTED) $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, with the Python at hand; files side by side, since they compile
 	grep -rl 'mark\.gpu' tests --include='test_*.py' | PYTHONPATH=src xargs -P 8 -n 1 \
