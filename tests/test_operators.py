@@ -122,25 +122,24 @@ def fresh_compiler():
 
 
 @pytest.mark.tries("torch.compile", "one graph for any T, every gradient")
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_compiled_without_a_graph_break(compiler, fresh_compiler):
+def test_compiled_without_a_graph_break(fresh_compiler):
     """One graph for changing numbers of tokens, with the same results and gradients."""
     moe = MoE(4, 2, 16, 8, add_bias=True, router="topk_over_softmax")
-    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend=compiler)
-    counter = torch._dynamo.testing.CompileCounterWithBackend(compiler)
-    counted = torch.compile(moe, fullgraph=True, dynamic=True, backend=counter)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
     for tokens in (12, 20, 7):
         x = torch.randn(tokens, 16, requires_grad=True)
         dout = torch.randn(tokens, 16)
         found = []
-        for layer in (moe, compiled, counted):
+        for layer in (moe, compiled):
             out, aux = layer(x)
             grads = torch.autograd.grad((out * dout).sum() + aux, [x, *moe.parameters()])
             found.append([out, aux, *grads])
-        for want, *others in zip(*found, strict=True):
-            for got in others:
-                torch.testing.assert_close(got, want)
-    assert counter.frame_count == 1, "compiled again for another number of tokens"
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1, "compiled again for another number of tokens"
 
 
 def test_compiling_warns_of_nothing_of_ours(fresh_compiler, recwarn):

@@ -38,7 +38,7 @@ def test_the_whole_script(tmp_path):
         "--rows-per-expert", "32", "--seconds-per-run", "0.1", "--no-compile",
         "--agreement", "grouped_mm,torch", "--agreement-steps", "4",
         "--backends", "torch,grouped_mm,scattermoe", "--commit", "abc",
-        "--routers", "top-K,token rounding NR-f", "--precision-steps", "4",
+        "--routers", "top-K,token rounding NR-f", "--precision-steps", "4", "--seeds", "0",
     ]  # fmt: skip
     settings = [x for k, v in {**TOY, "data": text}.items() for x in ("--set", f"{k}={v}")]
     folders = [x for k in ("output", "runs", "cache") for x in (f"--{k}", str(tmp_path / k))]
@@ -54,7 +54,7 @@ def test_the_whole_script(tmp_path):
     assert "--cache" not in kept["command"]
     by = {(r["experiment"], r["run"]): r for r in kept["records"]}
     rounding = [r for r in kept["records"] if r["experiment"] == "rounding"]
-    assert len(rounding) == 4
+    assert len(rounding) == 2
     assert {(r["steps"], r["rows_per_expert"]) for r in rounding} == {(20, 32)}
     assert len({r["validation_loss"] for r in rounding}) == len(rounding)
     assert {len(r["validation"]) for r in rounding} == {10}
@@ -65,13 +65,12 @@ def test_the_whole_script(tmp_path):
     assert by["throughput", "torch, deterministic"]["config"]["deterministic"]
 
     pairs = [
-        by["precision", f"{name}, seed {s}, 4 steps"]
+        by["precision", f"{name}, seed 0, 4 steps"]
         for name in ("autocast", "fp8", "fp8+memory=fp8")
-        for s in (0, 1)
     ]
-    assert [r["config"]["precision"] for r in pairs] == ["autocast"] * 2 + ["fp8"] * 4
-    assert [r["config"]["memory"] for r in pairs] == ["keep"] * 4 + ["fp8"] * 2
-    assert len({r["validation_loss"] for r in pairs}) == 6
+    assert [r["config"]["precision"] for r in pairs] == ["autocast", "fp8", "fp8"]
+    assert [r["config"]["memory"] for r in pairs] == ["keep", "keep", "fp8"]
+    assert len({r["validation_loss"] for r in pairs}) == 3
 
     report = (tmp_path / "output" / "evidence.md").read_text()
     for words in (
