@@ -35,11 +35,7 @@ def against_first(path: Path, curves: Mapping[str, Seeds], title: str, subtitle:
         change.set_yticks([s * t for s in (-1, 1) for t in ticks[s < 0 :]])
         change.yaxis.set_major_formatter("{x:g}")
         change.set_ylim(min(0, *(l.get_ydata().min() for l in change.lines)) * 1.1, None)
-    plots.label_axes(loss, "step", "validation loss (nats a token)")
-    plots.label_axes(change, "step", f"difference to {base} ({scale})")
-    for axes, what in ((loss, "validation loss"), (change, "difference in %")):
-        axes.set_xlim(left=0)
-        axes.legend(frameon=False, title=f"{what} at the end, mean", alignment="left")
+    _label_pair(loss, change, f"difference to {base} ({scale})", "difference in %")
     plots.finish(figure, path, title, subtitle)
 
 
@@ -75,12 +71,17 @@ def paired(
                 change.fill_between(steps, low, high, color=line["color"], alpha=0.15, linewidth=0)
         count = max(map(len, variants.values()))
         loss.set_title(f"{head}, {count} seed{'s' * (count > 1)}", color=plots.INK, fontsize=11)
-        plots.label_axes(loss, "step", "validation loss (nats a token)")
-        plots.label_axes(change, "step", f"difference to {base} (%)")
-        for axes, what in ((loss, "validation loss"), (change, "difference")):
-            axes.set_xlim(left=0)
-            axes.legend(frameon=False, title=f"{what} at the end, mean", alignment="left")
+        _label_pair(loss, change, f"difference to {base} (%)", "difference")
     plots.finish(figure, path, title, subtitle)
+
+
+def _label_pair(loss, change, difference: str, in_legend: str) -> None:
+    """Axes of the validation loss, and of its difference to that of the first variant."""
+    plots.label_axes(loss, "step", "validation loss (nats a token)")
+    plots.label_axes(change, "step", difference)
+    for axes, what in ((loss, "validation loss"), (change, in_legend)):
+        axes.set_xlim(left=0)
+        axes.legend(frameon=False, title=f"{what} at the end, mean", alignment="left")
 
 
 def on_top(path: Path, curves: Mapping[str, Curve], title: str, subtitle: str) -> None:

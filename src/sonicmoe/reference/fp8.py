@@ -22,7 +22,7 @@ from ..enums import ActivationType
 from ..fp8_tensors import E4M3, Fp8Weight
 from ..permutation import Permutation
 from .activation import activate, activate_backward, split_gate_up
-from .grouped_gemm import _expert_rows, _gather, _slots, combine
+from .grouped_gemm import _expert_rows, _gather, _slots, combine, gemm
 from .quantize import BLOCK, power_of_two_scale, quantize_rows, quantize_weight, to_e4m3
 
 __all__ = ["quantize_rows", "quantize_weight"]  # operators too
@@ -35,9 +35,8 @@ SLACK = 1.6
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A B in fp32, also under autocast."""
-    with torch.autocast(a.device.type, enabled=False):
-        return a.float() @ b.float()
+    """A B in fp32."""
+    return gemm(a.float(), b.float())
 
 
 def _blocks(value: torch.Tensor) -> torch.Tensor:
