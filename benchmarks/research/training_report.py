@@ -170,11 +170,11 @@ def precision_table(records: Records) -> str:
             changes = _changes(runs, base)
             if label != first and changes:
                 change, worst = statistics.fmean(changes.values()), max(changes.values())
-                error = _standard_error([*changes.values()]) if len(changes) > 2 else None
-                line[3:7] = [
-                    f"{change:+.2%}", None if error is None else f"{error:.2%}", f"{worst:+.2%}",
-                    "yes" if abs(change) <= PRECISION_LIMIT else "no",
-                ]  # fmt: skip
+                error = verdict = None  # of one or two seeds
+                if len(changes) > 2:
+                    error = f"{_standard_error([*changes.values()]):.2%}"
+                    verdict = "yes" if abs(change) <= PRECISION_LIMIT else "no"
+                line[3:7] = [f"{change:+.2%}", error, f"{worst:+.2%}", verdict]
             lines.append(line)
     return table(
         ("steps", "precision", "validation loss", f"against {' or '.join(dict.fromkeys(firsts))}",

@@ -1,14 +1,41 @@
 """The arithmetic of energy; what it says where there is no counter."""
 
+import itertools
+import time
+
 import layer
 import pytest
-from research.energy import Energy, watts
+from research.energy import Energy, Watch, watts
 from research.layer import energy_table
 
 
 def test_power_is_taken_between_the_moments_at_which_the_counter_moved():
     """At the first look the counter may have stood still for any time: 100 J come too early."""
     assert watts([(0.0, 100.0), (1.0, 150.0), (2.0, 250.0), (4.0, 350.0)]) == pytest.approx(200 / 3)
+
+
+class SlowBoard:
+    def __init__(self) -> None:
+        self.counter = itertools.count()
+
+    def joules(self) -> float:
+        time.sleep(0.02)
+        return next(self.counter) // 2  # every other look finds the counter where it was
+
+    def mhz(self) -> int:
+        return 1400
+
+
+def test_looking_at_the_counters_does_not_stop_the_host():
+    with Watch(SlowBoard()) as seen:
+        begin = time.thread_time()
+        while len(seen.edges) < 3:
+            sum(range(1000))
+        assert time.thread_time() - begin > 0  # this thread ran meanwhile
+    assert [joules for _, joules in seen.edges][:3] == [0, 1, 2]
+    assert len(seen.clocks) == len(seen.edges)
+    moments = [moment for moment, _ in seen.edges]
+    assert moments == sorted(moments)
 
 
 def test_a_counter_that_hardly_moved_tells_nothing():
