@@ -1,6 +1,7 @@
 """The FP8 quantizers in poisoned memory against `reference.fp8` on the CPU, bit by bit."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,38 @@ def check_weight(w: torch.Tensor) -> None:
         assert list(got) == [name for name in names if transposed or name != "w8_t"]
         for name in got:
             same(got[name], want[name], name)
+
+
+def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str) -> None:
+    """Two weights, each changed in one expert: all of it, a column, and a value if all are
+    compared."""
+    weights = [torch.randn(3, *size, device=device).to(dtype) for size in sizes]
+    weights[0][2, 0, 0] = torch.nan
+    quantized = [fp8.quantize_weight(w, False) for w in weights]
+    wants = [scale.cpu() for _, _, scale in quantized]
+
+    def check() -> None:
+        given = []
+        for w, (q, _, scale) in zip(weights, quantized, strict=True):
+            given += [w, q, scale]
+        found = run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given))), device)
+        for i, want in enumerate(wants):
+            same(found[i], want, f"scale {i}")
+
+    check()
+    for which, expert in ((0, 0), (1, 2)):
+        w, scale = weights[which], wants[which]
+        part = w[expert]
+        places = [(), (slice(None), part.shape[1] // 3)]
+        places += [(3, 5)] if part.numel() <= 8 * 2048 else []
+        for place in places:
+            before = w.clone()
+            part[place] += 1
+            wants[which] = torch.where(torch.arange(3) == expert, torch.nan, scale)
+            check()
+            w.copy_(before)
+        wants[which] = scale
+        check()
 
 
 def all_bf16() -> torch.Tensor:

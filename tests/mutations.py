@@ -194,6 +194,16 @@ MUTATIONS = [
         "tests/test_fp8_weights.py -k assigned",
     ),
     Mutation(
+        "FP8 weights outlive a write through .data", "fp8_weights.py",
+        "return _checked(w1, w2, *self._weights, backend)", "return self._weights",
+        "tests/test_fp8_weights.py -k refresh",
+    ),
+    Mutation(
+        "changed FP8 weights are not compared with what is cached", "kernels/quantize.py",
+        "tl.where(is_stale, float(\"nan\"), s)", "s",
+        "tests/interpreted/test_interpreted_quantize.py -k changed", interpreted=True,
+    ),
+    Mutation(
         "FP8 weights outlive an all-gather of FSDP2", "fp8_weights.py",
         "and not _fsdp2_is_used()", "", "tests/test_fp8_weights.py -k fsdp2",
     ),

@@ -1,4 +1,4 @@
-"""The cache of FP8 weights: every change that PyTorch can show is seen, the others are named."""
+"""The cache of FP8 weights: every change that PyTorch can show is seen, others are an error."""
 
 import copy
 import io
@@ -162,16 +162,39 @@ UNSEEN = {
 }
 
 
+@pytest.mark.parametrize("name", ["c_fc", "c_proj"])
 @pytest.mark.parametrize("change", UNSEEN)
-def test_other_changes_need_a_refresh(change):
-    """If one of them is seen one day, the documents have to say so."""
+def test_other_changes_are_an_error_without_a_refresh(change, name):
     moe = layer()
     before = moe(tokens())[0]
-    UNSEEN[change](moe.c_fc.weight)
-    assert torch.equal(moe(tokens())[0], before)
+    UNSEEN[change](getattr(moe, name).weight)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^{name}\.weight: expected changes that PyTorch"):
+            moe(tokens())
     moe.refresh_fp8_weights()
     after = moe(tokens())[0]
     assert not torch.equal(before, after) and torch.equal(after, fresh(moe))
+
+
+def test_weights_that_are_not_finite_are_no_error():
+    moe = layer()
+    with torch.no_grad():
+        moe.c_fc.weight[1, 2, 3] = torch.nan
+        moe.c_proj.weight[2, 0, 1] = torch.inf
+    for _ in range(2):
+        assert moe(tokens())[0].isnan().any()
+
+
+def test_weights_in_the_other_order_of_memory():
+    """The dense strides of `transformers`: (E, K, N)."""
+    moe = layer()
+    for part in (moe.c_fc, moe.c_proj):
+        part.weight = nn.Parameter(part.weight.detach().mT.contiguous().mT)
+    for _ in range(2):
+        assert torch.equal(moe(tokens())[0], fresh(moe))
+    moe.c_proj.weight.data[3, 5, 7] += 1
+    with pytest.raises(ValueError, match="c_proj"):
+        moe(tokens())
 
 
 def test_functional_call_uses_what_it_is_given(quantized):
@@ -264,7 +287,7 @@ def test_fsdp2_quantizes_in_every_call(process_group, quantized):
 
 @pytest.mark.parametrize("collective", ["broadcast", "all_reduce"])
 def test_collectives_need_a_refresh(process_group, collective):
-    """If they bump the version counter one day, the documents have to say so."""
+    """If they bump the version counter one day, the documents may say so."""
     w = layer().c_fc.weight
     before = w._version
     with torch.no_grad():

@@ -276,6 +276,10 @@ def test_quantizers(arch):
                 for transposed in (True, False):
                     quantize.quantize_weight(new(2, *shape, dtype=torch.bfloat16), transposed)
                     quantize.quantize_weight(new(2, *shape).mT, transposed)
+            for dtype in (torch.bfloat16, torch.float32) if arch > 80 else ():
+                quantized = (new(2, 512, 256).to(torch.float8_e4m3fn), new(2))
+                weight = (new(2, 512, 256, dtype=dtype), *quantized)
+                quantize.checked_scales(*weight, *weight)
             for activation in (ActivationType.SWIGLU, ActivationType.GELU) if arch > 80 else ():
                 z = new(2 * tokens, 512 if activation.is_gated else 256, dtype=torch.bfloat16)
                 scored = (new(2, 2 * tokens), new(tokens, 2), p, activation, "interleaved")
@@ -288,7 +292,7 @@ def test_quantizers(arch):
         return compiled
 
     compiled = kernels(496)
-    assert len(compiled) == (36 if arch > 80 else 4)
+    assert len(compiled) == (38 if arch > 80 else 4)
     for kernel in compiled:
         found = report(kernel)
         assert found["spills"] == 0, f"{kernel.metadata.name} spills: {found}"

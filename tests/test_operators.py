@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from helpers import Case, make_inputs
 from operator_calls import CASE, operator_calls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

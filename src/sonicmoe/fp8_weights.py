@@ -7,6 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import ops
+from .errors import bad_argument
 from .fp8_tensors import Fp8Weight
 
 
@@ -35,7 +36,7 @@ class Fp8WeightCache:
     Seen are: another tensor or storage, PyTorch's version counter, and a step of any optimizer of
     `torch.optim`, since fused ones leave the counter alone. Not seen are writes that bypass the
     counter: through `.data` or NumPy, by collectives of `torch.distributed`, by replayed CUDA
-    graphs. Copies and pickles are empty.
+    graphs. They are an error: see `_checked`. Copies and pickles are empty.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,36 @@ class Fp8WeightCache:
             # Also a training step may use what inference left here.
             with torch.inference_mode(False):
                 self._key, self._weights = key, quantize_weights(w1, w2, True, backend)
-        return self._weights
+        return _checked(w1, w2, *self._weights, backend)
+
+
+@torch.no_grad()
+def _checked(
+    w1: torch.Tensor, w2: torch.Tensor, q1: Fp8Weight, q2: Fp8Weight, backend: str
+) -> tuple[Fp8Weight, Fp8Weight]:
+    """What is cached, if it is w1 and w2 in FP8.
+
+    On a CPU a ValueError otherwise. On a GPU reading the result would wait for the device: scales
+    of the experts that changed become NaN, and so does their output.
+    """
+    of_w1, of_w2 = _as_it_lies(w1, q1), _as_it_lies(w2, q2)
+    scales = ops.checked_scales(*of_w1, *of_w2, backend)
+    if w1.device.type == "cpu":
+        parts = zip(("c_fc", "c_proj"), (of_w1, of_w2), scales, strict=True)
+        for name, (*_, cached), checked in parts:
+            if not torch.equal(checked.isnan(), cached.isnan()):
+                raise bad_argument(
+                    f"{name}.weight",
+                    "changes that PyTorch sees, with cache_fp8_weights",
+                    "another one, such as a write through .data",
+                    "Call refresh_fp8_weights() after it.",
+                )
+    return q1._replace(w_scale=scales[0]), q2._replace(w_scale=scales[1])
+
+
+def _as_it_lies(w: torch.Tensor, q: Fp8Weight) -> tuple:
+    """A dense weight, its copy in e4m3 in the same order of memory, and the scales."""
+    return (w, q.w8, q.w_scale) if w.stride(2) == 1 else (w.mT, q.w8_t, q.w_scale)
 
 
 def _identity(w: torch.Tensor) -> tuple:

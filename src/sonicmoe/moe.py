@@ -86,9 +86,10 @@ class MoE(nn.Module):
 
     `precision="fp8"` is that of `experts`. The weights are then quantized in every forward pass, or
     with `cache_fp8_weights` when they are seen to have changed. The cache sees steps of optimizers
-    of `torch.optim` and what PyTorch's version counter sees; after any other change, such as writes
-    through `.data` or a broadcast, call `refresh_fp8_weights`. Compiled, captured in a CUDA graph,
-    under FSDP or expert parallelism, the cache is not used.
+    of `torch.optim` and what PyTorch's version counter sees. After any other change, such as writes
+    through `.data` or a broadcast, call `refresh_fp8_weights`; else the forward pass raises a
+    ValueError on a CPU, and on a GPU, where a sample is compared, experts that changed give NaN.
+    Compiled, captured in a CUDA graph, under FSDP or expert parallelism, the cache is not used.
 
     State-dict keys: `router.weight` (E, H), `c_fc.weight` (E, 2I, H), `c_proj.weight` (E, H, I);
     with `router_bias` also `router.bias`, with `add_bias` also `c_fc.bias` and `c_proj.bias`. The

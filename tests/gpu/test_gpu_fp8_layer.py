@@ -171,6 +171,20 @@ def test_cached_weights_follow_the_optimizer():
         assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize("name", ["c_fc", "c_proj"])
+def test_a_change_that_the_cache_cannot_see_gives_nan(name):
+    moe, fresh = layers(cache_fp8_weights=True), layers()
+    x = torch.randn(500, 256, device=CUDA).bfloat16().requires_grad_()
+    assert torch.equal(moe(x)[0], moe(x)[0])
+    getattr(moe, name).weight.data.mul_(1.5)
+    out = moe(x)[0]
+    dx = torch.autograd.grad(out.sum(), x)[0]
+    assert out.isnan().all() and dx.isnan().all()
+    moe.refresh_fp8_weights()
+    fresh.load_state_dict(moe.state_dict())
+    assert torch.equal(moe(x)[0], fresh(x)[0])
+
+
 def test_fp32_weights_and_main_grad():
     case = Case("700,256,128,6,2", routing="uniform")
     inputs = make_inputs(case, CUDA)

@@ -9,6 +9,7 @@ from fp8_checks import (
     check_dequantized,
     check_rows,
     check_scales,
+    check_scales_of_weights,
     check_scored_activation,
     check_weight,
     same,
@@ -61,6 +62,15 @@ def test_weights(experts, n, k, transposed, dtype):
     check_weight(w.mT.contiguous().mT if transposed else w)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "sizes",
+    [((512, 1536), (1536, 256)), ((2048, 4096), (4096, 1024)), ((272, 192), (64, 272))],
+)
+def test_weights_that_changed(sizes, dtype):
+    check_scales_of_weights(sizes, dtype, CUDA)
+
+
 def test_more_than_two_to_the_31_values():
     w = torch.empty(300, 4096, 2048, dtype=torch.bfloat16, device=CUDA).normal_()
     with poisoned():
@@ -83,8 +93,10 @@ def test_scales(activation, is_gathered, with_scores):
     check_scales(counts, activation, **options, dropped=dropped, blocks=8, device=CUDA)
 
 
-@pytest.mark.parametrize(("counts", "dropped"), [((0, 0), 5), ((0, 0), 0), ((300,), 0)])
-def test_scales_of_few_rows(counts, dropped):
+@pytest.mark.parametrize(
+    ("counts", "dropped"), [((0, 0), 5), ((0, 0), 0), ((300,), 0), ((3, 50000), 0)]
+)
+def test_scales_of_few_experts(counts, dropped):
     check_scales(counts, dropped=dropped, device=CUDA)
 
 

@@ -12,6 +12,7 @@ from fp8_checks import (
     check_dequantized,
     check_rows,
     check_scales,
+    check_scales_of_weights,
     check_scored_activation,
     check_weight,
     same,
@@ -91,6 +92,19 @@ def test_weights_of_special_values():
     check_weight(w)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ((16, 16), (48, 80)),  # all values are compared
+        ((272, 192), (64, 272)),  # one group of four, of two
+        ((32, 4096), (128, 144)),
+    ],
+)
+def test_weights_that_changed(sizes, dtype):
+    check_scales_of_weights(sizes, dtype, "cpu")
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
 def test_scales(activation):
     check_scales(COUNTS, activation)
@@ -106,6 +120,7 @@ def test_scales(activation):
         ((0, 0), 0),  # no rows
         ((300,), 0),
         ((2, 3) * 20, 0),
+        ((3, 129 * 128), 0),  # more tiles of an expert than a tile has rows
     ],
 )
 def test_scales_of_routings(counts, dropped, is_gathered, with_scores):

@@ -143,16 +143,52 @@ def quantize_weight_kernel(
         tl.store(words + offset, tl.trans(packed), mask=inside)
 
 
+@triton.jit
+def checked_scales_kernel(
+    w1, q1, scale1, checked1, w2, q2, scale2, checked2,
+    SIZE1: tl.constexpr, STEP1: tl.constexpr, SIZE2: tl.constexpr, STEP2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
+
+    An expert has SIZE1 and SIZE2 weights. Eight out of 8·STEP1 and 8·STEP2 are compared.
+
+    Grid: (E, 2); a program owns the scale of one expert of one weight.
+    """
+    if tl.program_id(1) == 0:
+        _check_scale(w1, q1, scale1, checked1, SIZE1, STEP1, BLOCK)
+    else:
+        _check_scale(w2, q2, scale2, checked2, SIZE2, STEP2, BLOCK)
+
+
+@triton.jit
+def _check_scale(w, q, scale, checked, SIZE: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    s = tl.load(scale + expert)
+    factor = tl.div_rn(1.0, s)
+    different = tl.zeros((BLOCK, 8), tl.int32)
+    for first in range(0, SIZE, 8 * STEP * BLOCK):
+        group = first + 8 * STEP * tl.arange(0, BLOCK)
+        inside = (group < SIZE)[:, None]
+        i = expert.to(tl.int64) * SIZE + group[:, None] + tl.arange(0, 8)[None, :]
+        value = tl.load(w + i, mask=inside, other=0.0).to(tl.float32) * factor
+        kept = tl.load(q + i, mask=inside, other=0.0)
+        rounded = value.to(q.dtype.element_ty)
+        different |= (rounded.to(tl.float32) != kept.to(tl.float32)).to(tl.int32)
+    is_stale = tl.max(tl.max(different, 1), 0) > 0
+    tl.store(checked + expert, tl.where(is_stale, float("nan"), s))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def row_bounds_kernel(
     do_scale, do_norm, x_scale, scores, row_token, row_slot, zmax, a_scale, w2_scale, tiles,
-    factors, dz_scale, amax, slack, slope, offset, rows, num_experts,
+    factors, dz_scale, amax, slack, slope, offset, rows,
     J: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dz_scale (R,), the factors (5, R) without the experts' scales, and amax (2, E) int32.
+    """dz_scale (R,), the factors (5, R) without the experts' scales, and amax (2, tiles) int32.
 
-    |∂A/∂Z| ≤ slope · zmax + offset, or 1 if zmax is None. amax, zero before, gets the bits of the
-    largest bound on dZᵀ and on A'ᵀ of each expert.
+    |∂A/∂Z| ≤ slope · zmax + offset, or 1 if zmax is None. amax gets the bits of the largest bound
+    on dZᵀ and on A'ᵀ of each tile.
 
     Grid: one program per tile; it owns the tile's rows.
     """
@@ -191,36 +227,45 @@ def row_bounds_kernel(
         tl.store(factors + 2 * plane + row, tl.div_rn(1.0, scale), mask=used)
         tl.store(factors + 3 * plane + row, x, mask=used)
         tl.store(factors + 4 * plane + row, s * do, mask=used)
-        t_bits = tl.max(magnitude_bits(bound * x), 0)
-        tl.atomic_max(amax + expert, t_bits, sem="relaxed")
-        a_bits = tl.max(magnitude_bits(a_bound), 0)
-        tl.atomic_max(amax + num_experts + expert, a_bits, sem="relaxed")
+        tl.store(amax + index, tl.max(magnitude_bits(bound * x), 0))
+        tl.store(amax + tl.num_programs(0) + index, tl.max(magnitude_bits(a_bound), 0))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def expert_scales_kernel(
-    amax, tiles, factors, dz_t_scale, a_t_scale, rows, num_experts, BLOCK_M: tl.constexpr
-):
+    amax, expert_start, tiles, factors, dz_t_scale, a_t_scale, rows, num_experts,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """dz_t_scale and a_t_scale (E,) of amax; divides the last two of the factors by them.
 
-    Grid: one program per tile and at least one per expert; it owns the rows of its tile and the
-    scales of its expert.
+    Grid: that of `row_bounds_kernel`, and at least one program per expert; it owns the rows of its
+    tile. The first tile's program owns the scales of the expert; if there is none, program e.
     """
     index = tl.program_id(0)
-    if index < num_experts:
-        tl.store(dz_t_scale + index, _scale_of(amax, index))
-        tl.store(a_t_scale + index, _scale_of(amax, num_experts + index))
+    is_expert = index < num_experts
+    start = tl.load(expert_start + index, mask=is_expert, other=0)
+    if start == tl.load(expert_start + index + 1, mask=is_expert, other=1):
+        tl.store(dz_t_scale + index, _scale_of(amax, 0, BLOCK_M))
+        tl.store(a_t_scale + index, _scale_of(amax, 0, BLOCK_M))
     if index < tl.load(tiles):
         expert, start, end, number = load_tile(tiles, index)
         row = start + number * BLOCK_M + tl.arange(0, BLOCK_M)
         used = row < end
         for j in tl.static_range(2):
+            first = amax + j * tl.num_programs(0) + index - number
+            scale = _scale_of(first, tl.cdiv(end - start, BLOCK_M), BLOCK_M)
+            if number == 0:
+                tl.store((dz_t_scale if j == 0 else a_t_scale) + expert, scale)
             ptr = factors + (3 + j) * rows.to(tl.int64) + row
             factor = tl.load(ptr, mask=used, other=0.0)
-            scale = _scale_of(amax, j * num_experts + expert)
             tl.store(ptr, tl.div_rn(factor, scale), mask=used)
 
 
 @triton.jit
-def _scale_of(amax, index):
-    return power_of_two_scale(tl.load(amax + index).to(tl.float32, bitcast=True))
+def _scale_of(amax, count, BLOCK: tl.constexpr):
+    """The scale for the largest of `count` magnitudes."""
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for i in range(0, count, BLOCK):
+        i += tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(amax + i, mask=i < count, other=0))
+    return power_of_two_scale(tl.max(largest, 0).to(tl.float32, bitcast=True))

@@ -26,6 +26,7 @@ from .grouped_gemm import _zero_tail, combine
 from .grouped_gemm_hopper import _row_boxes, _z_boxes, row_boxes
 from .launcher import Bound, launch
 from .quantize import (
+    checked_scales,
     dequantize_rows,
     dz_scales,
     quantize_rows,
@@ -33,7 +34,7 @@ from .quantize import (
     scored_activation,
 )
 
-__all__ = ["quantize_rows", "quantize_weight"]  # operators too
+__all__ = ["checked_scales", "quantize_rows", "quantize_weight"]  # operators too
 
 _CONSUMER_M = 64
 _Z_DTYPE = {"keep": torch.bfloat16, "fp8": E4M3}  # by what is kept of it

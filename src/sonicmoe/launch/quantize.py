@@ -23,6 +23,7 @@ from .launcher import Bound, launch, power_of_two
 
 _STEPS, _BLOCK = 4, 4096  # of a program of `weight_amax_kernel`, and weights per step
 _TILE = 128  # rows and columns of a tile of `quantize_weight_kernel`
+_SAMPLES = 2048  # groups of eight weights of an expert that are compared at most
 
 
 @cache
@@ -97,6 +98,32 @@ def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationTyp
     return a
 
 
+def _sample_step(rows: int, columns: int) -> int:
+    """One group out of how many is compared, such that every column is met."""
+    step = ceil_div(rows * columns, 8 * _SAMPLES)
+    while math.gcd(step, columns // 8) > 1:
+        step += 1
+    return step
+
+
+@cache
+def _check_kernel(shape1, shape2) -> Bound:
+    (_, *size1), (_, *size2) = shape1, shape2
+    first = {"SIZE1": math.prod(size1), "STEP1": _sample_step(*size1)}
+    second = {"SIZE2": math.prod(size2), "STEP2": _sample_step(*size2)}
+    return Bound(kernels.checked_scales_kernel, **first, **second, BLOCK=256, num_warps=4)
+
+
+def checked_scales(weight1, q1, scale1, weight2, q2, scale2):
+    """Of an expert at most 16384 values are compared, eight at a time, spread evenly."""
+    experts, device = weight1.shape[0], weight1.device
+    new1 = memory.empty((experts,), torch.float32, device)
+    new2 = memory.empty((experts,), torch.float32, device)
+    kernel = _check_kernel(weight1.shape, weight2.shape)
+    launch(kernel, (experts, 2), weight1, q1, scale1, new1, weight2, q2, scale2, new2)
+    return new1, new2
+
+
 @cache
 def _scale_kernels(blocks: int, tile_m: int) -> tuple[Bound, Bound]:
     options = {"BLOCK_M": tile_m, "num_warps": 4}
@@ -125,13 +152,13 @@ def dz_scales(
     factors, dz_scale, dz_t_scale, a_t_scale = new(5, rows), new(rows), new(experts), new(experts)
     if rows == 0:
         return factors, dz_scale, dz_t_scale.fill_(MIN_SCALE), a_t_scale.fill_(MIN_SCALE)
-    amax = memory.empty((2, experts), torch.int32, device).zero_()
+    grid = (p.tiles.shape[0] - 1,)  # at least one program per expert
+    amax = memory.empty((2, *grid), torch.int32, device)
     bounds, finish = _scale_kernels(blocks, p.tile_m)
     slope = _slope(activation)
     args = [do_scale, do_norm, x_scale, scores, p.row_token, p.row_slot]
     args += [zmax if slope else None, a_scale, w2_scale, p.tiles, factors, dz_scale, amax]
-    numbers = (SLACK * math.sqrt(hidden), *(slope or (0.0, 0.0)), rows, experts)
-    grid = (p.tiles.shape[0] - 1,)  # at least one program per expert
-    launch(bounds, grid, *args, *numbers)
-    launch(finish, grid, amax, p.tiles, factors, dz_t_scale, a_t_scale, rows, experts)
+    launch(bounds, grid, *args, SLACK * math.sqrt(hidden), *(slope or (0.0, 0.0)), rows)
+    maps = (p.expert_start, p.tiles)
+    launch(finish, grid, amax, *maps, factors, dz_t_scale, a_t_scale, rows, experts)
     return factors, dz_scale, dz_t_scale, a_t_scale

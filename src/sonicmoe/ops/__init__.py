@@ -3,6 +3,7 @@
 All functional but those that end in `_into`, which add a gradient to their first argument.
 """
 
+from .fp8 import checked_scales as checked_scales
 from .fp8 import fp8_down_and_combine as fp8_down_and_combine
 from .fp8 import fp8_down_backward as fp8_down_backward
 from .fp8 import fp8_down_backward_into as fp8_down_backward_into

@@ -23,9 +23,16 @@ from ..fp8_tensors import E4M3, Fp8Weight
 from ..permutation import Permutation
 from .activation import activate, activate_backward, split_gate_up
 from .grouped_gemm import _expert_rows, _gather, _slots, combine, gemm
-from .quantize import BLOCK, power_of_two_scale, quantize_rows, quantize_weight, to_e4m3
+from .quantize import (
+    BLOCK,
+    checked_scales,
+    power_of_two_scale,
+    quantize_rows,
+    quantize_weight,
+    to_e4m3,
+)
 
-__all__ = ["quantize_rows", "quantize_weight"]  # operators too
+__all__ = ["checked_scales", "quantize_rows", "quantize_weight"]  # operators too
 
 E4M3_MAX = 448.0
 MIN_SCALE = 2.0**-70

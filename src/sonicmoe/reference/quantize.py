@@ -34,6 +34,17 @@ def quantize_weight(w, transposed):
     return q.contiguous(), q.mT.contiguous() if transposed else None, scale
 
 
+def checked_scales(weight1, q1, scale1, weight2, q2, scale2):
+    """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3."""
+
+    def checked(w, q, scale):
+        rounded = to_e4m3(w.float() / scale[:, None, None])
+        is_same = (rounded.float() == q.float()).flatten(1).all(1)
+        return torch.where(is_same, scale, math.nan)
+
+    return checked(weight1, q1, scale1), checked(weight2, q2, scale2)
+
+
 def quantize_blocks(z: torch.Tensor, concatenated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Z (R, N) in e4m3 and its scales (⌈N/128⌉, R), one for 128 columns of a row.
 
