@@ -107,8 +107,8 @@ def measure(
 class Watch:
     """Records when the energy counter moved and how far, and the clock then, while it is entered.
 
-    In a thread: a look takes up to 5 ms, in which the host would start no kernels. A layer that the
-    host limits took 2.57 ms instead of 2.29 that way.
+    In a thread: a look takes up to 5 ms, in which the host would start no kernels, and a layer that
+    the host limits would look slower.
     """
 
     def __init__(self, board: Board) -> None:

@@ -12,6 +12,7 @@ from .autograd_fp8 import Fp8Down, Fp8Up
 from .checkpoint import deferred_output, finish
 from .enums import ActivationType
 from .errors import bad_argument
+from .fp8_tensors import Z_DTYPE
 from .fp8_weights import quantize_weights
 from .memory_policy import KEEP, MemoryPolicy, memory_policy
 from .ops.layout import dense_weight
@@ -129,7 +130,7 @@ def _run(
     recompute, deferred = options.keep_z == "recompute", deferred_output()
     common = (p, x.shape[0], options, deferred)
     if precision is not None:
-        transposed = options.keep_z in ("keep", "fp8")
+        transposed = options.keep_z in Z_DTYPE
         q1, q2 = quantize_weights(w1, w2, transposed, options.backend)
         found = Fp8Up.apply(x, w1, q1, p, options)
         source = (x, w1, q1) if recompute else ()

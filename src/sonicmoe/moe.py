@@ -11,7 +11,7 @@ from .autograd_fp8 import Fp8Down, Fp8Up
 from .checkpoint import deferred_output, finish
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .fp8_tensors import Fp8Weight
+from .fp8_tensors import Z_DTYPE, Fp8Weight
 from .fp8_weights import Fp8WeightCache, quantize_weights
 from .layer import experts, options_of, permute, prepare, router_logits, score_dtype
 from .memory_policy import MemoryPolicy, memory_policy
@@ -270,7 +270,7 @@ class MoE(nn.Module):
     ) -> tuple[Fp8Weight, Fp8Weight]:
         cache = self._fp8_cache
         quantized = quantize_weights if cache is None else cache.quantized
-        return quantized(w1, w2, options.keep_z in ("keep", "fp8"), options.backend)
+        return quantized(w1, w2, options.keep_z in Z_DTYPE, options.backend)
 
     def refresh_fp8_weights(self) -> None:
         """Quantize the weights again in the next forward pass, if they are cached."""

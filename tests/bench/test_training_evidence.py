@@ -227,7 +227,7 @@ def test_the_document_shows_precisions(tmp_path):
     measured = [{**origin(2), "dtype": "bfloat16", **host}]
     text = document.document(measured, [evidence])
     section = text.split("### Training in FP8\n")[1].split("\n#")[0]
-    assert cells(section)[1] == ["9", "fp8", "4.0200", "+0.50%", "–", "+0.50%", "no", "1"]
+    assert cells(section)[1] == ["9", "fp8", "4.0200", "+0.50%", "–", "+0.50%", "–", "1"]
     assert "109M parameters" in section and "`command 1`" in text
     assert "Training in FP8" not in document.document(measured, [evidence | {"records": []}])
 

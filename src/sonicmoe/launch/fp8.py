@@ -10,7 +10,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ..enums import ActivationType
-from ..fp8_tensors import E4M3, Fp8Weight
+from ..fp8_tensors import E4M3, Z_DTYPE, Fp8Weight
 from ..kernels.activation import value_of
 from ..kernels.hopper.fp8_gemm import fp8_gemm_kernel
 from ..kernels.hopper.fp8_up import SLICE, fp8_up_kernel
@@ -37,7 +37,6 @@ from .quantize import (
 __all__ = ["checked_scales", "quantize_rows", "quantize_weight"]  # operators too
 
 _CONSUMER_M = 64
-_Z_DTYPE = {"keep": torch.bfloat16, "fp8": E4M3}  # by what is kept of it
 
 
 @lru_cache(maxsize=1024)
@@ -66,12 +65,12 @@ def _up(shape, strides, activation: ActivationType, gate_up, keep_z):
     _, columns, hidden = shape
     inner = activation.intermediate_size(columns)
     options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation)}
-    options |= {"KEEP_Z": keep_z in _Z_DTYPE}
+    options |= {"KEEP_Z": keep_z in Z_DTYPE}
     kernel = Bound(fp8_up_kernel, H=hidden, N=columns, STAGES=4, **options, num_warps=4)
     gated = activation.is_gated
     weights = _gate_up_boxes(shape, gate_up) if gated else _weight_boxes(shape, strides, BLOCK)
     width = 2 * SLICE.value if gate_up == "interleaved" else SLICE.value
-    z = _z_boxes(_Z_DTYPE.get(keep_z, torch.bfloat16), columns, width, gate_up)
+    z = _z_boxes(Z_DTYPE.get(keep_z, torch.bfloat16), columns, width, gate_up)
     a = _row_boxes(E4M3, (inner,), (inner, 1), (_CONSUMER_M, BLOCK))
     return kernel, weights, z, a, BLOCK * (1 + gated)
 
@@ -82,8 +81,8 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
     inner = activation.intermediate_size(w8.shape[1])
     blocks = ceil_div(inner, BLOCK)
     z = zmax = None
-    if keep_z in _Z_DTYPE:
-        z = memory.empty((rows, w8.shape[1]), _Z_DTYPE[keep_z], device)
+    if keep_z in Z_DTYPE:
+        z = memory.empty((rows, w8.shape[1]), Z_DTYPE[keep_z], device)
         zmax = memory.empty((blocks, rows), torch.float32, device)
     a = memory.empty((rows, inner), E4M3, device)
     a_scale = memory.empty((blocks, rows), torch.float32, device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..enums import ActivationType
-from ..fp8_tensors import E4M3, Fp8Dz, Fp8Kept, Fp8Weight
+from ..fp8_tensors import E4M3, Z_DTYPE, Fp8Dz, Fp8Kept, Fp8Weight
 from ..gradients import Fp8DownGradients, Fp8UpGradients
 from ..permutation import Permutation
 from ..reference import fp8 as reference
@@ -85,8 +85,8 @@ def fp8_up(
     intermediate = activation.intermediate_size(n)
     a_scale = _fp32(x8, ceil_div(intermediate, BLOCK), rows)
     z = zmax = None
-    if keep_z in ("keep", "fp8"):
-        z = x8.new_empty(rows, n, dtype=E4M3 if keep_z == "fp8" else torch.bfloat16)
+    if keep_z in Z_DTYPE:
+        z = x8.new_empty(rows, n, dtype=Z_DTYPE[keep_z])
         zmax = torch.empty_like(a_scale)
     return z, zmax, _e4m3(x8, rows, intermediate), a_scale  # type: ignore
 

@@ -19,7 +19,7 @@ import math
 import torch
 
 from ..enums import ActivationType
-from ..fp8_tensors import E4M3, Fp8Weight
+from ..fp8_tensors import E4M3, Z_DTYPE, Fp8Weight
 from ..permutation import Permutation
 from .activation import activate, activate_backward, split_gate_up
 from .grouped_gemm import _expert_rows, _gather, _slots, combine, gemm
@@ -65,7 +65,7 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
     a = activate(z, activation, gate_up)
     a_scale = power_of_two_scale(_block_amax(a))
     a8 = to_e4m3((_blocks(a) / a_scale.T[:, :, None]).flatten(1)[:, : a.shape[1]]).contiguous()
-    if keep_z not in ("keep", "fp8"):
+    if keep_z not in Z_DTYPE:
         return None, None, a8, a_scale
     halves = split_gate_up(z, gate_up) if activation.is_gated else (z,)
     zmax = torch.stack([_block_amax(h) for h in halves]).amax(0)
