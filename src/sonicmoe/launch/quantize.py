@@ -111,7 +111,7 @@ def _check_kernel(shape1, shape2) -> Bound:
     (_, *size1), (_, *size2) = shape1, shape2
     first = {"SIZE1": math.prod(size1), "STEP1": _sample_step(*size1)}
     second = {"SIZE2": math.prod(size2), "STEP2": _sample_step(*size2)}
-    return Bound(kernels.checked_scales_kernel, **first, **second, BLOCK=256, num_warps=4)
+    return Bound(kernels.checked_scales_kernel, **first, **second, BLOCK=1024, num_warps=8)
 
 
 def checked_scales(weight1, q1, scale1, weight2, q2, scale2):
