@@ -132,9 +132,11 @@ def check_scales(
     blocks: int = 3,
     dropped: int = 15,
     bad: str | None = None,
+    at_the_end: bool = False,
     device: str = "cpu",
 ) -> None:
-    """`dz_scales` of random magnitudes; `bad` is an argument with NaN and infinity in it."""
+    """`dz_scales` of random magnitudes; `bad` is an argument with NaN and infinity in it, or with
+    NaN at its end."""
     rows, experts = sum(counts) + dropped, len(counts)
     tokens = rows // 5 if is_gathered else rows
 
@@ -155,7 +157,10 @@ def check_scales(
     }
     if bad is not None:
         flat = given[bad].view(-1)
-        flat[torch.randperm(len(flat))[:3]] = torch.tensor([torch.nan, -torch.nan, torch.inf])
+        if at_the_end:
+            flat[-1] = torch.nan
+        else:
+            flat[torch.randperm(len(flat))[:3]] = torch.tensor([torch.nan, -torch.nan, torch.inf])
     p = make_permutation(counts, is_gathered, dropped)
     want = fp8.dz_scales(**given, hidden=1536, p=p, activation=activation)
     names = ("factors", "dz_scale", "dz_t_scale", "a_t_scale")

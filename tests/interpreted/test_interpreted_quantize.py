@@ -126,9 +126,10 @@ def test_scales_of_routings(counts, dropped, is_gathered, with_scores):
     check_scales(counts, is_gathered=is_gathered, with_scores=with_scores, dropped=dropped)
 
 
-def test_scales_of_many_tiles():
+@pytest.mark.parametrize("bad", ["zmax", "a_scale"])
+def test_the_last_tile_of_many_counts(bad):
     """More tiles of an expert than a tile has rows."""
-    check_scales((3, 129 * 128))
+    check_scales((3, 129 * 128), bad=bad, at_the_end=True, dropped=0)
 
 
 @pytest.mark.parametrize("blocks", [1, 8, 20])
