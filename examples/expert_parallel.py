@@ -39,4 +39,4 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-main()  # the layer ends with it, and its group's threads before Python does
+main()  # a function, so that the layer and its process group are gone when Python shuts down

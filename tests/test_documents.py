@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import PUBLISHED_QUICK_START
+from quick_start import PUBLISHED_QUICK_START
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [

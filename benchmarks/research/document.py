@@ -209,7 +209,8 @@ def _policies(records: Sequence[Record]) -> Section | None:
         "ms, and MiB kept / at the peak. FP8 without cached weights, whose transposes it keeps."
     )
     head = ("precision", "memory", *cases)
-    return Section("Memory policies", caption, table(head, rows), measured[:1])
+    firsts = [next(r for r in measured if r["case"] == case) for case in cases]
+    return Section("Memory policies", caption, table(head, rows), firsts)
 
 
 # --- skewed routing, modes, host time, cold start -------------------------------------------------

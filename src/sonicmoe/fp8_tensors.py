@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 E4M3 = torch.float8_e4m3fn
-Z_DTYPE = {"keep": torch.bfloat16, "fp8": E4M3}  # by the `keep_z` that keep Z
+Z_DTYPE = {"keep": torch.bfloat16, "fp8": E4M3}  # by `keep_z`, if Z is kept
 
 
 class Fp8Weight(NamedTuple):

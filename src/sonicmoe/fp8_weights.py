@@ -36,7 +36,7 @@ class Fp8WeightCache:
     Seen are: another tensor or storage, PyTorch's version counter, and a step of any optimizer of
     `torch.optim`, since fused ones leave the counter alone. Not seen are writes that bypass the
     counter: through `.data` or NumPy, by collectives of `torch.distributed`, by replayed CUDA
-    graphs. They are an error: see `_checked`. Copies and pickles are empty.
+    graphs. They are an error: see `quantized`. Copies and pickles are empty.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,12 @@ class Fp8WeightCache:
     def quantized(
         self, w1: torch.Tensor, w2: torch.Tensor, transposed: bool, backend: str
     ) -> tuple[Fp8Weight, Fp8Weight]:
-        """`quantize_weights`; what is cached is also transposed."""
+        """`quantize_weights`; what is cached is also transposed.
+
+        Cached weights that are not w1 and w2 in FP8 are a ValueError on a CPU. On a GPU, reading
+        that would wait for the device: the scales of experts that changed become NaN, and so does
+        their output.
+        """
         if _is_traced(w1) or not (_is_tracked(w1) and _is_tracked(w2)):
             return quantize_weights(w1, w2, transposed, backend)
         key = (_optimizer_steps, backend, *_identity(w1), *_identity(w2))
@@ -62,31 +67,27 @@ class Fp8WeightCache:
             # Also a training step may use what inference left here.
             with torch.inference_mode(False):
                 self._key, self._weights = key, quantize_weights(w1, w2, True, backend)
-        return _checked(w1, w2, *self._weights, backend)
+            return self._weights
+        q1, q2 = self._weights
+        of_w1, of_w2 = _as_it_lies(w1, q1), _as_it_lies(w2, q2)
+        with torch.no_grad():
+            scale1, scale2 = ops.checked_scales(*of_w1, *of_w2, backend)
+        if w1.device.type == "cpu":
+            _refuse_stale("c_fc.weight", q1, scale1)
+            _refuse_stale("c_proj.weight", q2, scale2)
+        return q1._replace(w_scale=scale1), q2._replace(w_scale=scale2)
 
 
-@torch.no_grad()
-def _checked(
-    w1: torch.Tensor, w2: torch.Tensor, q1: Fp8Weight, q2: Fp8Weight, backend: str
-) -> tuple[Fp8Weight, Fp8Weight]:
-    """What is cached, if it is w1 and w2 in FP8.
-
-    On a CPU a ValueError otherwise. On a GPU reading the result would wait for the device: scales
-    of the experts that changed become NaN, and so does their output.
-    """
-    of_w1, of_w2 = _as_it_lies(w1, q1), _as_it_lies(w2, q2)
-    scales = ops.checked_scales(*of_w1, *of_w2, backend)
-    if w1.device.type == "cpu":
-        parts = zip(("c_fc", "c_proj"), (of_w1, of_w2), scales, strict=True)
-        for name, (*_, cached), checked in parts:
-            if not torch.equal(checked.isnan(), cached.isnan()):
-                raise bad_argument(
-                    f"{name}.weight",
-                    "changes that PyTorch sees, with cache_fp8_weights",
-                    "another one, such as a write through .data",
-                    "Call refresh_fp8_weights() after it.",
-                )
-    return q1._replace(w_scale=scales[0]), q2._replace(w_scale=scales[1])
+def _refuse_stale(name: str, cached: Fp8Weight, checked: torch.Tensor) -> None:
+    """Raise if `checked` has a NaN more than the cached scales."""
+    assert cached.w_scale is not None
+    if not torch.equal(checked.isnan(), cached.w_scale.isnan()):
+        raise bad_argument(
+            name,
+            "changes that PyTorch sees, with cache_fp8_weights",
+            "another one, such as a write through .data",
+            "Call refresh_fp8_weights() after it.",
+        )
 
 
 def _as_it_lies(w: torch.Tensor, q: Fp8Weight) -> tuple:

@@ -9,16 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import (
-    PUBLISHED_QUICK_START,
-    Case,
-    Inputs,
-    compare,
-    make_inputs,
-    ours,
-    plain,
-    run,
-)
+from helpers import Case, Inputs, compare, make_inputs, ours, plain, run
+from quick_start import PUBLISHED_QUICK_START
 
 import sonicmoe
 from sonicmoe.shapes import Problem

@@ -99,7 +99,8 @@ def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationTyp
 
 
 def _sample_step(rows: int, columns: int) -> int:
-    """One group out of how many is compared, such that every column is met."""
+    """Of how many groups one is compared. It has no factor in common with the groups of a row, so
+    that every column is met."""
     step = ceil_div(rows * columns, 8 * _SAMPLES)
     while math.gcd(step, columns // 8) > 1:
         step += 1
