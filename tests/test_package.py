@@ -1,6 +1,7 @@
 """The package as a user meets it: what it exports, what importing it does, what the wheel holds."""
 
 import email
+import json
 import re
 import runpy
 import subprocess
@@ -52,71 +53,40 @@ def in_fresh_python(program: str) -> str:
     return done.stdout.strip()
 
 
-def test_import_touches_no_gpu():
-    assert in_fresh_python("""
-        def touched(*args, **kwargs):
-            raise AssertionError("importing sonicmoe asked for a GPU")
+@pytest.fixture(scope="module")
+def importing() -> dict:
+    """What `import sonicmoe` asks for and changes, watched in a process of its own."""
+    said = in_fresh_python("""
+        import builtins, json, os, sys, torch.utils.flop_counter, types, warnings
+
+        owners = [torch, torch.Tensor, torch.nn, torch.nn.Module, torch.nn.functional,
+                  torch.autograd, torch.autograd.Function, torch.library, torch.backends, os]
+        gpu, variables, triton, original = [], [], [], builtins.__import__
+
+        def watch_gpu(name):
+            setattr(torch.cuda, name, lambda *args, **kwargs: gpu.append(name))
         for name in ("_lazy_init", "is_available", "device_count", "current_device",
                      "get_device_capability", "get_device_properties"):
-            setattr(torch.cuda, name, touched)
-        import sonicmoe
-        print(torch.cuda.is_initialized())
-    """) == "False"  # fmt: skip
+            watch_gpu(name)
 
-
-def test_import_reads_no_environment_variable():
-    """Torch reads some; sonicmoe none. A read counts for the module that asks `os` for it."""
-    assert in_fresh_python("""
-        import os, sys
-        asked = []
         class Watched(type(os.environ)):
             def __getitem__(self, key):
                 frame = sys._getframe(1)
                 while frame.f_globals.get("__name__") in ("os", "collections.abc"):
                     frame = frame.f_back
-                asked.append((frame.f_globals.get("__name__", ""), key))
+                variables.append((frame.f_globals.get("__name__", ""), key))
                 return super().__getitem__(key)
         os.environ.__class__ = Watched
         os.environ.get("HOME")
-        assert asked == [("__main__", "HOME")], asked
-        import sonicmoe
-        print([pair for pair in asked if pair[0].startswith("sonicmoe")])
-    """) == "[]"  # fmt: skip
 
-
-def test_import_asks_for_no_triton():
-    """Torch's own FLOP counter may bring Triton in; no module of ours does, until a kernel runs."""
-    assert in_fresh_python("""
-        import builtins, sys
-        asked, original = [], builtins.__import__
         def watched(name, globals=None, *args, **kwargs):
             importer = (globals or {}).get("__name__", "")
-            if name.split(".")[0] == "triton" and importer.startswith("sonicmoe"):
-                asked.append(importer)
+            if name.split(".")[0] == "triton":
+                triton.append(importer)
             return original(name, globals, *args, **kwargs)
         builtins.__import__ = watched
-        import sonicmoe
-        print(asked, any(name.startswith("sonicmoe.kernels") for name in sys.modules))
-    """) == "[] False"  # fmt: skip
 
-
-def test_import_and_cpu_need_no_triton_at_all():
-    assert in_fresh_python("""
-        import sys
-        sys.modules["triton"] = None
-        import sonicmoe
-        out, _ = sonicmoe.MoE(4, 2, hidden_size=16, intermediate_size=8)(torch.randn(3, 16))
-        print(tuple(out.shape))
-    """) == "(3, 16)"  # fmt: skip
-
-
-def test_import_patches_nothing():
-    """No attribute of torch, of the interpreter or of the warning filters changes its value."""
-    assert in_fresh_python("""
-        import builtins, os, sys, torch.utils.flop_counter, types, warnings
-        owners = [torch, torch.Tensor, torch.nn, torch.nn.Module, torch.nn.functional,
-                  torch.autograd, torch.autograd.Function, torch.cuda, torch.library,
-                  torch.backends, builtins, os]
+        owners += [torch.cuda, builtins]  # as they are while they are watched
         before = [dict(vars(owner)) for owner in owners]
         state = lambda: (list(warnings.filters), list(sys.meta_path), sys.excepthook)
         state_before = state()
@@ -127,8 +97,44 @@ def test_import_patches_nothing():
             for name, value in vars(owner).items()
             if old.get(name, None) is not value and not isinstance(value, types.ModuleType)
         ]
-        print(changed, state() == state_before)
-    """) == "[] True"  # fmt: skip
+        print(json.dumps({
+            "gpu": gpu, "variables": variables, "triton": triton, "changed": changed,
+            "same state": state() == state_before, "modules": list(sys.modules),
+            "initialized": torch.cuda._initialized,
+        }))
+    """)  # fmt: skip
+    return json.loads(said)
+
+
+def test_import_touches_no_gpu(importing):
+    assert importing["gpu"] == [] and not importing["initialized"]
+
+
+def test_import_reads_no_environment_variable(importing):
+    """Torch reads some; sonicmoe none. A read counts for the module that asks `os` for it."""
+    assert importing["variables"][0] == ["__main__", "HOME"]
+    assert [pair for pair in importing["variables"] if pair[0].startswith("sonicmoe")] == []
+
+
+def test_import_asks_for_no_triton(importing):
+    """Torch's own FLOP counter may bring Triton in; no module of ours does, until a kernel runs."""
+    assert [name for name in importing["triton"] if name.startswith("sonicmoe")] == []
+    assert [name for name in importing["modules"] if name.startswith("sonicmoe.kernels")] == []
+
+
+def test_import_patches_nothing(importing):
+    """No attribute of torch, of the interpreter or of the warning filters changes its value."""
+    assert importing["changed"] == [] and importing["same state"]
+
+
+def test_import_and_cpu_need_no_triton_at_all():
+    assert in_fresh_python("""
+        import sys
+        sys.modules["triton"] = None
+        import sonicmoe
+        out, _ = sonicmoe.MoE(4, 2, hidden_size=16, intermediate_size=8)(torch.randn(3, 16))
+        print(tuple(out.shape))
+    """) == "(3, 16)"  # fmt: skip
 
 
 def test_import_is_quick():
