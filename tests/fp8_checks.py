@@ -80,7 +80,7 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
         w, scale = weights[which], wants[which]
         part = w[expert]
         places = [(), (slice(None), part.shape[1] // 3)]
-        places += [(3, 5)] if part.numel() <= 8 * quantize._SAMPLES else []
+        places += [(3, 5)] if part.numel() <= quantize._GROUP * quantize._SAMPLES else []
         for place in places:
             before = w.clone()
             part[place] += 1

@@ -94,7 +94,7 @@ def test_scales(activation, is_gathered, with_scores):
 
 
 @pytest.mark.parametrize(
-    ("counts", "dropped"), [((0, 0), 5), ((0, 0), 0), ((300,), 0), ((3, 50000), 0)]
+    ("counts", "dropped"), [((0, 0), 5), ((0, 0), 0), ((300,), 0), ((5, 50000), 0)]
 )
 def test_scales_of_few_experts(counts, dropped):
     check_scales(counts, dropped=dropped, device=CUDA)

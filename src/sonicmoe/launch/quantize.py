@@ -23,7 +23,7 @@ from .launcher import Bound, launch, power_of_two
 
 _STEPS, _BLOCK = 4, 4096  # of a program of `weight_amax_kernel`, and weights per step
 _TILE = 128  # rows and columns of a tile of `quantize_weight_kernel`
-_SAMPLES = 2048  # groups of eight weights of an expert that are compared at most
+_GROUP, _SAMPLES = 16, 1024  # adjacent weights, and groups of an expert compared at most
 
 
 @cache
@@ -101,8 +101,8 @@ def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationTyp
 def _sample_step(rows: int, columns: int) -> int:
     """Of how many groups one is compared. It has no factor in common with the groups of a row, so
     that every column is met."""
-    step = ceil_div(rows * columns, 8 * _SAMPLES)
-    while math.gcd(step, columns // 8) > 1:
+    step = ceil_div(rows * columns, _GROUP * _SAMPLES)
+    while math.gcd(step, columns // _GROUP) > 1:
         step += 1
     return step
 
@@ -110,13 +110,13 @@ def _sample_step(rows: int, columns: int) -> int:
 @cache
 def _check_kernel(shape1, shape2) -> Bound:
     (_, *size1), (_, *size2) = shape1, shape2
-    first = {"SIZE1": math.prod(size1), "STEP1": _sample_step(*size1)}
-    second = {"SIZE2": math.prod(size2), "STEP2": _sample_step(*size2)}
-    return Bound(kernels.checked_scales_kernel, **first, **second, BLOCK=1024, num_warps=8)
+    first = {"SIZE1": math.prod(size1) // 4, "STEP1": _sample_step(*size1)}
+    second = {"SIZE2": math.prod(size2) // 4, "STEP2": _sample_step(*size2)}
+    return Bound(kernels.checked_scales_kernel, **first, **second, BLOCK=512, num_warps=8)
 
 
 def checked_scales(weight1, q1, scale1, weight2, q2, scale2):
-    """Of an expert at most 16384 values are compared, eight at a time, spread evenly."""
+    """Of an expert at most 16384 values are compared, in groups of 16, spread evenly."""
     experts, device = weight1.shape[0], weight1.device
     new1 = memory.empty((experts,), torch.float32, device)
     new2 = memory.empty((experts,), torch.float32, device)

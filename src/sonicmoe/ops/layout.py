@@ -13,7 +13,7 @@ from ..notices import say_once
 
 _WEIGHTS = frozenset(("w", "w1", "w2", "factor"))
 _ROWS = frozenset(("x", "a", "z", "dz", "dout", "u"))  # read by TMA, as weights are
-_E4M3 = frozenset(("x8", "a8"))  # likewise
+_E4M3 = frozenset(("x8", "a8", "q1", "q2"))  # read by TMA, or four at a time
 _BY_STRIDES = frozenset(("logits",))  # launchers copy them where columns are not adjacent
 
 
