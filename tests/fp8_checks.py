@@ -60,33 +60,38 @@ def check_weight(w: torch.Tensor) -> None:
 
 
 def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str) -> None:
-    """Two weights, each changed in one expert: all of it, a column, and a value if all are
-    compared."""
+    """Two weights, each changed in one expert: all of it, a column, and a value, which one turn
+    finds."""
     weights = [torch.randn(3, *size, device=device).to(dtype) for size in sizes]
     weights[0][2, 0, 0] = torch.nan
     quantized = [fp8.quantize_weight(w, False) for w in weights]
     wants = [scale.cpu() for _, _, scale in quantized]
 
-    def check() -> None:
+    def checked(turn: int) -> dict[int, torch.Tensor]:
         given = []
         for w, (q, _, scale) in zip(weights, quantized, strict=True):
             given += [w, q, scale]
-        found = run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given))), device)
-        for i, want in enumerate(wants):
-            same(found[i], want, f"scale {i}")
+        return run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given, turn))), device)
 
-    check()
+    def check(turn: int = 0) -> None:
+        for i, got in checked(turn).items():
+            same(got, wants[i], f"scale {i}")
+
+    for turn in (0, 1, 12345):
+        check(turn)
     for which, expert in ((0, 0), (1, 2)):
         w, scale = weights[which], wants[which]
         part = w[expert]
-        places = [(), (slice(None), part.shape[1] // 3)]
-        places += [(3, 5)] if part.numel() <= quantize._GROUP * quantize._SAMPLES else []
-        for place in places:
-            before = w.clone()
+        before = part.clone()
+        for place in ((), (slice(None), part.shape[1] // 3)):
             part[place] += 1
             wants[which] = torch.where(torch.arange(3) == expert, torch.nan, scale)
-            check()
-            w.copy_(before)
+            check(turn=expert)
+            part.copy_(before)
+        part[3, 5] += 1
+        turns = range(quantize._sample_step(*part.shape))
+        assert sum(checked(turn)[which][expert].isnan() for turn in turns) == 1
+        part.copy_(before)
         wants[which] = scale
         check()
 

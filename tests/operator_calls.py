@@ -180,8 +180,8 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
         "quantize_weight": [(w1, True, b), (w1, False, b)]
         + [(w2_t.float(), transposed, b) for transposed in (True, False)],
         "checked_scales": [
-            (w1, of_w1.w8, of_w1.w_scale, w2, of_w2.w8, of_w2.w_scale, b),
-            (w1.float(), of_w1.w8, of_w1.w_scale, w2.mT.contiguous(), of_w2.w8_t, of_w2.w_scale, b),
+            (w1, of_w1.w8, of_w1.w_scale, w2, of_w2.w8, of_w2.w_scale, 0, b),
+            (w1.float(), *of_w1[::2], w2.mT.contiguous(), of_w2.w8_t, of_w2.w_scale, 7, b),
         ],
         "fp8_up": [
             *((*up, keep_z, b) for keep_z in ("keep", "fp8", "no")),

@@ -56,6 +56,15 @@ def test_quantized_once_while_nothing_changes(quantized):
     assert len(quantized) == 2
 
 
+def test_each_call_compares_other_weights(monkeypatch):
+    turns, check = [], fp8.checked_scales
+    monkeypatch.setattr(fp8, "checked_scales", lambda *args: turns.append(args[-1]) or check(*args))
+    moe = layer()
+    for _ in range(4):
+        moe(tokens())
+    assert turns == [turns[0], turns[0] + 1, turns[0] + 2]
+
+
 def test_without_a_cache_quantized_in_every_call(quantized):
     moe = layer(cache_fp8_weights=False)
     for _ in range(3):

@@ -18,6 +18,7 @@ from helpers import (
 
 import sonicmoe
 from sonicmoe import ActivationType, MemoryPolicy, MoE
+from sonicmoe.launch.quantize import _sample_step
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -183,6 +184,15 @@ def test_a_change_that_the_cache_cannot_see_gives_nan(name):
     moe.refresh_fp8_weights()
     fresh.load_state_dict(moe.state_dict())
     assert torch.equal(moe(x)[0], fresh(x)[0])
+
+
+def test_one_changed_weight_is_found_in_the_end():
+    moe = layers(cache_fp8_weights=True)
+    x = torch.randn(500, 256, device=CUDA).bfloat16()
+    moe(x)
+    moe.c_fc.weight.data[0, 5, 7] += 1
+    turns = _sample_step(*moe.c_fc.weight.shape[1:])
+    assert turns > 1 and sum(moe(x)[0].isnan().any() for _ in range(turns)) == 1
 
 
 def test_fp32_weights_and_main_grad():

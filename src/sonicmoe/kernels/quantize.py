@@ -143,35 +143,37 @@ def quantize_weight_kernel(
         tl.store(words + offset, tl.trans(packed), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turn"])
 def checked_scales_kernel(
-    w1, q1, scale1, checked1, w2, q2, scale2, checked2,
+    w1, q1, scale1, checked1, w2, q2, scale2, checked2, turn,
     SIZE1: tl.constexpr, STEP1: tl.constexpr, SIZE2: tl.constexpr, STEP2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
 
     An expert has SIZE1 and SIZE2 words of four values. Four words out of 4·STEP1 and 4·STEP2 are
-    compared.
+    compared; `turn` decides which.
 
     Grid: (E, 2); a program owns the scale of one expert of one weight.
     """
     if tl.program_id(1) == 0:
-        _check_scale(w1, q1, scale1, checked1, SIZE1, STEP1, BLOCK)
+        _check_scale(w1, q1, scale1, checked1, turn % STEP1, SIZE1, STEP1, BLOCK)
     else:
-        _check_scale(w2, q2, scale2, checked2, SIZE2, STEP2, BLOCK)
+        _check_scale(w2, q2, scale2, checked2, turn % STEP2, SIZE2, STEP2, BLOCK)
 
 
 @triton.jit
-def _check_scale(w, q, scale, checked, SIZE: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+def _check_scale(
+    w, q, scale, checked, first, SIZE: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr
+):
     expert = tl.program_id(0)
     # Not e4m3: ptxas of CUDA 12.8 takes values of that type that are masked for certain for NaN.
     words = q.to(tl.pointer_type(tl.int32))
     s = tl.load(scale + expert)
     factor = tl.div_rn(1.0, s)
     different = tl.zeros((BLOCK, 4), tl.int32)
-    for first in range(0, SIZE, 4 * STEP * BLOCK):
-        group = first + 4 * STEP * tl.arange(0, BLOCK)
+    for start in range(0, SIZE, 4 * STEP * BLOCK):
+        group = start + 4 * (first + STEP * tl.arange(0, BLOCK))
         inside = (group < SIZE)[:, None]
         word = expert.to(tl.int64) * SIZE + group[:, None] + tl.arange(0, 4)[None, :]
         scaled = ()

@@ -115,13 +115,13 @@ def _check_kernel(shape1, shape2) -> Bound:
     return Bound(kernels.checked_scales_kernel, **first, **second, BLOCK=512, num_warps=8)
 
 
-def checked_scales(weight1, q1, scale1, weight2, q2, scale2):
+def checked_scales(weight1, q1, scale1, weight2, q2, scale2, turn):
     """Of an expert at most 16384 values are compared, in groups of 16, spread evenly."""
     experts, device = weight1.shape[0], weight1.device
     new1 = memory.empty((experts,), torch.float32, device)
     new2 = memory.empty((experts,), torch.float32, device)
     kernel = _check_kernel(weight1.shape, weight2.shape)
-    launch(kernel, (experts, 2), weight1, q1, scale1, new1, weight2, q2, scale2, new2)
+    launch(kernel, (experts, 2), weight1, q1, scale1, new1, weight2, q2, scale2, new2, turn)
     return new1, new2
 
 

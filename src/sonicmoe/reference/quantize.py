@@ -34,8 +34,11 @@ def quantize_weight(w, transposed):
     return q.contiguous(), q.mT.contiguous() if transposed else None, scale
 
 
-def checked_scales(weight1, q1, scale1, weight2, q2, scale2):
-    """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3."""
+def checked_scales(weight1, q1, scale1, weight2, q2, scale2, turn):
+    """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
+
+    All of them are compared in every turn.
+    """
 
     def checked(w, q, scale):
         rounded = to_e4m3(w.float() / scale[:, None, None])
