@@ -204,6 +204,11 @@ MUTATIONS = [
         "tests/interpreted/test_interpreted_quantize.py -k changed", interpreted=True,
     ),
     Mutation(
+        "each call compares the same cached FP8 weights", "fp8_weights.py",
+        "(self._turn + 1)", "(self._turn + 0)",
+        "tests/test_fp8_weights.py -k other_weights",
+    ),
+    Mutation(
         "FP8 weights outlive an all-gather of FSDP2", "fp8_weights.py",
         "and not _fsdp2_is_used()", "", "tests/test_fp8_weights.py -k fsdp2",
     ),
