@@ -2,9 +2,11 @@ PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 INPUTS := pyproject.toml constraints.txt
-# Compiled afterwards, without the tests of other packages: pip, which uses one core, takes a minute.
-# One of PyTorch's files is for a newer Python and fails.
-COMPILE = $(BIN)/python -m compileall -q -j $(JOBS) -x /tests/ .venv/lib > /dev/null || true
+# pip would compile every package, on one core, in a minute. PyTorch and sympy are compiled here, the
+# rest and this package when they are imported. One of PyTorch's files is for a newer Python and fails.
+export PYTHONDONTWRITEBYTECODE :=
+COMPILE = $(BIN)/python -m compileall -q -j $(JOBS) .venv/lib/*/site-packages/torch \
+  .venv/lib/*/site-packages/sympy > /dev/null || true
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile \
   --constraint constraints.txt --editable
 
