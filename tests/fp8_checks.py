@@ -68,10 +68,11 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
     wants = [scale.cpu() for _, _, scale in quantized]
 
     def checked(turn: int) -> dict[int, torch.Tensor]:
-        given = []
+        given: list = []
         for w, (q, _, scale) in zip(weights, quantized, strict=True):
             given += [w, q, scale]
-        return run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given, turn))), device)
+        given.append(turn)
+        return run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given))), device)
 
     def check(turn: int = 0) -> None:
         for i, got in checked(turn).items():
