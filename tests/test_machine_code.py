@@ -209,6 +209,23 @@ def test_z_in_fp8(arch, dtype, activation, gate_up, sizes, bias):
     assert products[0].metadata.name.startswith("hopper_") == hopper
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype", "activation", "gate_up"),
+    [
+        (90, torch.float32, ActivationType.SWIGLU, "interleaved"),
+        (90, torch.bfloat16, ActivationType.SWIGLU, "concatenated"),
+        (100, torch.bfloat16, ActivationType.GELU, "interleaved"),
+    ],
+)
+def test_columns_that_do_not_exist_are_zero_in_e4m3(arch, dtype, activation, gate_up):
+    """ptxas makes constants of them, and wrong ones: as NaN they would reach dS."""
+    layer = (arch, dtype, activation, gate_up, False, False, (264, 24))
+    compiled = compile_layer(*layer, keep_z="fp8", whole=False)
+    (dz,) = (k for k in compiled if k.metadata.name == "dz_kernel")
+    converted = re.findall(r"E4M3\.UNPACK_B \w+, (\w+)", cuobjdump(dz, "-sass"))
+    assert converted and all(re.fullmatch(r"R\d+", source) for source in converted)
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["enk", "ekn"])
 @pytest.mark.parametrize("arch", [90, 100])
 def test_slices_of_h_read_views_of_the_weights(arch, transposed):

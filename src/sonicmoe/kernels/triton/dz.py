@@ -17,10 +17,12 @@ def _slice_epilogue(
     acc, score, rows, ok, column, z, z_scale, dz, a, num_rows,
     I: tl.constexpr, GATE_UP: tl.constexpr, BACKWARD: tl.constexpr,
     STORE_DZ: tl.constexpr, STORE_A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """Store dZ and A' of one slice (BLOCK_M, BLOCK_N), return its part of ⟨dA', A⟩ (BLOCK_M,)."""
     i = column + tl.arange(0, BLOCK_N)
     i_ok = ok[:, None] & (i < I)[None, :]
+    exists = None if EVEN_N else i_ok
     rows_64 = rows.to(tl.int64)[:, None]
     da = acc * score[:, None]
     if z_scale is not None:  # a slice is part of one block, or past the last
@@ -34,7 +36,7 @@ def _slice_epilogue(
         z_rows = rows_64 * (2 * I)
         gate = tl.load(z + z_rows + i[None, :], mask=i_ok, other=0.0)
         up = tl.load(z + z_rows + I + i[None, :], mask=i_ok, other=0.0)
-        gate, up = _as_fp32(gate, z_unit), _as_fp32(up, z_unit)
+        gate, up = _as_fp32(gate, z_unit, exists), _as_fp32(up, z_unit, exists)
         value, dgate, dup = BACKWARD(gate, up, da)
         if STORE_DZ:
             tl.store(dz + z_rows + i[None, :], dgate.to(dz.dtype.element_ty), mask=i_ok)
@@ -45,14 +47,15 @@ def _slice_epilogue(
         n_ok = ok[:, None] & (n < 2 * I)[None, :]
         both = tl.load(z + z_rows + n[None, :], mask=n_ok, other=0.0)
         gate, up = pairs(both, BLOCK_M, 2 * BLOCK_N)
-        value, dgate, dup = BACKWARD(_as_fp32(gate, z_unit), _as_fp32(up, z_unit), da)
+        gate, up = _as_fp32(gate, z_unit, exists), _as_fp32(up, z_unit, exists)
+        value, dgate, dup = BACKWARD(gate, up, da)
         if STORE_DZ:
             dtype = dz.dtype.element_ty
             both = tl.interleave(dgate.to(dtype), dup.to(dtype))
             tl.store(dz + z_rows + n[None, :], both, mask=n_ok)
     else:
         z_in = tl.load(z + rows_64 * I + i[None, :], mask=i_ok, other=0.0)
-        value, dz_out = BACKWARD(_as_fp32(z_in, z_unit), da)
+        value, dz_out = BACKWARD(_as_fp32(z_in, z_unit, exists), da)
         if STORE_DZ:
             tl.store(dz + rows_64 * I + i[None, :], dz_out.to(dz.dtype.element_ty), mask=i_ok)
     if STORE_A:
@@ -62,12 +65,14 @@ def _slice_epilogue(
 
 
 @triton.jit
-def _as_fp32(z, z_unit):
+def _as_fp32(z, z_unit, exists):
     """Z in fp32; `z_unit` is its scale, or 1.0 where Z is not in e4m3."""
-    if z.dtype == tl.float8e4nv:
-        return z.to(tl.float32) * z_unit
-    else:
+    if z.dtype != tl.float8e4nv:
         return z.to(tl.float32)
+    elif exists is None:
+        return z.to(tl.float32) * z_unit
+    else:  # ptxas of CUDA 12.8 takes e4m3 that is masked for certain for another number than 0
+        return tl.where(exists, z.to(tl.float32) * z_unit, 0.0)
 
 
 @triton.jit(do_not_specialize=["plane", "num_rows"])
@@ -123,7 +128,7 @@ def dz_kernel(
         for s in tl.static_range(SLICES):
             ds += _slice_epilogue(
                 parts[s], score, rows, ok, column + s * SLICE_N, z, z_scale, dz, a, num_rows,
-                I, GATE_UP, BACKWARD, STORE_DZ, STORE_A, BLOCK_M, SLICE_N,
+                I, GATE_UP, BACKWARD, STORE_DZ, STORE_A, BLOCK_M, SLICE_N, I % BLOCK_N == 0,
             )  # fmt: skip
         if STORE_PARTIAL:
             tl.store(partial + n_tile * plane.to(tl.int64) + slot, ds, mask=ok)
