@@ -60,26 +60,26 @@ def check_weight(w: torch.Tensor) -> None:
 
 
 def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str) -> None:
-    """Two weights, each changed in one expert: all of it, a column, and a value, which one turn
-    finds."""
+    """Two weights, each changed in one expert: all of it and a column, which every sample finds,
+    and a value, which one sample finds."""
     weights = [torch.randn(3, *size, device=device).to(dtype) for size in sizes]
     weights[0][2, 0, 0] = torch.nan
     quantized = [fp8.quantize_weight(w, False) for w in weights]
     wants = [scale.cpu() for _, _, scale in quantized]
 
-    def checked(turn: int) -> dict[int, torch.Tensor]:
+    def checked(sample: int) -> dict[int, torch.Tensor]:
         given: list = []
         for w, (q, _, scale) in zip(weights, quantized, strict=True):
             given += [w, q, scale]
-        given.append(turn)
+        given.append(sample)
         return run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given))), device)
 
-    def check(turn: int = 0) -> None:
-        for i, got in checked(turn).items():
+    def check(sample: int = 0) -> None:
+        for i, got in checked(sample).items():
             same(got, wants[i], f"scale {i}")
 
-    for turn in (0, 1, 12345):
-        check(turn)
+    for sample in (0, 1, 12345):
+        check(sample)
     for which, expert in ((0, 0), (1, 2)):
         w, scale = weights[which], wants[which]
         part = w[expert]
@@ -87,11 +87,11 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
         for place in ((), (slice(None), part.shape[1] // 3)):
             part[place] += 1
             wants[which] = torch.where(torch.arange(3) == expert, torch.nan, scale)
-            check(turn=expert)
+            check(sample=expert)
             part.copy_(before)
         part[3, 5] += 1
-        turns = range(quantize._sample_step(*part.shape))
-        assert sum(checked(turn)[which][expert].isnan() for turn in turns) == 1
+        found = [checked(i)[which][expert].isnan() for i in range(quantize.samples_of(*part.shape))]
+        assert sum(found) == 1
         part.copy_(before)
         wants[which] = scale
         check()

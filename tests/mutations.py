@@ -204,9 +204,9 @@ MUTATIONS = [
         "tests/interpreted/test_interpreted_quantize.py -k changed", interpreted=True,
     ),
     Mutation(
-        "each call compares the same cached FP8 weights", "fp8_weights.py",
-        "(self._turn + 1)", "(self._turn + 0)",
-        "tests/test_fp8_weights.py -k other_weights",
+        "each call compares the same sample of cached FP8 weights", "fp8_weights.py",
+        "(self._sample + 1)", "(self._sample + 0)",
+        "tests/test_fp8_weights.py -k another_sample",
     ),
     Mutation(
         "FP8 weights outlive an all-gather of FSDP2", "fp8_weights.py",

@@ -56,13 +56,18 @@ def test_quantized_once_while_nothing_changes(quantized):
     assert len(quantized) == 2
 
 
-def test_each_call_compares_other_weights(monkeypatch):
-    turns, check = [], fp8.checked_scales
-    monkeypatch.setattr(fp8, "checked_scales", lambda *args: turns.append(args[-1]) or check(*args))
+def test_each_call_compares_another_sample(monkeypatch):
+    samples, check = [], fp8.checked_scales
+
+    def record(*args):
+        samples.append(args[-1])
+        return check(*args)
+
+    monkeypatch.setattr(fp8, "checked_scales", record)
     moe = layer()
     for _ in range(4):
         moe(tokens())
-    assert turns == [turns[0], turns[0] + 1, turns[0] + 2]
+    assert samples == [samples[0], samples[0] + 1, samples[0] + 2]
 
 
 def test_without_a_cache_quantized_in_every_call(quantized):

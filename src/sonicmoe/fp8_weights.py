@@ -42,7 +42,7 @@ class Fp8WeightCache:
     def __init__(self) -> None:
         self._key: tuple = ()
         self._weights: tuple[Fp8Weight, Fp8Weight] | None = None
-        self._turn = 0  # calls that took the weights from here
+        self._sample = 0  # of the weights, the last that was compared
         if not _hooks:
             _hooks.append(register_optimizer_step_post_hook(_count_step))
 
@@ -71,9 +71,9 @@ class Fp8WeightCache:
             return self._weights
         q1, q2 = self._weights
         of_w1, of_w2 = _as_it_lies(w1, q1), _as_it_lies(w2, q2)
-        self._turn = (self._turn + 1) % 2**31
+        self._sample = (self._sample + 1) % 2**31  # an int32
         with torch.no_grad():
-            scale1, scale2 = ops.checked_scales(*of_w1, *of_w2, self._turn, backend)
+            scale1, scale2 = ops.checked_scales(*of_w1, *of_w2, self._sample, backend)
         if w1.device.type == "cpu":
             _refuse_stale("c_fc.weight", q1, scale1)
             _refuse_stale("c_proj.weight", q2, scale2)

@@ -88,9 +88,9 @@ class MoE(nn.Module):
     with `cache_fp8_weights` when they are seen to have changed. The cache sees steps of optimizers
     of `torch.optim` and what PyTorch's version counter sees. After any other change, such as writes
     through `.data` or a broadcast, call `refresh_fp8_weights`; else the forward pass raises a
-    ValueError on a CPU, and on a GPU, where each call compares other weights, experts that changed
-    give NaN. Compiled, captured in a CUDA graph, under FSDP or expert parallelism, the cache is not
-    used.
+    ValueError on a CPU. On a GPU each call compares another sample of the weights, and experts that
+    changed give NaN. Compiled, captured in a CUDA graph, under FSDP or expert parallelism, the
+    cache is not used.
 
     State-dict keys: `router.weight` (E, H), `c_fc.weight` (E, 2I, H), `c_proj.weight` (E, H, I);
     with `router_bias` also `router.bias`, with `add_bias` also `c_fc.bias` and `c_proj.bias`. The

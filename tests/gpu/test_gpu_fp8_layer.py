@@ -18,7 +18,7 @@ from helpers import (
 
 import sonicmoe
 from sonicmoe import ActivationType, MemoryPolicy, MoE
-from sonicmoe.launch.quantize import _sample_step
+from sonicmoe.launch.quantize import samples_of
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -191,8 +191,8 @@ def test_one_changed_weight_is_found_in_the_end():
     x = torch.randn(500, 256, device=CUDA).bfloat16()
     moe(x)
     moe.c_fc.weight.data[0, 5, 7] += 1
-    turns = _sample_step(*moe.c_fc.weight.shape[1:])
-    assert turns > 1 and sum(moe(x)[0].isnan().any() for _ in range(turns)) == 1
+    samples = samples_of(*moe.c_fc.weight.shape[1:])
+    assert samples > 1 and sum(moe(x)[0].isnan().any() for _ in range(samples)) == 1
 
 
 def test_fp32_weights_and_main_grad():

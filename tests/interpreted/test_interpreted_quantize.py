@@ -96,8 +96,8 @@ def test_weights_of_special_values():
 @pytest.mark.parametrize(
     "sizes",
     [
-        ((16, 16), (48, 80)),  # all values are compared
-        ((272, 192), (64, 272)),  # one group of four, of two
+        ((16, 16), (48, 80)),  # one sample has all values
+        ((272, 192), (64, 272)),  # five samples, two samples
         ((32, 4096), (128, 144)),
     ],
 )

@@ -143,23 +143,23 @@ def quantize_weight_kernel(
         tl.store(words + offset, tl.trans(packed), mask=inside)
 
 
-@triton.jit(do_not_specialize=["turn"])
+@triton.jit(do_not_specialize=["sample"])
 def checked_scales_kernel(
-    w1, q1, scale1, checked1, w2, q2, scale2, checked2, turn,
-    SIZE1: tl.constexpr, STEP1: tl.constexpr, SIZE2: tl.constexpr, STEP2: tl.constexpr,
+    w1, q1, scale1, checked1, w2, q2, scale2, checked2, sample,
+    SIZE1: tl.constexpr, SAMPLES1: tl.constexpr, SIZE2: tl.constexpr, SAMPLES2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
 
-    An expert has SIZE1 and SIZE2 words of four values. Four words out of 4·STEP1 and 4·STEP2 are
-    compared; `turn` decides which.
+    An expert has SIZE1 and SIZE2 words of four values. A sample of them is compared: groups of four
+    words, every SAMPLES1-th and every SAMPLES2-th, from a first one that `sample` selects.
 
     Grid: (E, 2); a program owns the scale of one expert of one weight.
     """
     if tl.program_id(1) == 0:
-        _check_scale(w1, q1, scale1, checked1, turn % STEP1, SIZE1, STEP1, BLOCK)
+        _check_scale(w1, q1, scale1, checked1, sample % SAMPLES1, SIZE1, SAMPLES1, BLOCK)
     else:
-        _check_scale(w2, q2, scale2, checked2, turn % STEP2, SIZE2, STEP2, BLOCK)
+        _check_scale(w2, q2, scale2, checked2, sample % SAMPLES2, SIZE2, SAMPLES2, BLOCK)
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def _check_scale(
     w, q, scale, checked, first, SIZE: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr
 ):
     expert = tl.program_id(0)
-    # Not e4m3: ptxas of CUDA 12.8 takes values of that type that are masked for certain for NaN.
+    # Words, not e4m3: where a mask is always false, ptxas of CUDA 12.8 takes e4m3 for NaN.
     words = q.to(tl.pointer_type(tl.int32))
     s = tl.load(scale + expert)
     factor = tl.div_rn(1.0, s)

@@ -23,7 +23,7 @@ from .launcher import Bound, launch, power_of_two
 
 _STEPS, _BLOCK = 4, 4096  # of a program of `weight_amax_kernel`, and weights per step
 _TILE = 128  # rows and columns of a tile of `quantize_weight_kernel`
-_GROUP, _SAMPLES = 16, 1024  # adjacent weights, and groups of an expert compared at most
+_GROUP, _GROUPS = 16, 1024  # adjacent weights, and groups of them in a sample of an expert at most
 
 
 @cache
@@ -98,30 +98,33 @@ def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationTyp
     return a
 
 
-def _sample_step(rows: int, columns: int) -> int:
-    """Of how many groups one is compared. It has no factor in common with the groups of a row, so
-    that every column is met."""
-    step = ceil_div(rows * columns, _GROUP * _SAMPLES)
-    while math.gcd(step, columns // _GROUP) > 1:
-        step += 1
-    return step
+def samples_of(rows: int, columns: int) -> int:
+    """How many samples cover the weights of an expert.
+
+    One takes every `samples_of`-th group. That number has no factor in common with the groups of a
+    row, so that each sample has values of every column.
+    """
+    samples = ceil_div(rows * columns, _GROUP * _GROUPS)
+    while math.gcd(samples, columns // _GROUP) > 1:
+        samples += 1
+    return samples
 
 
 @cache
 def _check_kernel(shape1, shape2) -> Bound:
     (_, *size1), (_, *size2) = shape1, shape2
-    first = {"SIZE1": math.prod(size1) // 4, "STEP1": _sample_step(*size1)}
-    second = {"SIZE2": math.prod(size2) // 4, "STEP2": _sample_step(*size2)}
+    first = {"SIZE1": math.prod(size1) // 4, "SAMPLES1": samples_of(*size1)}
+    second = {"SIZE2": math.prod(size2) // 4, "SAMPLES2": samples_of(*size2)}
     return Bound(kernels.checked_scales_kernel, **first, **second, BLOCK=512, num_warps=8)
 
 
-def checked_scales(weight1, q1, scale1, weight2, q2, scale2, turn):
-    """Of an expert at most 16384 values are compared, in groups of 16, spread evenly."""
+def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample):
+    """A sample is at most 16384 values of an expert, in groups of 16, spread evenly."""
     experts, device = weight1.shape[0], weight1.device
     new1 = memory.empty((experts,), torch.float32, device)
     new2 = memory.empty((experts,), torch.float32, device)
     kernel = _check_kernel(weight1.shape, weight2.shape)
-    launch(kernel, (experts, 2), weight1, q1, scale1, new1, weight2, q2, scale2, new2, turn)
+    launch(kernel, (experts, 2), weight1, q1, scale1, new1, weight2, q2, scale2, new2, sample)
     return new1, new2
 
 

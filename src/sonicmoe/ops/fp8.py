@@ -55,12 +55,12 @@ def checked_scales(
     weight2: Tensor,
     q2: Tensor,
     scale2: Tensor,
-    turn: int,
+    sample: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
 
-    Kernels compare at most 16384 values of an expert, others in each turn, and in the end all.
+    Kernels compare one sample of an expert, at most 16384 values; consecutive samples cover all.
     """
     return torch.empty_like(scale1), torch.empty_like(scale2)
 

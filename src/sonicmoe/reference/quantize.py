@@ -34,10 +34,10 @@ def quantize_weight(w, transposed):
     return q.contiguous(), q.mT.contiguous() if transposed else None, scale
 
 
-def checked_scales(weight1, q1, scale1, weight2, q2, scale2, turn):
+def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample):
     """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
 
-    All of them are compared in every turn.
+    All values are compared, whatever the sample.
     """
 
     def checked(w, q, scale):

@@ -71,7 +71,7 @@ def _as_fp32(z, z_unit, exists):
         return z.to(tl.float32)
     elif exists is None:
         return z.to(tl.float32) * z_unit
-    else:  # ptxas of CUDA 12.8 takes e4m3 that is masked for certain for another number than 0
+    else:  # where a mask is always false, ptxas of CUDA 12.8 takes e4m3 for another number than 0
         return tl.where(exists, z.to(tl.float32) * z_unit, 0.0)
 
 
