@@ -1,0 +1,15 @@
+"""Deliberate faults of the source, each with the tests that notice it; one file per area."""
+
+from mutations import fp8, integrations, kernels, launch, layer, routing, train
+from mutations.mutation import Mutation as Mutation
+
+AREAS = {
+    "fp8": fp8.MUTATIONS,
+    "integrations": integrations.MUTATIONS,
+    "kernels": kernels.MUTATIONS,
+    "launch": launch.MUTATIONS,
+    "layer": layer.MUTATIONS,
+    "routing": routing.MUTATIONS,
+    "train": train.MUTATIONS,
+}
+MUTATIONS = [mutation for area in AREAS.values() for mutation in area]

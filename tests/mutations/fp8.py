@@ -1,0 +1,89 @@
+"""Experts in FP8: scales, cached weights, what is kept."""
+
+from mutations.mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "rows of an FP8 weight gradient in order", "kernels/hopper/fp8_wgrad.py",
+        "    return (row & ~9) | ((row & 1) << 3) | ((row >> 3) & 1)", "    return row",
+        "tests/test_machine_code_fp8.py -k order",
+    ),
+    Mutation(
+        "another expert's rows in an FP8 weight gradient", "kernels/hopper/fp8_wgrad.py",
+        "        return gl.where(row < end, row, -1)", "        return row",
+        "tests/gpu/test_gpu_fp8_wgrad.py -k nan", gpu=True,
+    ),
+    Mutation(
+        "FP8 weights outlive the step of a fused optimizer", "fp8_weights.py",
+        "    _optimizer_steps += 1\n", "    pass\n", "tests/test_fp8_weights.py -k fused",
+    ),
+    Mutation(
+        "FP8 weights outlive their storage", "fp8_weights.py",
+        "return storage, w.data_ptr(), w._version", "return w._version",
+        "tests/test_fp8_weights.py -k assigned",
+    ),
+    Mutation(
+        "FP8 weights outlive a write through .data", "fp8_weights.py",
+        "        q1, q2 = self._weights\n", "        return self._weights\n",
+        "tests/test_fp8_weights.py -k refresh",
+    ),
+    Mutation(
+        "changed FP8 weights are not compared with what is cached", "kernels/quantize.py",
+        "tl.where(is_stale, float(\"nan\"), s)", "s",
+        "tests/interpreted/test_interpreted_quantize.py -k changed", interpreted=True,
+    ),
+    Mutation(
+        "each call compares the same sample of cached FP8 weights", "fp8_weights.py",
+        "(self._sample + 1)", "(self._sample + 0)",
+        "tests/test_fp8_weights.py -k another_sample",
+    ),
+    Mutation(
+        "FP8 weights outlive an all-gather of FSDP2", "fp8_weights.py",
+        "and not _fsdp2_is_used()", "", "tests/test_fp8_weights.py -k fsdp2",
+    ),
+    Mutation(
+        "FP8: one scale for all rows of dZ", "reference/fp8.py",
+        "dz_scale = power_of_two_scale(bound)",
+        "dz_scale = power_of_two_scale(bound.amax().expand_as(bound))",
+        "tests/test_fp8.py -k worst",
+    ),
+    Mutation(
+        "FP8: a bound of dZ that does not hold", "reference/fp8.py",
+        "SLACK = 1.6\n", "SLACK = 0.02\n", "tests/test_fp8.py -k saturates",
+    ),
+    Mutation(
+        "FP8: the transposed operand of frozen weights", "autograd_fp8.py",
+        "+ (() if need_dz_t else dz_t)", "", "tests/test_fp8.py -k not_needed",
+    ),
+    Mutation(
+        "FP8: Z is kept though it is recomputed", "autograd_fp8.py",
+        "options.gate_up, keep_z, backend\n", 'options.gate_up, "keep", backend\n',
+        "tests/test_peak.py -k fp8",
+    ),
+    Mutation(
+        "FP8: one scale of Z for all blocks of a row", "reference/fp8.py",
+        "power_of_two_scale(zmax).T", "power_of_two_scale(zmax.amax(0).expand_as(zmax)).T",
+        "tests/test_fp8_memory.py -k other_sizes",
+    ),
+    Mutation(
+        "FP8: weights are kept though they are quantized again", "autograd_fp8.py",
+        "return w if w.w8_t is not None else Fp8Weight()", "return w",
+        "tests/test_fp8_memory.py -k to_the_byte",
+    ),
+    Mutation(
+        "FP8: weight gradients in bf16 without the scores", "reference/fp8.py",
+        "scored_activation(z, zmax, scores, p, activation, gate_up)\n            dw2",
+        "scored_activation(z, zmax, None, p, activation, gate_up)\n            dw2",
+        "tests/test_fp8_memory.py -k weight_gradients_in_bf16",
+    ),
+    Mutation(
+        "FP8: a slice reads the first columns of the weights", "launch/fp8.py",
+        "w8=w.w8[:, columns]", "w8=w.w8[:, :width]",
+        "tests/test_machine_code_fp8.py -k slices",
+    ),
+    Mutation(
+        "A' of the next slot", "kernels/bf16_operands.py",
+        "tl.load(scores + slot, mask=used", "tl.load(scores + slot + 1, mask=used",
+        "tests/interpreted/test_interpreted_quantize.py -k scored", interpreted=True,
+    ),
+]  # fmt: skip

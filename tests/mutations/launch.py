@@ -1,0 +1,46 @@
+"""How kernels are launched, compiled and configured; what waits."""
+
+from mutations.mutation import Mutation
+
+_SYNC = ("    target = target_of(x)\n", "    int(expert_start[-1])\n    target = target_of(x)\n")
+_LAYER = "tests/interpreted/test_interpreted_layer.py"
+
+MUTATIONS = [
+    Mutation(
+        "the host reads a value", "launch/grouped_gemm.py", *_SYNC, "tests/test_no_waiting.py",
+    ),
+    Mutation(
+        "gradients of fp32 weights are rounded", "launch/grouped_gemm.py",
+        "torch.float32 if fp32_dw else w1.dtype", "w1.dtype",
+        f"{_LAYER} -k fp32_weights", interpreted=True,
+    ),
+    Mutation(
+        "a long batch waits for its permutation and sums to be compiled", "precompile.py",
+        "BATCHES = (8, 2048)\n", "BATCHES = (8,)\n", "tests/test_warmup.py",
+    ),
+    Mutation(
+        "a short batch waits for its permutation to be compiled", "precompile.py",
+        "BATCHES = (8, 2048)\n", "BATCHES = (2048,)\n", "tests/test_warmup.py",
+    ),
+    Mutation(
+        "launchers loaded side by side", "launch/triton_locks.py",
+        "        with loading:\n", "        if True:\n", "tests/test_warmup.py",
+    ),
+    Mutation(
+        "a kernel is launched with another dtype than it was compiled for", "launch/launcher.py",
+        'kinds.append(a.dtype if address & 15 == 0 else (a.dtype, "unaligned"))',
+        "kinds.append(address & 15 == 0)", "tests/test_launch.py",
+    ),
+    Mutation(
+        "the host waits", "launch/grouped_gemm.py", *_SYNC,
+        "tests/gpu/test_gpu_promises.py -k never_wait", gpu=True,
+    ),
+    Mutation(
+        "the host waits in a graph", "launch/grouped_gemm.py", *_SYNC,
+        "tests/gpu/test_gpu_promises.py -k cuda_graph", gpu=True,
+    ),
+    Mutation(
+        "a tuned table may hold values of other types", "tuning/table.py",
+        "if type(values[name]) is not kind:", "if False:", "tests/tuning/test_table.py",
+    ),
+]  # fmt: skip

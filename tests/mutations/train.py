@@ -1,0 +1,117 @@
+"""The trainer, its data and its checkpoints; `generate`."""
+
+from mutations.mutation import Mutation
+
+_DATA = "tests/train/test_data.py"
+
+MUTATIONS = [
+    Mutation(
+        "two runs get the same folder", "train/run.py",
+        "            folder.mkdir(parents=True)\n",
+        "            folder.mkdir(parents=True, exist_ok=True)\n",
+        "tests/train/test_run_folder.py -k same_folder",
+    ),
+    Mutation(
+        "a run in progress is resumed", "train/run.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "tests/train/test_run_folder.py -k in_progress",
+    ),
+    Mutation(
+        "an error of the first rank stays there", "train/parallel.py",
+        "            both = [result, error]\n", "            both = [result, None]\n",
+        "tests/train/test_run_folder.py -k every_rank",
+    ),
+    Mutation(
+        "the manifest has no checksum of its own", "train/checkpoint.py",
+        "found != _manifest(files) or ", "", "tests/train/test_damage.py -k flipped_bit",
+    ),
+    Mutation(
+        "an empty manifest is accepted", "train/checkpoint.py",
+        " or files.keys() != {_STATE}", "", "tests/train/test_damage.py -k manifest",
+    ),
+    Mutation(
+        "damaged checkpoints count as kept", "train/checkpoint.py",
+        "        elif step <= newest and _is_sound(path):\n", "        else:\n",
+        "tests/train/test_damage.py -k displace",
+    ),
+    Mutation(
+        "a checkpoint may run code", "train/checkpoint.py",
+        "weights_only=True", "weights_only=False", "tests/train/test_damage.py -k run_code",
+    ),
+    Mutation(
+        "a checkpoint is not flushed to the disk", "train/checkpoint.py",
+        "        os.fsync(handle)\n", "        pass\n", "tests/train/test_damage.py -k on_the_disk",
+    ),
+    Mutation(
+        "the random state is not restored", "train/checkpoint.py",
+        '    torch.set_rng_state(state["rng"].cpu())\n', "",
+        "tests/train/test_step.py -k random_router",
+    ),
+    Mutation(
+        "validation in training mode", "train/loop.py",
+        "        self.model.eval()\n", "", "tests/train/test_step.py -k eval_mode",
+    ),
+    Mutation(
+        "gradients are not clipped", "train/loop.py",
+        "parallel.clip_gradients(self.model.parameters(), c.gradient_clip)",
+        "parallel.clip_gradients(self.model.parameters(), math.inf)",
+        "tests/train/test_step.py -k clipped",
+    ),
+    Mutation(
+        "weight decay on the norms", "train/optim.py",
+        '"params": scales, "weight_decay": 0.0', '"params": scales, "weight_decay": 0.1',
+        "tests/train/test_step.py -k decay",
+    ),
+    Mutation(
+        "a loss that is not finite goes unnoticed", "train/loop.py",
+        "            if not math.isfinite(loss + norm):\n", "            if False:\n",
+        "tests/train/test_not_finite.py -k advice",
+    ),
+    Mutation(
+        "weights that are not finite are saved", "train/loop.py",
+        "            if name is not None:\n", "            if False:\n",
+        "tests/train/test_not_finite.py -k after_it",
+    ),
+    Mutation(
+        "a validation loss that is not finite goes unnoticed", "train/loop.py",
+        "        if not math.isfinite(self.validation_loss):\n", "        if False:\n",
+        "tests/train/test_not_finite.py -k after_it",
+    ),
+    Mutation(
+        "the checkpoint right before a bad step is offered again", "train/loop.py",
+        "        if bad_step is not None:\n", "        if False:\n",
+        "tests/train/test_not_finite.py -k advice",
+    ),
+    Mutation(
+        "validation windows from the start of the text only", "train/batches.py",
+        "chosen = [i * self.windows // count for i in range(count)]", "chosen = list(range(count))",
+        f"{_DATA} -k validation_windows",
+    ),
+    Mutation(
+        "a corpus folder written without an atomic rename", "train/corpus.py",
+        "try:\n        os.rename(work, folder)\n", "try:\n        shutil.copytree(work, folder)\n",
+        f"{_DATA} -k one_rename",
+    ),
+    Mutation(
+        "a continued run may build another corpus than it began with", "train/corpus.py",
+        "    if key and key != wanted:\n", "    if False:\n", f"{_DATA} -k began_with",
+    ),
+    Mutation(
+        "a checkpoint is continued on another corpus", "train/loop.py",
+        'if state["corpus"] != self.corpus_key:', "if False:", f"{_DATA} -k another_corpus",
+    ),
+    Mutation(
+        "checksums of a cached corpus are not compared", "train/corpus.py",
+        "if _size_and_sha256(folder / name) != expected:", "if False:",
+        f"{_DATA} -k damaged_cache",
+    ),
+    Mutation(
+        "two processes build a corpus at once", "train/corpus.py",
+        "            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "            pass\n",
+        f"{_DATA} -k two_at_once",
+    ),
+    Mutation(
+        "a gzip file may unpack to any size", "train/text.py",
+        "if is_gzip and size > LARGEST_UNPACKED:", "if False:", f"{_DATA} -k bomb",
+    ),
+]  # fmt: skip
