@@ -186,6 +186,17 @@ def test_saved_loaded_and_merged_by_peft(tmp_path, calls):
         torch.testing.assert_close(merged(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_adapter_merged_alone_counts_once(place):
+    """The outer wrapper's or the inner one's: its product is in the weights already."""
+    block = outermost(ours(adapted()))
+    given = torch.randn(12, 32), torch.randint(8, (12, 3)), torch.rand(12, 3)
+    with torch.no_grad():
+        want = block(*given)
+        (block, block.base_layer)[place].merge()
+        torch.testing.assert_close(block(*given), want, rtol=1e-4, atol=1e-4)
+
+
 def test_without_our_implementation_peft_runs(calls):
     model = adapted()
     with_ours = ours(model)
@@ -322,16 +333,19 @@ def test_experts_in_fp8_raise():
 
 def test_other_models_keep_what_the_name_stands_for(monkeypatch):
     table = type(ALL_EXPERTS_FUNCTIONS)._global_mapping
-    monkeypatch.setitem(table, NAME, adapter.experts_forward)  # restored afterwards
-    register(memory="recompute")
-    frugal = table[NAME]
-    use_lora_experts(adapted())
-    assert table[NAME] is frugal
-    register(precision="fp8")
-    model = adapted()
-    with pytest.raises(ValueError, match=r"^model: expected experts without precision='fp8'"):
-        use_lora_experts(model)
-    assert model.config._experts_implementation == "eager"
+    for options in ({"memory": "recompute"}, {"precision": "fp8"}):
+        with monkeypatch.context() as patch:
+            patch.setitem(table, NAME, None)  # restored afterwards
+            del table[NAME]
+            register(**options)
+            ours, model = table[NAME], adapted()
+            if "precision" not in options:
+                use_lora_experts(model)
+            else:
+                with pytest.raises(ValueError, match=r"expected experts without precision='fp8'"):
+                    use_lora_experts(model)
+                assert model.config._experts_implementation == "eager"
+            assert table[NAME] is ours
 
 
 def test_lora_on_a_bias_raises():

@@ -8,4 +8,26 @@ MUTATIONS = [
         "tile.to(tl.float32) * scale", "tile.to(tl.float32)",
         "tests/interpreted/test_interpreted_lora.py -k ranks", interpreted=True,
     ),
+    Mutation(
+        "other options of a registered name are ignored", "integrations/transformers.py",
+        "    if _options_of(current) != _options_of(wanted):\n", "    if False:\n",
+        "tests/integrations/test_register.py -k other_options",
+    ),
+    Mutation(
+        "options of a name are overwritten", "integrations/transformers.py",
+        "    if _calls_ours(current):\n        _check_same_options(name, current, function)\n"
+        "        return\n    if current is not None and not replace:\n",
+        "    if current is not None and not _calls_ours(current) and not replace:\n",
+        "tests/integrations/test_register.py -k other_options",
+    ),
+    Mutation(
+        "PEFT: a merged inner wrapper is ignored", "integrations/peft.py",
+        "any(w.merged for w in wrappers)", "self.merged",
+        "tests/integrations/test_peft.py -k merged_alone",
+    ),
+    Mutation(
+        "PEFT: a merged outer wrapper is ignored", "integrations/peft.py",
+        "any(w.merged for w in wrappers)", "any(w.merged for w in wrappers[1:])",
+        "tests/integrations/test_peft.py -k merged_alone",
+    ),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import bad_argument
 from ..extras import missing
 from .lora import LowRank
-from .transformers import ALL_EXPERTS_FUNCTIONS, _calls_ours, register
+from .transformers import ALL_EXPERTS_FUNCTIONS, _calls_ours, _options_of, register
 
 try:
     from peft import PeftModel
@@ -51,9 +51,9 @@ def use_lora_experts(model: nn.Module) -> int:
         if not _calls_ours(ALL_EXPERTS_FUNCTIONS.get(_NAME)):  # else other models may use it
             register(_NAME)
         functions = [ALL_EXPERTS_FUNCTIONS[_NAME]]
-    if any(getattr(f, "keywords", {}).get("precision") is not None for f in functions):
-        expected, remedy = "experts without precision='fp8'", "Call register() without precision."
-        raise bad_argument("model", expected, "experts in FP8", remedy)
+    if any(_options_of(f)[0] is not None for f in functions):
+        remedy = "register('another_name'), then model.set_experts_implementation('another_name')."
+        raise bad_argument("model", "experts without precision='fp8'", "experts in FP8", remedy)
     if not is_ours:
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         base.set_experts_implementation(_NAME)

@@ -44,24 +44,29 @@ def register(
     package behind that name, for this process. Models whose experts do not use transformers'
     interface, or are loaded quantized, would ignore the name: asking for it raises a ValueError
     from now on. `precision` and `memory` are those of `sonicmoe.experts`; adapters always keep Z.
+    They stay those of `name`: transformers looks a name up in every call, so other ones would
+    change models that exist already. Register another name for them.
     """
     if not isinstance(name, str) or not name:
         raise bad_argument("name", "a string that is not empty", repr(name), _KEEP)
     check_precision(precision)
     policy = memory_policy(memory)
-    current = ALL_EXPERTS_FUNCTIONS.get(name, experts_forward)
+    function: Any = experts_forward
+    if policy != KEEP or precision:
+        function = partial(experts_forward, precision=precision, memory=policy)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
-    if not _calls_ours(current) and not replace:
+    current = ALL_EXPERTS_FUNCTIONS.get(name)
+    if _calls_ours(current):
+        _check_same_options(name, current, function)
+        return
+    if current is not None and not replace:
         raise bad_argument(
             "name",
             "one that transformers does not use",
             f"{name!r}, which is {current.__module__}.{current.__qualname__}",
             f"Pass replace=True to replace it. {_KEEP}",
         )
-    function: Any = experts_forward
-    if policy != KEEP or precision:
-        function = partial(experts_forward, precision=precision, memory=policy)
     ExpertsInterface.register(name, function)
     if ALL_EXPERTS_FUNCTIONS[name] is not function:  # assigned to the instance before
         ALL_EXPERTS_FUNCTIONS[name] = function
@@ -71,6 +76,23 @@ def register(
 def _calls_ours(function: Any) -> bool:
     """Whether transformers calls `experts_forward` by it."""
     return getattr(function, "func", function) is experts_forward
+
+
+def _options_of(function: Any) -> tuple[str | None, MemoryPolicy]:
+    """`precision` and `memory` of what `register` made."""
+    options = getattr(function, "keywords", {})
+    return options.get("precision"), options.get("memory", KEEP)
+
+
+def _check_same_options(name: str, current: Any, wanted: Any) -> None:
+    if _options_of(current) != _options_of(wanted):
+        precision, memory = _options_of(current)
+        raise bad_argument(
+            "name",
+            "one that is not registered yet, for other options",
+            f"{name!r}, which models may use with precision={precision!r} and {memory}",
+            f"Register another name, for example {name + '_2'!r}, and load models with that.",
+        )
 
 
 def experts_forward(
@@ -103,7 +125,7 @@ def experts_forward(
         w1, w2 = w1.mT, w2.mT
     options: dict[str, Any] = {"activation": activation_of(module), "gate_up": gate_up_of(module)}
     if precision is not None and (lora1 is not None or lora2 is not None):
-        remedy = "Use register() without precision for models with LoRA."
+        remedy = "Register another name without precision for models with LoRA."
         raise bad_argument("precision", "None with LoRA on the experts", repr(precision), remedy)
 
     def run(x, ids, scores):
