@@ -370,7 +370,7 @@ def test_the_layer_differs_in_precision_alone():
 
 @pytest.mark.parametrize(("major", "backend"), [(8, "torch"), (9, "triton"), (10, "torch")])
 def test_kernels_are_for_hopper(major, backend, monkeypatch):
-    found = SimpleNamespace(major=major)
+    found = SimpleNamespace(major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     on_gpu: Any = SimpleNamespace(is_cuda=True, is_meta=False, device="cuda:0")
     assert fp8_backend("triton", on_gpu) == backend

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .capability import check_fp8_experts, check_z_in_fp8
 from .errors import bad_argument
 from .memory_policy import FP8_COLUMNS, KEEP, MemoryPolicy, slice_width
 from .shapes import Problem, ceil_div, max_tiles
@@ -278,7 +279,7 @@ class Power:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Data sheet of one GPU.
+    """Data sheet of one GPU; `arch`: its compute capability × 10.
 
     `half`, `single` and `fp8`: dense FLOP/s at two and four bytes per element and in e4m3, which a
     GPU with `fp8` 0 lacks. `bandwidth` (bytes/s) and `memory` (bytes) of the device. `node_link`
@@ -296,6 +297,14 @@ class Gpu:
     network_link: float = 0
     per_node: int = 8
     fp8: float = 0
+    arch: int = 0
+
+    def check(self, memory: MemoryPolicy, precision: str | None) -> None:
+        """ValueError if a layer with these options cannot run on it."""
+        if precision is not None:
+            check_fp8_experts(self.arch)
+        if memory.z == "fp8":
+            check_z_in_fp8(self.arch)
 
     def limits(self, stage: Stage, itemsize: int = 2) -> dict[str, float]:
         """Roofline time of a stage in seconds, by each limit of the GPU."""
@@ -331,28 +340,28 @@ class Gpu:
 GPUS = {
     "a100": Gpu(
         "A100", 312e12, 19.5e12, 2.039e12, "data sheet, SXM 80 GB",
-        memory=80e9, node_link=300e9, network_link=25e9,
+        memory=80e9, node_link=300e9, network_link=25e9, arch=80,
     ),
     "h100": Gpu(
         "H100", 989e12, 67e12, 3.35e12, "data sheet, SXM",
-        memory=80e9, node_link=450e9, network_link=50e9, fp8=1979e12,
+        memory=80e9, node_link=450e9, network_link=50e9, fp8=1979e12, arch=90,
     ),
     "h200": Gpu(
         "H200", 989e12, 67e12, 4.8e12, "data sheet",
-        memory=141e9, node_link=450e9, network_link=50e9, fp8=1979e12,
+        memory=141e9, node_link=450e9, network_link=50e9, fp8=1979e12, arch=90,
     ),
     "h200-measured": Gpu(
         "H200", 790e12, 67e12, 4.3e12, "measured: GEMMs, device copy, energy; 700 W",
         Power(700, flop=0.955e-12, byte_read=42e-12, byte_written=135e-12),
-        memory=141e9, node_link=450e9, network_link=50e9, fp8=1290e12,
+        memory=141e9, node_link=450e9, network_link=50e9, fp8=1290e12, arch=90,
     ),
     "b200": Gpu(
         "B200", 2250e12, 80e12, 8.0e12, "architecture brief",
-        memory=180e9, node_link=900e9, network_link=50e9, fp8=4500e12,
+        memory=180e9, node_link=900e9, network_link=50e9, fp8=4500e12, arch=100,
     ),
     "gb200": Gpu(
         "GB200", 2500e12, 80e12, 8.0e12, "data sheet",
-        memory=186e9, node_link=900e9, network_link=50e9, per_node=72, fp8=5000e12,
+        memory=186e9, node_link=900e9, network_link=50e9, per_node=72, fp8=5000e12, arch=100,
     ),
 }  # fmt: skip
 

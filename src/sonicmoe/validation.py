@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from .capability import runs_fp8_experts
 from .enums import ActivationType
 from .errors import bad_argument
 from .shapes import check_size
@@ -63,8 +64,8 @@ def check_precision(precision: str | None) -> None:
 def fp8_backend(backend: str, x: torch.Tensor) -> str:
     """The backend of the experts in FP8: their kernels are for Hopper."""
     if backend == "triton" and x.is_cuda and torch.version.hip is None:
-        properties = torch.cuda.get_device_properties(x.device)
-        return "triton" if properties.major == 9 else "torch"
+        gpu = torch.cuda.get_device_properties(x.device)
+        return "triton" if runs_fp8_experts(10 * gpu.major + gpu.minor) else "torch"
     return backend if x.is_meta else "torch"
 
 

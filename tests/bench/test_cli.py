@@ -130,13 +130,30 @@ def test_cost_of_fp8(precision, capsys):
 @pytest.mark.parametrize(
     "arguments, complaint",
     [
-        (["--gpu", "a100"], "gpu: expected one with FP8 (h100"),
+        (["--gpu", "a100"], "precision: expected None on a GPU other than Hopper"),
+        (["--gpu", "b200"], "precision: expected None on a GPU other than Hopper"),
         (["--dtype", "float32"], "--dtype: expected bfloat16 with --precision fp8, got float32"),
+        (["--shape", "64,24,16,4,2"], "64,24,16,4,2: hidden_size: expected a multiple of 16"),
+        (["--shape", "64,16,24,4,2"], "intermediate_size: expected a multiple of 16"),
+        (["--shape", "64,16,16,4,2", "--bias"], "add_bias: expected False with precision='fp8'"),
+        (["--suite", "models"], "gpt-oss-20b: add_bias: expected False with precision='fp8'"),
     ],
 )
 def test_cost_says_what_fp8_needs(arguments, complaint, capsys):
     assert main(["cost", "--case", "olmoe", "--precision", "fp8", *arguments]) == 2
-    assert complaint in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert complaint in captured.err and not captured.out
+
+
+def test_cost_refuses_what_the_layer_refuses(capsys):
+    for arguments, complaint in (
+        (["--shape", "64,16,16,40000,2"], "expected at most 32767 experts, got 40000"),
+        (["--shape", "64,16,16,32767,2", "--memory", "fp8", "--gpu", "a100"], "without e4m3"),
+    ):
+        assert main(["cost", *arguments]) == 2
+        assert complaint in capsys.readouterr().err
+    assert main(["cost", "--shape", "64,24,24,32767,2", "--bias", "--gpu", "b200"]) == 0
+    assert main(["cost", "--case", "olmoe", "--memory", "fp8", "--gpu", "b200"]) == 0
 
 
 def test_cost_knows_the_tiles_of_each_dtype(capsys):

@@ -30,4 +30,9 @@ MUTATIONS = [
         "any(w.merged for w in wrappers)", "any(w.merged for w in wrappers[1:])",
         "tests/integrations/test_peft.py -k merged_alone",
     ),
+    Mutation(
+        "converted sigmoid routers choose by logits in bf16", "integrations/convert.py",
+        "f.selection_bias is not None,\n", "False,\n",
+        "tests/integrations/test_convert.py -k logits_in_fp32",
+    ),
 ]  # fmt: skip

@@ -29,4 +29,43 @@ MUTATIONS = [
         "                aux_loss = self._aux_loss(logits, r, p.counts, name)\n",
         "tests/integrations/test_checkpointing.py",
     ),
+    Mutation(
+        'memory="fp8" below compute capability 8.9', "capability.py",
+        "    if arch < 89:\n", "    if arch < 86:\n", "tests/tuning/test_select.py -k e4m3",
+    ),
+    Mutation(
+        'memory="fp8" on any GPU', "tuning/select.py",
+        "    check_z_in_fp8(target.arch)\n", "    pass\n", "tests/tuning/test_select.py -k e4m3",
+    ),
+    Mutation(
+        "costs of FP8 on other GPUs than Hopper", "cost.py",
+        "            check_fp8_experts(self.arch)\n", "            pass\n",
+        "tests/bench/test_cli.py -k cost",
+    ),
+    Mutation(
+        "costs of layers that are refused", "bench/cost_report.py",
+        "        MoE(p.E, ", "        (lambda *_, **__: None)(p.E, ",
+        "tests/bench/test_cli.py -k cost",
+    ),
+    Mutation(
+        "cost: rows of dX are read once, whatever the slices", "cost.py",
+        'slices * q["z"] + q["w1"]', 'q["z"] + q["w1"]', "tests/test_memory_policies.py -k stages",
+    ),
+    Mutation(
+        "cost: slices of dX share one reading of the map", "cost.py",
+        's["y"] + slices * s["index"], s["x"])', 's["y"] + s["index"], s["x"])',
+        "tests/test_memory_policies.py -k stages",
+    ),
+    Mutation(
+        "cost: slices of Y share one reading of scores and map", "cost.py",
+        's["y"] + slices * (s["scores"] + s["index"])', 's["y"] + (s["scores"] + s["index"])',
+        "tests/test_memory_policies.py -k stages",
+    ),
+    Mutation(
+        "cost: all of dX's rows exist at once", "cost.py",
+        "second = total + recomputed + rows_i, later + tokens_h + max(rows_h, dw1)",
+        "second = total + recomputed + rows_i, later + tokens_h + "
+        "max(p.R * p.H * itemsize, dw1)",
+        "tests/test_memory_policies.py -k peak",
+    ),
 ]  # fmt: skip

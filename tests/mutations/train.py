@@ -114,4 +114,65 @@ MUTATIONS = [
         "a gzip file may unpack to any size", "train/text.py",
         "if is_gzip and size > LARGEST_UNPACKED:", "if False:", f"{_DATA} -k bomb",
     ),
+    Mutation(
+        "micro-batch losses are summed", "train/loop.py",
+        "((loss + aux_loss) / len(pieces)).backward()", "(loss + aux_loss).backward()",
+        "tests/train/test_step.py -k mean_over_micro_batches",
+    ),
+    Mutation(
+        "the auxiliary loss is not trained", "train/loop.py",
+        "((loss + aux_loss) / len(pieces)).backward()", "(loss / len(pieces)).backward()",
+        "tests/train/test_step.py -k mean_over_micro_batches",
+    ),
+    Mutation(
+        "every epoch has the same order", "train/batches.py",
+        "seed * 1_000_003 + epoch", "seed * 1_000_003",
+        "tests/train/test_data.py -k order_of_its_own",
+    ),
+    Mutation(
+        "later checkpoints count as kept", "train/checkpoint.py",
+        "        elif step <= newest and _is_sound(path):\n", "        elif _is_sound(path):\n",
+        "tests/train/test_damage.py -k later_checkpoints",
+    ),
+    Mutation(
+        "top-p drops the token that crosses it", "train/generate.py",
+        "probability.cumsum(-1) - probability > top_p", "probability.cumsum(-1) > top_p",
+        "tests/train/test_after.py -k top_p",
+    ),
+    Mutation(
+        "top-p keeps the likeliest and drops the token that crosses it", "train/generate.py",
+        "probability[probability.cumsum(-1) - probability > top_p] = 0",
+        "probability[1:][probability.cumsum(-1)[1:] > top_p] = 0",
+        "tests/train/test_after.py -k top_p",
+    ),
+    Mutation(
+        "generation reads one token past the context", "train/generate.py",
+        "if filled + len(unread) > model.config.context:",
+        "if filled + len(unread) > model.config.context + 1:",
+        "tests/train/test_after.py -k no_more_than_the_context",
+    ),
+    Mutation(
+        "a long prompt is read past the context", "train/generate.py",
+        "ids[-model.config.context :]", "ids[-model.config.context - 1 :]",
+        "tests/train/test_after.py -k no_more_than_the_context",
+    ),
+    Mutation(
+        "a temperature may be infinite", "train/generate.py",
+        "if not 0 <= temperature < math.inf:", "if not 0 <= temperature:",
+        "tests/train/test_after.py -k generate_continues",
+    ),
+    Mutation(
+        "a temperature may be NaN", "train/generate.py",
+        "if not 0 <= temperature < math.inf:", "if temperature < 0 or temperature == math.inf:",
+        "tests/train/test_after.py -k generate_continues",
+    ),
+    Mutation(
+        "a plan for layers that are refused", "train/plan.py",
+        "    check_layer(config)\n", "", "tests/train/test_after.py -k layer_refuses",
+    ),
+    Mutation(
+        "a plan for GPUs without the kernels", "train/plan.py",
+        "    device.check(memory_policy(config.memory)", "    (memory_policy(config.memory)",
+        "tests/train/test_after.py -k layer_refuses",
+    ),
 ]  # fmt: skip

@@ -27,14 +27,39 @@ def test_generate_continues_the_prompt(trained, capsys):
     assert capsys.readouterr().out == first  # the same seed
     main([*arguments, "--seed", "1"])
     assert capsys.readouterr().out != first
-    assert main([*arguments, "--top-p", "0"]) == 2
-    assert "top_p" in capsys.readouterr().err
+    for flag, value in (
+        ("top-p", "0"), ("top-p", "nan"), ("top-p", "1.5"), ("temperature", "nan"),
+        ("temperature", "inf"), ("temperature", "-1"), ("tokens", "0"), ("seed", str(2**80)),
+    ):  # fmt: skip
+        assert main([*arguments, f"--{flag}", value]) == 2
+        assert f"generate: {flag.replace('-', '_')}: expected" in capsys.readouterr().err
 
 
 def test_generation_goes_on_past_the_context():
     model = Decoder(ModelConfig(num_layers=1, context=16)).eval()
     ids = generate.continue_ids(model, [1, 2, 3], 40, temperature=0, top_p=1.0, seed=0)
     assert len(ids) == 43
+
+
+@pytest.mark.parametrize("prompt", [3, 16, 20])
+def test_generation_reads_no_more_than_the_context(prompt):
+    model, seen = Decoder(ModelConfig(num_layers=1, context=16)).eval(), []
+
+    def note(module, args, kwargs):
+        (past,) = kwargs["cache"]
+        seen.append(args[0].shape[1] + (0 if past is None else past[0].shape[2]))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    generate.continue_ids(model, [1] * prompt, 40, temperature=0, top_p=1.0, seed=0)
+    assert len(seen) == 40 and seen[0] == min(prompt, 16)
+    assert max(seen) == 16 and min(seen[20:]) == 8
+
+
+def test_top_p_keeps_the_token_that_crosses_it():
+    logits, random = torch.tensor([0.2, 0.5, 0.3]).log(), torch.Generator().manual_seed(0)
+    for top_p, expected in ((0.4, {1}), (0.6, {1, 2}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2})):
+        drawn = {generate._draw(logits, 1.0, top_p, random) for _ in range(60)}
+        assert drawn == expected, top_p
 
 
 @pytest.mark.parametrize("router", ["softmax_over_topk", "topk_over_softmax"])
@@ -106,6 +131,26 @@ def test_plan_prints_its_assumptions_and_the_paper(capsys):
         assert word in out
     assert main(["plan", "--set", "precision=fp8"]) == 0
     assert "times are of bf16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--set num_experts=40000", "num_experts: expected at most 32767 experts"),
+        ("--set num_experts=100 --expert-parallel 8", "a divisor of num_experts = 100, got 8"),
+        ("--gpu a100 --set precision=fp8", "precision: expected None on a GPU other than Hopper"),
+        ("--gpu b200 --set precision=fp8", "precision: expected None on a GPU other than Hopper"),
+        ("--gpu a100 --set memory=fp8", "memory: expected 'keep' or 'recompute' on a GPU without"),
+        ("--set precision=fp8 --set hidden_size=1544", "hidden_size: expected a multiple of 16"),
+        ("--shard 0", "shard: expected at least 1"),
+        ("--set expert_parallel=3", "expert_parallel: expected a divisor of shard"),
+        ("--moe-efficiency nan", "--moe-efficiency: expected between 0 and 1"),
+    ],
+)
+def test_plan_refuses_what_the_layer_refuses(arguments, complaint, capsys):
+    assert main(["plan", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert complaint in captured.err and not captured.out
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200"

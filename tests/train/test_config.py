@@ -34,6 +34,8 @@ from sonicmoe.train.run import configure
         ({"data_megabytes": -1}, ["data_megabytes", "above 0", "-1"]),
         ({"loss_chunk": -5}, ["loss_chunk", "0 or more", "-5"]),
         ({"rope_theta": 0}, ["rope_theta", "above 0"]),
+        ({"target_loss": "nan"}, ["target_loss", "finite", "nan"]),
+        ({"seed": 2**43}, ["seed", "43 bits"]),
         ({"init_std": -1}, ["init_std", "0 or more", "-1"]),
     ],
 )

@@ -126,6 +126,16 @@ def test_checkpoints_that_the_run_continued_before_do_not_count(two):
     assert checkpoint.load_latest(two, lambda _: None)["step"] == 2
 
 
+def test_later_checkpoints_that_cannot_be_loaded_do_not_count(two):
+    """Their checksums are right, but they hold Python objects: the run continued after step 2."""
+    for step in (8, 9):
+        checkpoint.save(two, step, {"step": step, "path": two}, keep=4)
+    assert checkpoint.load_latest(two, lambda _: None)["step"] == 2
+    checkpoint.save(two, 3, {"step": 3}, keep=2)
+    assert checkpoint.steps(two) == [2, 3, 8, 9]
+    assert checkpoint.load_latest(two, lambda _: None)["step"] == 3
+
+
 def test_pruning_reads_no_checkpoint_again_that_this_process_wrote(two, monkeypatch):
     read = []
     describe = checkpoint._describe

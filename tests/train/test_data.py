@@ -390,6 +390,13 @@ def test_an_epoch_visits_every_window_once():
     assert sorted(starts.tolist()) == list(range(0, 96, 8))
 
 
+def test_every_epoch_has_an_order_of_its_own():
+    tokens = torch.arange(8 * 12 + 1, dtype=torch.int32)
+    batches = Batches(tokens, context=8, batch=12, seed=0)
+    orders = {tuple(batches.step(epoch)[0][:, 0].tolist()) for epoch in range(5)}
+    assert len(orders) == 5
+
+
 def test_validation_windows_are_spread_over_the_whole_text():
     batches = Batches(torch.arange(8 * 12 + 1, dtype=torch.int32), context=8, batch=4, seed=0)
     starts = torch.cat([x[:, 0] for x, _ in batches.spread(4, at_once=3)])

@@ -39,6 +39,26 @@ def test_validation_is_that_of_the_model_in_eval_mode(tiny, cache, tmp_path):
     assert numbers["validation_loss"] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_the_gradient_is_the_mean_over_micro_batches(micro_batch, tiny, cache, tmp_path):
+    """Of the loss and the auxiliary loss, which is what trains the routers' balance."""
+    changes = {"steps": 1, "warmup_steps": 0, "gradient_clip": "inf", "aux_loss_coef": 0.5}
+    config = tiny.override({**changes, "batch": 4, "micro_batch": micro_batch})
+    run.train(config, tmp_path / "run", cache, picture=False)
+    moments = checkpoint.load_latest(tmp_path / "run" / "checkpoints")["optimizer"]["state"]
+
+    torch.manual_seed(config.seed)
+    model = Decoder(config.model)
+    tokens = corpus.prepare(config, cache, lambda _: None).tokens("train")
+    x, y = Batches(tokens, config.model.context, config.batch, config.seed).step(0)
+    pieces = list(zip(x.split(micro_batch), y.split(micro_batch), strict=True))
+    torch.stack([sum(model(*piece)) for piece in pieces]).mean().backward()
+    for name, p in model.named_parameters():
+        # After one step the first moment is (1 − beta1) times the gradient.
+        found, scale = moments[name]["exp_avg"] / (1 - config.beta1), p.grad.abs().max().item()
+        torch.testing.assert_close(found, p.grad, rtol=1e-4, atol=1e-5 * scale, msg=name)
+
+
 def test_the_optimizer_sees_clipped_gradients(tiny, cache, tmp_path):
     limit = 0.125
     config = tiny.override({"steps": 1, "warmup_steps": 0, "gradient_clip": limit})

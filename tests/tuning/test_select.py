@@ -5,6 +5,7 @@ import torch
 
 from sonicmoe.launch import grouped_gemm
 from sonicmoe.tuning import Target, is_valid, row_config, weight_config
+from sonicmoe.tuning.select import fp8_row_config
 
 H200 = Target(90, 132)
 
@@ -54,6 +55,21 @@ def test_other_devices_copy_in_boxes_where_they_can(target, tma):
         assert (config.tma, config.hopper) == (tma, False) and is_valid(config, 2, target, kernel)
     config = weight_config(2, 2048, 1024, True, False, target)
     assert (config.tma, config.hopper) == (tma, False) and is_valid(config, 2, target)
+
+
+@pytest.mark.parametrize(
+    ("arch", "fits"), [(80, False), (86, False), (89, True), (90, True), (100, True), (120, True)]
+)
+def test_z_in_e4m3_needs_a_gpu_that_has_it(arch, fits):
+    target = Target(arch, 100)
+    for kernel, itemsize in (("up", 2), ("dz", 2), ("up", 4), ("dz", 4)):
+        config = row_config(kernel, itemsize, 2048, 1024, True, target)
+        given = (config, kernel, 2048, 1024, "interleaved", target)
+        if fits:
+            fp8_row_config(*given)
+            continue
+        with pytest.raises(ValueError, match=rf"got 'fp8' on compute capability {arch / 10}"):
+            fp8_row_config(*given)
 
 
 @pytest.mark.parametrize(

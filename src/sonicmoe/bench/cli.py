@@ -315,8 +315,8 @@ def run_cost(args: argparse.Namespace) -> int:
         expected = f"bfloat16 with --precision {args.precision}"
         raise bad_argument("--dtype", expected, args.dtype, "Leave one of the two out.")
     policy = memory_policy(MemoryPolicy(args.memory, args.slices))
-    for case in selected_cases(args):
-        print(cost_report(case, gpu, itemsize, m, policy, args.precision))
+    cases = selected_cases(args)
+    print(*(cost_report(c, gpu, itemsize, m, policy, args.precision) for c in cases), sep="\n")
     return 0
 
 

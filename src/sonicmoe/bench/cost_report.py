@@ -1,8 +1,11 @@
 """The cost model of a case as text: FLOPs, memory, and the roofline time of every step."""
 
+from typing import Any
+
 from .. import cost
 from ..cost import Gpu, Stage
 from ..memory_policy import KEEP, MemoryPolicy
+from ..moe import MoE
 from .cases import Case
 from .tables import table
 
@@ -17,7 +20,9 @@ def cost_report(
     policy: MemoryPolicy = KEEP,
     precision: str | None = None,
 ) -> str:
+    """ValueError if the layer refuses the case or cannot run it on this GPU."""
     p = case.problem
+    _check(case, gpu, policy, precision)
     kept = cost.kept_bytes(p, itemsize, tile_m, case.router, policy, precision)
     peak = cost.peak_bytes(p, itemsize, tile_m, case.router, policy, precision)
     forward = cost.forward_stages(p, itemsize, memory=policy, precision=precision)
@@ -53,6 +58,17 @@ def cost_report(
             rates,
         ]
     )
+
+
+def _check(case: Case, gpu: Gpu, policy: MemoryPolicy, precision: str | None) -> None:
+    """By the rules of the layer itself: on the meta device it takes no memory."""
+    p = case.problem
+    options: dict[str, Any] = {"router": case.router, "precision": precision, "memory": policy}
+    try:
+        gpu.check(policy, precision)
+        MoE(p.E, p.K, p.H, p.I, case.activation, case.bias, **options, device="meta")
+    except ValueError as error:
+        raise ValueError(f"{case.name}: {error}") from None
 
 
 def _rows(name: str, stages: list[Stage], gpu: Gpu, itemsize: int) -> list[list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import bad_argument
 from ..memory_policy import memory_policy
+from ..validation import FP8_ALIGNMENT
 
 PRECISIONS = {
     "fp32": "everything in float32",
@@ -127,13 +128,16 @@ class TrainConfig:
                 raise bad_argument(name, "below 1", getattr(self, name), "Try 0.9.")
         if not self.gradient_clip > 0:
             raise bad_argument("gradient_clip", "> 0", self.gradient_clip, "inf clips nothing.")
+        check_seed(self.seed)
+        if self.target_loss is not None:
+            _not_negative("target_loss", self.target_loss)
         _multiple("batch", self.batch, self.micro_batch, "micro_batch")
         if self.precision not in PRECISIONS:
             remedy = "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
             raise bad_argument("precision", " or ".join(PRECISIONS), self.precision, f"{remedy}.")
         if self.precision == "fp8":
             for name in ("hidden_size", "intermediate_size"):
-                _multiple(name, getattr(self.model, name), 16)
+                _multiple(name, getattr(self.model, name), FP8_ALIGNMENT)
         memory_policy(self.memory)
         if self.warmup_steps < 0 or self.warmup_steps >= self.steps:
             below, remedy = f"from 0 to below steps ({self.steps})", "Use a few percent of them."
@@ -236,6 +240,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     for key, value in document.items():
         flat.update(value if isinstance(value, dict) else {key: value})
     return flat
+
+
+def check_seed(seed: int) -> None:
+    """Of weights, batches and generated text: batches make a 64-bit seed of it for every epoch."""
+    if not -(2**43) < seed < 2**43:
+        raise bad_argument("seed", "an integer of at most 43 bits", seed, "Choose a smaller one.")
 
 
 def _positive(name: str, value: int) -> None:

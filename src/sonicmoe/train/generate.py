@@ -1,5 +1,6 @@
 """Continue a text with a trained model."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from ..errors import bad_argument
 from ..extras import need
 from . import checkpoint, parallel
-from .config import ModelConfig
+from .config import ModelConfig, check_seed
 from .corpus import END_OF_TEXT
 from .model import Decoder
 from .run import load_config
@@ -50,6 +51,7 @@ def from_run(
 ) -> str:
     """The prompt and its continuation, as text."""
     _check(tokens, temperature, top_p)
+    check_seed(seed)
     load_config(folder)
     tokenizer, end = load_tokenizer(folder)
     model = load_model(folder, parallel.start(device).device)
@@ -107,7 +109,8 @@ def _fresh(config: ModelConfig) -> list:
 def _check(tokens: int, temperature: float, top_p: float) -> None:
     if tokens < 1:
         raise bad_argument("tokens", "at least 1", tokens, "Ask for more.")
-    if temperature < 0:
-        raise bad_argument("temperature", "0 or more", temperature, "0 takes the likeliest token.")
+    if not 0 <= temperature < math.inf:
+        expected, remedy = "a finite number, 0 or more", "0 takes the likeliest token."
+        raise bad_argument("temperature", expected, temperature, remedy)
     if not 0 < top_p <= 1:
         raise bad_argument("top_p", "more than 0, at most 1", top_p, "1 draws from everything.")

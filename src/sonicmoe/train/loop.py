@@ -22,7 +22,7 @@ from .backends import check_backend
 from .batches import Batches
 from .config import TrainConfig
 from .corpus import Corpus
-from .model import Decoder, check_router
+from .model import Decoder, check_layer
 from .presets import PRESETS
 from .progress import Plain, human_bytes
 from .runlog import RunLog
@@ -318,7 +318,7 @@ def _what_builds_code(config: TrainConfig, device: torch.device) -> str:
 def check(config: TrainConfig, world: parallel.World) -> None:
     """Refuse what these ranks cannot train: the backend, the router, the batch, the memory."""
     check_backend(config.backend, config)
-    check_router(config.model)
+    check_layer(config)
     parallel.check_expert_parallel(config, world)
     _check_batch(config, world)
     _check_memory(config, world)

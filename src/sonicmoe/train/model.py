@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..enums import ActivationType
 from ..moe import MoE
-from ..routing import Router, TokenRounding, make_router
+from ..routing import Router, TokenRounding
 from .backends import run_layer
-from .config import ModelConfig
+from .config import ModelConfig, TrainConfig
 
 Cache = list[tuple[torch.Tensor, torch.Tensor] | None]  # keys and values of each layer
 
@@ -82,9 +82,19 @@ def _router(c: ModelConfig) -> str | Router:
     )
 
 
-def check_router(c: ModelConfig) -> None:
-    """ValueError if there is no such router for these sizes."""
-    make_router(_router(c), c.num_experts, c.experts_per_token)
+def _layer(c: ModelConfig, memory: str, fp8: bool, device: str | None = None) -> MoE:
+    sizes = (c.num_experts, c.experts_per_token, c.hidden_size, c.intermediate_size)
+    options: dict[str, Any] = {"router": _router(c), "gate_up": "concatenated", "memory": memory}
+    options |= {"aux_loss_coef": c.aux_loss_coef, "z_loss_coef": c.z_loss_coef, "device": device}
+    if fp8:
+        options |= {"precision": "fp8", "cache_fp8_weights": True}
+    return MoE(*sizes, ActivationType.SWIGLU, False, c.init_std, **options)
+
+
+def check_layer(config: TrainConfig) -> None:
+    """ValueError if `MoE` refuses the sizes, the router or FP8; on the meta device it takes no
+    memory."""
+    _layer(config.model, config.memory, config.precision == "fp8", device="meta")
 
 
 class Block(nn.Module):
@@ -104,13 +114,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.attention = Attention(c)
         self.moe_norm = RMSNorm(c.hidden_size, c.norm_eps)
-        sizes = (c.num_experts, c.experts_per_token, c.hidden_size, c.intermediate_size)
-        options: dict[str, Any] = {"router": _router(c), "gate_up": "concatenated"}
-        options |= {"aux_loss_coef": c.aux_loss_coef, "z_loss_coef": c.z_loss_coef}
-        options["memory"] = memory
-        if fp8:
-            options |= {"precision": "fp8", "cache_fp8_weights": True}
-        self.moe = MoE(*sizes, ActivationType.SWIGLU, False, c.init_std, **options)
+        self.moe = _layer(c, memory, fp8)
 
     def forward(self, x, cos, sin, past=None, keep=False):
         if self.recompute and self.training and not keep:

@@ -170,6 +170,13 @@ def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
         model.set_requires_gradient_sync(wanted)
 
 
+def check_shares(num_experts: int, ranks: int) -> None:
+    if num_experts % ranks:
+        divisor = f"a divisor of num_experts = {num_experts}"
+        remedy = "Every rank holds the same number of experts."
+        raise bad_argument("expert_parallel", divisor, ranks, remedy)
+
+
 def check_expert_parallel(config: TrainConfig, world: World) -> None:
     ranks = config.expert_parallel
     if ranks == 1:
@@ -178,10 +185,7 @@ def check_expert_parallel(config: TrainConfig, world: World) -> None:
         remedy = f"Start with torchrun --nproc-per-node {ranks} -m sonicmoe train …"
         processes = f"a divisor of the {world.size} process(es)"
         raise bad_argument("expert_parallel", processes, ranks, remedy)
-    if config.model.num_experts % ranks:
-        divisor = f"a divisor of num_experts = {config.model.num_experts}"
-        remedy = "Every rank holds the same number of experts."
-        raise bad_argument("expert_parallel", divisor, ranks, remedy)
+    check_shares(config.model.num_experts, ranks)
     if config.backend not in LAYER_BACKENDS:
         ours = f"{', '.join(LAYER_BACKENDS)} with expert_parallel"
         raise bad_argument("backend", ours, repr(config.backend), "Peers are compared without it.")

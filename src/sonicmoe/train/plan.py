@@ -12,11 +12,13 @@ from typing import Any
 
 from ..bench.tables import table
 from ..errors import bad_argument
+from ..memory_policy import memory_policy
 from . import accounting
 from .backends import LAYER_BACKENDS
 from .config import PRECISIONS, ModelConfig, TrainConfig, parse_assignments
 from .hardware import GPUS, Gpu, gpu
-from .model import check_router
+from .model import check_layer
+from .parallel import check_shares
 from .presets import PRESETS, preset
 from .progress import count as counted
 from .progress import human, human_bytes
@@ -351,7 +353,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared = "GPUs that share a copy of the weights; default: all"
     parser.add_argument("--shard", type=int, help=shared)
     experts = "GPUs that share the experts"
-    parser.add_argument("--expert-parallel", type=int, default=1, help=experts)
+    parser.add_argument("--expert-parallel", type=int, help=f"{experts}; default: 1")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
     share = "measured share of peak of the grouped products"
     parser.add_argument("--moe-efficiency", type=float, metavar="SHARE", help=share)
@@ -370,8 +372,13 @@ def from_arguments(args: Any) -> str:
     if config.backend not in LAYER_BACKENDS:
         ours, remedy = f"one of {', '.join(LAYER_BACKENDS)}", "The plan is that of our layer."
         raise bad_argument("backend", ours, repr(config.backend), remedy)
-    check_router(config.model)
-    layout = Layout(args.gpus, args.shard or args.gpus, args.expert_parallel, args.accumulate)
+    check_layer(config)
+    device = gpu(args.gpu)
+    device.check(memory_policy(config.memory), "fp8" if config.precision == "fp8" else None)
+    shard = args.gpus if args.shard is None else args.shard
+    ranks = config.expert_parallel if args.expert_parallel is None else args.expert_parallel
+    layout = Layout(args.gpus, shard, ranks, args.accumulate)
+    check_shares(config.model.num_experts, ranks)
     eff = Efficiency()
     if args.moe_efficiency is not None:
         if not 0 < args.moe_efficiency <= 1:
@@ -379,4 +386,4 @@ def from_arguments(args: Any) -> str:
                 "--moe-efficiency", "between 0 and 1", args.moe_efficiency, "0.6 is 60% of peak."
             )
         eff = replace(eff, grouped=args.moe_efficiency)
-    return report(config, gpu(args.gpu), layout, eff)
+    return report(config, device, layout, eff)

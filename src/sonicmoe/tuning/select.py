@@ -7,7 +7,7 @@ in docs/log/. Nothing depends on the number of tokens, so a new T compiles nothi
 from dataclasses import replace
 from functools import cache
 
-from ..errors import bad_argument
+from ..capability import check_z_in_fp8
 from ..memory_policy import FP8_COLUMNS
 from ..shapes import ceil_div
 from .config import RowConfig, Target, WeightConfig
@@ -56,13 +56,7 @@ def fp8_row_config(
     config: RowConfig, kernel: str, hidden: int, inner: int, gate_up: str | None, target: Target
 ) -> RowConfig:
     """`config` for Z in e4m3: whole blocks in a tile of `up`, one block for a slice of `dz`."""
-    if target.arch < 89:
-        raise bad_argument(
-            "memory",
-            "'keep' or 'recompute' on a GPU without e4m3",
-            f"'fp8' on compute capability {target.arch / 10}",
-            "'recompute' keeps less than 'fp8'.",
-        )
+    check_z_in_fp8(target.arch)
     # TMA takes rows of 16 bytes alone; biases of a ragged N spill registers in a plain `up`.
     ragged = gate_up != "interleaved" and inner % (16 if gate_up else 64)
     narrow = kernel == "up" and config.block_n < 256  # the Hopper kernel stores half tiles
