@@ -11,14 +11,14 @@ MUTATIONS = [
     Mutation(
         "other options of a registered name are ignored", "integrations/transformers.py",
         "    if _options_of(current) != _options_of(wanted):\n", "    if False:\n",
-        "tests/integrations/test_register.py -k other_options",
+        "tests/integrations/test_transformers_register.py -k other_options",
     ),
     Mutation(
         "options of a name are overwritten", "integrations/transformers.py",
         "    if _calls_ours(current):\n        _check_same_options(name, current, function)\n"
         "        return\n    if current is not None and not replace:\n",
         "    if current is not None and not _calls_ours(current) and not replace:\n",
-        "tests/integrations/test_register.py -k other_options",
+        "tests/integrations/test_transformers_register.py -k other_options",
     ),
     Mutation(
         "PEFT: a merged inner wrapper is ignored", "integrations/peft.py",
