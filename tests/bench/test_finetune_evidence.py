@@ -213,6 +213,18 @@ def test_a_source_that_fails_is_named(tmp_path):
     assert (record["experiment"], record["run"]) == (finetune.ERRORS, "old")
 
 
+def test_errors_that_cannot_be_measured_are_named(monkeypatch):
+    def errors(layers, variant, device):
+        if variant == "fp8":
+            raise RuntimeError("no kernel")
+        return {"variant": variant, "together": {}}
+
+    monkeypatch.setattr(layer_errors, "errors", errors)
+    failed, found = finetune.measure_here([], ["fp8", "autocast"], "cpu")
+    assert failed["failed"] == "fp8: RuntimeError: no kernel"
+    assert found["finished"] and found["variant"] == "autocast"
+
+
 @pytest.mark.parametrize(
     "variant, known",
     [("autocast", "autocast"), ("bf16", "autocast"), ("fp8", "fp8"),
