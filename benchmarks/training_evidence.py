@@ -1,4 +1,4 @@
-"""Trains models to answer four questions, and keeps the tables, the pictures and every curve.
+"""Trains models to answer five questions, and keeps the tables, the pictures and every curve.
 
 python benchmarks/training_evidence.py --parts rounding --seconds-per-run 12
 """
@@ -10,14 +10,15 @@ import sys
 from pathlib import Path
 
 import torch
-from research import training, training_report
+from research import finetune, training, training_report
 
 from sonicmoe.bench.results import RESULTS, device_name, provenance, slug
 from sonicmoe.train.compare import names
 from sonicmoe.train.config import parse_assignments
 from sonicmoe.train.run import default_cache
 
-PARTS = "rounding,throughput,agreement,precision"
+PARTS = "rounding,throughput,agreement,precision"  # by default
+ALL_PARTS = f"{PARTS},finetune"
 # Not part of the command that is kept: they do not change what is measured.
 PRIVATE = {
     "output": "folder of what is kept (default: benchmarks/results/<device>/training)",
@@ -32,7 +33,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__.splitlines()[0], epilog=training.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--parts", default=PARTS, help=f"some of {PARTS}")
+    parser.add_argument("--parts", default=PARTS, help=f"some of {ALL_PARTS}; default: {PARTS}")
     parser.add_argument("--rows-per-expert", default="512,256,128", help="T·K/E, with commas")
     parser.add_argument(
         "--routers", default=",".join(training.ROUTERS), help="held against the first of them"
@@ -56,8 +57,9 @@ def parse_args() -> argparse.Namespace:
         "--jobs",
         type=int,
         default=1,
-        help="runs of `rounding` and `precision` side by side on the one device",
+        help="runs of `rounding`, `precision` and `finetune` side by side on the one device",
     )
+    _finetune_arguments(parser)
     parser.add_argument(
         "--backends", default="sonicmoe,grouped_mm,scattermoe", help="of throughput"
     )
@@ -83,6 +85,27 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
+    plan = finetune.Plan(())
+    group = parser.add_argument_group("finetune", "compares --precisions with the first of them")
+    group.add_argument(
+        "--finetune-data", default="local", metavar="PATHS",
+        help="other text than --set data=…, with commas; default: the source on this machine",
+    )  # fmt: skip
+    for name, what in (("base", "of the model"), ("recover", "after the outliers"), ("tune", "")):
+        steps = getattr(plan, f"{name}_steps")
+        help_text = f"{what} (default: {steps})".strip()
+        group.add_argument(f"--{name}-steps", type=int, default=steps, help=help_text)
+    group.add_argument(
+        "--outlier-factor", type=float, default=plan.factor,
+        help="of a row of W1 and one of W2 in every expert; default: %(default)s",
+    )  # fmt: skip
+    group.add_argument(
+        "--errors-of", action="append", default=[], metavar="LABEL=SRC",
+        help="measure the layers' errors with another checkout too; repeatable",
+    )  # fmt: skip
+
+
 def main() -> int:
     args = parse_args()
     if args.redraw:
@@ -99,8 +122,8 @@ def main() -> int:
         changes["compile"] = str(args.compile)
     base, large = (c.override(changes) for c in (training.BASE, training.THROUGHPUT))
     parts = names("--parts", args.parts)
-    if set(parts) - set(training_report.TABLES):
-        sys.exit(f"--parts: expected some of {PARTS}, got {args.parts!r}.")
+    if set(parts) - set(ALL_PARTS.split(",")):
+        sys.exit(f"--parts: expected some of {ALL_PARTS}, got {args.parts!r}.")
 
     jobs = []
     if "agreement" in parts:
@@ -121,6 +144,19 @@ def main() -> int:
                 variants=names("--precisions", args.precisions),
                 seeds=names("--seeds", args.seeds),
                 lengths=names("--precision-steps", args.precision_steps),
+            )
+        )  # fmt: skip
+    if "finetune" in parts:
+        plan = finetune.Plan(
+            tuple(names("--finetune-data", args.finetune_data)), args.base_steps,
+            args.recover_steps, args.tune_steps, args.outlier_factor,
+        )  # fmt: skip
+        sources = {label: Path(s) for label, s in parse_assignments(args.errors_of).items()}
+        jobs.append(
+            functools.partial(
+                finetune.finetune, base, place, plan, sources=sources, jobs=args.jobs,
+                variants=names("--precisions", args.precisions),
+                seeds=names("--seeds", args.seeds),
             )
         )  # fmt: skip
     if "throughput" in parts:

@@ -14,8 +14,17 @@ from sonicmoe.bench.tables import table
 from sonicmoe.train.progress import count
 
 from . import fp8, kept
+from .finetune import BASE, ERRORS, TUNED
 from .rounding_sweep import sweep_table
-from .training_report import origins, precision_table, throughput_table
+from .training_report import (
+    LAST,
+    base_table,
+    errors_table,
+    finetune_table,
+    origins,
+    precision_table,
+    throughput_table,
+)
 
 Evidence = Mapping[str, Any]  # a training/**/evidence.json
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -100,7 +109,7 @@ def _sections(
     if dtype == "bfloat16":
         made += [_rounding([r for r in everything if r["device"] == device])]
         ours = [e for e in evidence if e["device"] == device]
-        made += [part(e) for part in (_training, _precision) for e in ours]
+        made += [part(e) for part in (_training, _precision, _finetuning, _errors) for e in ours]
     return [section for section in made if section]
 
 
@@ -300,13 +309,44 @@ def _training(evidence: Evidence) -> Section | None:
 
 
 def _precision(evidence: Evidence) -> Section | None:
-    runs = [r for r in evidence["records"] if r["experiment"] == "precision" and r.get("finished")]
+    runs = _finished(evidence, "precision")
     if not runs:
         return None
     size = f"{count(runs[0]['parameters'])} parameters"
     caption = f"A model of {size}, differences between runs of the same seed, mean over the seeds."
     found = origins(evidence, runs)
     return Section("Training in FP8", caption, precision_table(runs), found)
+
+
+def _finetuning(evidence: Evidence) -> Section | None:
+    runs = _finished(evidence, TUNED)
+    if not runs:
+        return None
+    base = _finished(evidence, BASE)
+    size = f"{count(runs[0]['parameters'])} parameters"
+    caption = (
+        f"A trained model of {size}, outliers in its expert weights, continued on other text; "
+        f"differences between runs of the same seed, mean over the seeds and the last {LAST} "
+        "validations."
+    )
+    tables = f"{base_table(base)}\n\n{finetune_table(runs)}"
+    return Section("Fine-tuning in FP8", caption, tables, origins(evidence, [*base, *runs]))
+
+
+def _errors(evidence: Evidence) -> Section | None:
+    found = _finished(evidence, ERRORS)
+    if not found:
+        return None
+    caption = (
+        "The layers of that model in the first step, relative to fp64: worst layer / median / 90th "
+        "percentile over tokens (output, dX), rows (dW1), columns (dW2)."
+    )
+    title = "FP8 on weights with outliers"
+    return Section(title, caption, errors_table(found), origins(evidence, found))
+
+
+def _finished(evidence: Evidence, experiment: str) -> list[Mapping[str, Any]]:
+    return [r for r in evidence["records"] if r["experiment"] == experiment and r.get("finished")]
 
 
 def _form(value: float | None, form: str) -> str:

@@ -4,6 +4,8 @@ rounding    does token rounding cost quality, at few and at many rows an expert?
 throughput  tokens/s and peak memory of a whole model, beside PyTorch's own grouped products
 agreement   does a model train on the kernels as it trains on plain PyTorch?
 precision   does a model train with experts in FP8 as it trains in bf16?
+
+A fifth, whether a trained model with outliers is fine-tuned in FP8 as in bf16, is in `finetune.py`.
 """
 
 import contextlib
@@ -102,7 +104,7 @@ def rounding(
         for seed in seeds
     }
     fields = {"rows_per_expert": rows, "tile": config.model.rounding_tile}
-    return _trained("rounding", configs, folder, place.cache, jobs, fields)
+    return trained("rounding", configs, folder, place.cache, jobs, fields)
 
 
 def with_rows(base: TrainConfig, rows: int) -> TrainConfig:
@@ -142,7 +144,7 @@ def throughput(base: TrainConfig, backends: Sequence[str], place: Place) -> Reco
             missing.append({"experiment": "throughput", "run": name, "failed": NOT_INSTALLED})
     first = backends[0]
     configs[f"{first}, deterministic"] = base.override({"backend": first, "deterministic": True})
-    records = _trained("throughput", configs, place.runs / "throughput", place.cache)
+    records = trained("throughput", configs, place.runs / "throughput", place.cache)
     return itertools.chain(records, missing)
 
 
@@ -160,7 +162,7 @@ def agreement(base: TrainConfig, backends: Sequence[str], place: Place) -> Recor
         })
         for name in backends
     }  # fmt: skip
-    return _trained("agreement", configs, place.runs / "agreement", place.cache)
+    return trained("agreement", configs, place.runs / "agreement", place.cache)
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ def precision(
         for seed in seeds  # the runs of a pair one after the other: neither is alone for long
         for variant in variants
     }
-    return _trained("precision", configs, place.runs / "precision", place.cache, jobs)
+    return trained("precision", configs, place.runs / "precision", place.cache, jobs)
 
 
 def settings_of(variant: str) -> dict[str, str]:
@@ -209,7 +211,7 @@ def of_length(config: TrainConfig, steps: int | str) -> TrainConfig:
     })  # fmt: skip
 
 
-def _trained(
+def trained(
     experiment: str,
     configs: Mapping[str, TrainConfig],
     folder: Path,
@@ -223,11 +225,11 @@ def _trained(
     """
     for config in configs.values():
         check(config, parallel.start(config.device))
-    trained = _side_by_side if jobs > 1 else _one_after_the_other
+    runner = _side_by_side if jobs > 1 else _one_after_the_other
     return (
         {"experiment": experiment, "run": name, **(fields or {}), "jobs": jobs}
         | {"config": configs[name].to_dict(), **_numbers(name, found, folder)}
-        for name, found in trained(configs, folder, cache, jobs)
+        for name, found in runner(configs, folder, cache, jobs)
     )
 
 

@@ -46,7 +46,7 @@ def paired(
 
     Below it the difference to the first variant in %, mean ± standard error, and lines at ±`limit`.
     """
-    figure, grid = plots.grid_of_axes(2, len(columns), (max(8.0, 5.6 * len(columns)), 7.6))
+    figure, grid = plots.grid_of_axes(2, len(columns), (max(12.0, 5.6 * len(columns)), 7.6))
     names = list(dict.fromkeys(name for variants in columns.values() for name in variants))
     for (head, variants), loss, change in zip(columns.items(), *grid, strict=True):
         base, first = next(iter(variants.items()))

@@ -13,8 +13,10 @@ from sonicmoe.train.config import TrainConfig
 from sonicmoe.train.progress import count, human_bytes
 
 from . import training_plots
+from .finetune import BASE, ERRORS, TUNED
 
 Records = Sequence[Mapping[str, Any]]
+LAST = 3  # validations of a fine-tuning, whose mean is compared
 PRECISION_LIMIT = 0.0025  # of the validation loss: what another precision may add to it
 
 
@@ -47,7 +49,7 @@ def _section(experiment: str, rows: int | None, group: Records, folder: Path) ->
     title = experiment.capitalize() + (f", {rows} rows an expert" if rows else "")
     parts = [f"## {title}"]
     trained = [r for r in group if r.get("finished")]
-    if trained:
+    if trained and "config" in trained[0]:
         config = TrainConfig.from_dict(trained[0]["config"])
         precisions = dict.fromkeys(r["config"]["precision"] for r in trained)
         parts.append(
@@ -61,7 +63,7 @@ def _section(experiment: str, rows: int | None, group: Records, folder: Path) ->
         parts.append(TABLES[experiment](trained))
     if left_out := [r for r in group if not r.get("finished")]:
         parts.append("\n".join(f"- {r['run']}: {r.get('failed', 'stopped')}" for r in left_out))
-    if trained and plots.available():
+    if trained and experiment in PICTURES and plots.available():
         name = f"{experiment}-{rows}.png" if rows else f"{experiment}.png"
         PICTURES[experiment](folder / name, trained)
         parts.append(f"![{title}]({name})")
@@ -182,14 +184,59 @@ def precision_table(records: Records) -> str:
     )  # fmt: skip
 
 
-def _precision_picture(path: Path, records: Records) -> None:
+def _precision_picture(path: Path, records: Records, what: str = "Experts") -> None:
     columns = {f"{s} steps": _validation(v) for s, v in _by_length(records).items()}
     first, *others = dict.fromkeys(label for variants in columns.values() for label in variants)
     training_plots.paired(
-        path, columns, f"Experts in {_joined(others or [first])}, compared with {first}",
+        path, columns, f"{what} in {_joined(others or [first])}, compared with {first}",
         f"{_in_a_line(records)}\nMean over the seeds, shaded: ± its standard error.",
         100 * PRECISION_LIMIT,
     )  # fmt: skip
+
+
+# --- fine-tuning ----------------------------------------------------------------------------------
+def base_table(records: Records) -> str:
+    """How large the outliers are in each stage of the model that is fine-tuned."""
+    lines: list[tuple] = []
+    for r in records:
+        if "planted" in r:
+            row = f"a row of W1 and of W2 × {r['factor']:g}"
+            lines.append((row, "", "", *_ratios(r["planted"])))
+        lines.append((r["run"], r["steps"], f"{r['validation_loss']:.4f}", *_ratios(r["outliers"])))
+    return table(
+        ("model", "steps", "validation loss", "largest ÷ median row of W1", "of W2"), lines
+    )
+
+
+def _ratios(outliers: Mapping[str, float]) -> tuple[str, str]:
+    return f"{outliers['w1']:.1f}", f"{outliers['w2']:.1f}"
+
+
+def errors_table(records: Records) -> str:
+    """One line for each source and variant: the worst layer, and over tokens, rows or columns."""
+    names = {"output": "output", "dx": "dX", "dw1": "dW1", "dw2": "dW2"}
+    lines = []
+    for r in records:
+        cells = [
+            " / ".join(f"{e[kind]:.1%}" for kind in ("norm", "median", "p90"))
+            for e in map(r["together"].__getitem__, names)
+        ]
+        lines.append((r["source"], r["variant"], *cells))
+    return table(("source", "precision", *names.values()), lines)
+
+
+def finetune_table(records: Records) -> str:
+    """As `precision_table`, of the mean of the last validations."""
+    return precision_table([_averaged(r) for r in records])
+
+
+def _averaged(record: Mapping[str, Any]) -> dict[str, Any]:
+    last = [loss for _, loss in record["validation"][-LAST:]]
+    return {**record, "validation_loss": statistics.fmean(last)}
+
+
+def _finetune_picture(path: Path, records: Records) -> None:
+    _precision_picture(path, records, "Fine-tuning with experts")
 
 
 # --- throughput -----------------------------------------------------------------------------------
@@ -249,9 +296,13 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "precision": precision_table,
     "throughput": throughput_table,
     "agreement": _agreement_table,
+    BASE: base_table,
+    ERRORS: errors_table,
+    TUNED: finetune_table,
 }
 PICTURES = {
     "rounding": _rounding_picture,
     "precision": _precision_picture,
     "agreement": _agreement_picture,
+    TUNED: _finetune_picture,
 }

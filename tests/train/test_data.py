@@ -180,10 +180,10 @@ def test_two_at_once_build_one_corpus(small, tmp_path, monkeypatch, damaged):
         _flip_a_byte(corpora.prepare(small, cache, str).folder / "train.tokens")
     build, builds, waiting = corpora._build, [], threading.Event()
 
-    def slowly(config, folder):
+    def slowly(config, folder, tokenizer):
         builds.append(folder)
         assert waiting.wait(10)
-        return build(config, folder)
+        return build(config, folder, tokenizer)
 
     def say(line):
         if line.startswith("Waiting"):
@@ -205,9 +205,9 @@ def test_two_at_once_without_locks(small, tmp_path, monkeypatch):
     monkeypatch.setattr(corpora.fcntl, "flock", no_locks)
     build, both = corpora._build, threading.Barrier(2, timeout=100)
 
-    def together(config, folder):
+    def together(*given):
         both.wait()
-        return build(config, folder)
+        return build(*given)
 
     monkeypatch.setattr(corpora, "_build", together)
     with ThreadPoolExecutor(2) as pool:

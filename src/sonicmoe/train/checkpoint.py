@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 
@@ -232,3 +233,13 @@ def restore(
     torch.set_rng_state(state["rng"].cpu())
     if world.device.type == "cuda" and "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"].cpu(), world.device)
+
+
+def restore_weights(state: dict[str, Any], model: nn.Module) -> None:
+    """The weights alone. ValueError if `model` has other ones."""
+    # PyTorch keeps the random weights of names that a full state dict lacks, without a word.
+    if different := sorted(model.state_dict().keys() ^ state["model"].keys()):
+        expected, remedy = "a run with the same weights", "Keep the router of that run."
+        got = f"{len(different)} in one of them alone, for example {different[0]}"
+        raise bad_argument("init_from", expected, got, remedy)
+    set_model_state_dict(model, state["model"], options=StateDictOptions(full_state_dict=True))

@@ -16,6 +16,7 @@ _FLAGS = (
     ("micro-batch", int, "sequences at a time on one device, at most"),
     ("learning-rate", float, "peak learning rate"),
     ("seed", int, "of weights and batches"),
+    ("init-from", str, "run whose weights, tokenizer and settings to start with"),
     ("device", str, "auto, cpu or cuda"),
     ("precision", str, "fp32, autocast, bf16 or fp8"),
     ("expert-parallel", int, "ranks that share the experts"),

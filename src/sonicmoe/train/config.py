@@ -75,12 +75,14 @@ class TrainConfig:
 
     `data` is "local" (text that this installation carries), files and folders, or a Hugging Face
     dataset. `memory` is that of `MoE`: keep, fp8 or recompute. `target_loss` is checked against the
-    validation loss at the end. `keep` checkpoints are kept; 0 writes none.
+    validation loss at the end. `keep` checkpoints are kept; 0 writes none. `init_from` is the
+    folder of a run whose weights and tokenizer this one starts with.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     preset: str = "demo"
     seed: int = 0
+    init_from: str = ""
 
     data: tuple[str, ...] = ("local",)
     include_code: bool = False

@@ -88,12 +88,19 @@ def prepare(
     cache: Path,
     say: Callable[[str], None] = print,
     key: str | None = None,
+    tokenizer: Path | None = None,
 ) -> Corpus:
     """The corpus of this configuration, from the cache if a sound one is there.
 
-    `key` asks for the very corpus of an earlier run and no other.
+    `key` asks for the very corpus of an earlier run and no other. `tokenizer` is a tokenizer.json
+    to encode the text with, that of `config.init_from` by default; without both one is trained.
     """
-    wanted = _key(config)
+    if tokenizer is None and config.init_from:
+        tokenizer = Path(config.init_from) / "tokenizer.json"
+    if tokenizer and not tokenizer.is_file():
+        expected, remedy = "the tokenizer.json of a run", "Restore the file."
+        raise bad_argument("tokenizer", expected, str(tokenizer), remedy)
+    wanted = _key(config, tokenizer)
     folder = cache / (key or wanted)
     corpus, _ = _load(folder)
     if corpus is None:
@@ -104,7 +111,7 @@ def prepare(
                 if fault:
                     say(f"Warning: the cached text in {folder} is damaged ({fault}): rebuilding it")
                 say(f"Text from {', '.join(config.data)}, up to {config.data_megabytes:g} MB …")
-                corpus = _build(config, folder)
+                corpus = _build(config, folder, tokenizer)
         say(corpus.describe())
     else:
         say(f"Text (cached in {folder}):\n{corpus.describe()}")
@@ -188,7 +195,7 @@ def held_out(document: text.Document, fraction: float) -> bool:
     return int.from_bytes(_digest(document.text), "big") < fraction * 2**64
 
 
-def _build(config: TrainConfig, folder: Path) -> Corpus:
+def _build(config: TrainConfig, folder: Path, given: Path | None) -> Corpus:
     budget = config.data_megabytes * 1e6
     splits: dict[str, list[str]] = {"train": [], "validation": []}
     kinds: dict[str, list[int]] = {}
@@ -216,8 +223,12 @@ def _build(config: TrainConfig, folder: Path) -> Corpus:
 
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
     try:
-        tokenizer = _train_tokenizer(splits["train"], config.model.vocab_size)
-        tokenizer.save(str(work / "tokenizer.json"))
+        if given:
+            tokenizer = _read_tokenizer(given)
+            shutil.copyfile(given, work / "tokenizer.json")
+        else:
+            tokenizer = _train_tokenizer(splits["train"], config.model.vocab_size)
+            tokenizer.save(str(work / "tokenizer.json"))
         found: dict[str, Any] = {"kinds": kinds, "duplicate_bytes": duplicate}
         found["not_text"] = not_text
         for name, documents in splits.items():
@@ -264,6 +275,16 @@ def _train_tokenizer(documents: list[str], vocab_size: int):
     return tokenizer
 
 
+def _read_tokenizer(path: Path):
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        expected, got = "the tokenizer.json of a run", f"{path} ({error})"
+        raise bad_argument("tokenizer", expected, got, "Restore the file.") from None
+
+
 def _encode(tokenizer, documents: list[str], path: Path, at_once: int = 512) -> int:
     """Write all tokens of the documents, an end-of-text token after each; return how many."""
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -290,11 +311,13 @@ def _check_enough(config: TrainConfig, corpus: Corpus) -> None:
             )
 
 
-def _key(config: TrainConfig) -> str:
+def _key(config: TrainConfig, tokenizer: Path | None) -> str:
     """A name for the corpus: it changes when the text, the split or the vocabulary would."""
     c, sources = config, [_fingerprint(s) for s in config.data]
     what = [_FORMAT, sources, c.include_code, c.data_megabytes, c.validation_fraction]
     what.append(c.model.vocab_size)
+    if tokenizer:
+        what.append(hashlib.sha256(tokenizer.read_bytes()).hexdigest())
     return _digest(json.dumps(what)).hex()
 
 

@@ -67,6 +67,9 @@ class Trainer:
         self.checkpoints = folder / "checkpoints"
         if resume:
             self._load(checkpoint.load_latest(self.checkpoints, display.say))
+        elif config.init_from:
+            found = checkpoint.load_latest(Path(config.init_from) / "checkpoints", display.say)
+            checkpoint.restore_weights(found, self.model)
         self.log = RunLog(folder, config.tensorboard, self.step) if world.first else None
 
     # --- the loop ---------------------------------------------------------------------------------

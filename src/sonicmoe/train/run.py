@@ -24,6 +24,9 @@ from .presets import preset
 _SCHEDULE = {"steps", "learning_rate", "final_learning_rate_ratio", "warmup_steps"}
 # What leaves the goal of a preset meaningful.
 _HARMLESS = {"device", "tensorboard", "log_every", "validate_every", "checkpoint_every", "keep"}
+# What another value of would need other weights.
+_WEIGHT_SIZES = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads",
+                 "head_dim", "num_experts", "intermediate_size")  # fmt: skip
 _CHANGEABLE = _SCHEDULE | _HARMLESS | {"gradient_clip", "expert_parallel"}
 
 
@@ -37,7 +40,12 @@ def default_preset() -> str:
 
 
 def configure(preset_name: str | None, overrides: dict[str, Any]) -> TrainConfig:
-    """A preset with changes. A changed run has no goal unless it states one."""
+    """A preset or the run in `init_from`, with changes. Changed, it has no goal unless stated."""
+    if init_from := overrides.get("init_from"):
+        if preset_name:
+            expected = "to be absent with init_from, whose settings the new run has"
+            raise bad_argument("preset", expected, preset_name, "Leave one of the two out.")
+        return load_config(Path(init_from)).override({"target_loss": None, **overrides})
     wants_cpu = overrides.get("device") == "cpu"
     base = preset(preset_name or ("demo" if wants_cpu else default_preset()))
     if set(overrides) - _HARMLESS:
@@ -45,10 +53,25 @@ def configure(preset_name: str | None, overrides: dict[str, Any]) -> TrainConfig
     return base.override(overrides)
 
 
-def check(config: TrainConfig, world: parallel.World) -> None:
+def check(config: TrainConfig, world: parallel.World, resume: bool = False) -> None:
     """Refuse what cannot run, before any text is prepared and any folder is created."""
     loop.check(config, world)
     corpora.check(config)
+    if config.init_from and not resume:
+        _check_initial(config, Path(config.init_from))
+
+
+def _check_initial(config: TrainConfig, folder: Path) -> None:
+    """Refuse a run that has no weights, or other sizes of them."""
+    given = load_config(folder).model
+    if not checkpoint.steps(folder / "checkpoints") or not (folder / "tokenizer.json").is_file():
+        expected, remedy = "a run with a checkpoint and tokenizer.json", "Train it with keep=1."
+        raise bad_argument("init_from", expected, str(folder), remedy)
+    for name in _WEIGHT_SIZES:
+        theirs, ours = getattr(given, name), getattr(config.model, name)
+        if ours != theirs:
+            expected = f"{theirs}, as in {folder}"
+            raise bad_argument(name, expected, ours, f"Leave {name} out.")
 
 
 def train(
@@ -67,7 +90,7 @@ def train(
     display = progress.display(world.first)
     with contextlib.ExitStack() as held:
         held.callback(parallel.stop, world)
-        check(config, world)
+        check(config, world, resume)
         if resume:
             world.from_first(lambda: _lock(folder, held))
         else:
@@ -75,7 +98,9 @@ def train(
         key = _record(folder)[1] if resume else None
         if not world.first:
             world.wait()  # the first rank prepares the text, the others find it in the cache
-        corpus = corpora.prepare(config, cache, display.say, key)
+        # The folder of `init_from` may be gone when a run continues.
+        tokenizer = folder / "tokenizer.json" if resume and config.init_from else None
+        corpus = corpora.prepare(config, cache, display.say, key, tokenizer)
         if world.first:
             world.wait()
         if not resume:
