@@ -2,18 +2,24 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from helpers import run_poisoned
 
 from sonicmoe.enums import ActivationType
-from sonicmoe.launch import quantize
+from sonicmoe.fp8_tensors import DzScales, Fp8Kept, Fp8Weight
+from sonicmoe.launch import fp8_scales, quantize
 from sonicmoe.layer import permute
 from sonicmoe.permutation import Permutation
 from sonicmoe.reference import fp8, routing
+from sonicmoe.reference.fp8_scales import dz_scales
 
 E4M3 = torch.float8_e4m3fn
+# Of `check_scales`: what may hold NaN or infinity.
+SCALES_ARGUMENTS = ("scores", "do_scale", "do_norm", "zmax", "zmax_columns", "a_scale", "x_scale")
+SCALES_ARGUMENTS += ("w_scale", "w_norm")
 COUNTS = (0, 1, 127, 128, 129, 0)  # rows of each expert, around one tile
 KINDS = (  # activation and order of gate and up: what the layouts of Z differ in
     (ActivationType.SWIGLU, "interleaved"),
@@ -41,22 +47,29 @@ def check_rows(x: torch.Tensor) -> None:
     )
     same(got["q"], want[0], "q")
     same(got["scale"], want[1], "scale")
-    torch.testing.assert_close(got["norm"].cpu(), want[2], rtol=1e-5, atol=0, equal_nan=True)
+    near(got["norm"], want[2], "norm")
 
 
 def check_weight(w: torch.Tensor) -> None:
-    names = ("w8", "w8_t", "w_scale")
-    want = dict(zip(names, fp8.quantize_weight(w.cpu(), True), strict=True))
-    for transposed in (True, False):
+    want = fp8.quantize_weight(w.cpu(), True, True)
+    want = Fp8Weight(*want)._asdict()
+    for transposed, norms in ((True, True), (True, False), (False, False)):
 
-        def quantized(transposed=transposed):
-            found = zip(names, quantize.quantize_weight(w, transposed), strict=True)
-            return {name: t for name, t in found if t is not None}
+        def quantized(*options):
+            found = Fp8Weight(*quantize.quantize_weight(w, *options))._asdict()
+            return {name: t for name, t in found.items() if t is not None}
 
-        got = run_poisoned(quantized, w.device.type)
-        assert list(got) == [name for name in names if transposed or name != "w8_t"]
+        got = run_poisoned(partial(quantized, transposed, norms), w.device.type)
+        left_out = {"w8_t": not transposed, "w_norm": not norms}
+        assert list(got) == [name for name in want if not left_out.get(name)]
         for name in got:
-            same(got[name], want[name], name)
+            (near if name == "w_norm" else same)(got[name], want[name], name)
+
+
+def near(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    """Equal but for the order of summation in fp32."""
+    assert got.is_contiguous(), name
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=0, equal_nan=True, msg=name)
 
 
 def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str) -> None:
@@ -64,12 +77,12 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
     and a value, which one sample finds."""
     weights = [torch.randn(3, *size, device=device).to(dtype) for size in sizes]
     weights[0][2, 0, 0] = torch.nan
-    quantized = [fp8.quantize_weight(w, False) for w in weights]
-    wants = [scale.cpu() for _, _, scale in quantized]
+    quantized = [fp8.quantize_weight(w, False, False) for w in weights]
+    wants = [scale.cpu() for _, _, scale, _ in quantized]
 
     def checked(sample: int) -> dict[int, torch.Tensor]:
         given: list = []
-        for w, (q, _, scale) in zip(weights, quantized, strict=True):
+        for w, (q, _, scale, _) in zip(weights, quantized, strict=True):
             given += [w, q, scale]
         given.append(sample)
         return run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given))), device)
@@ -133,9 +146,11 @@ def check_scales(
     counts,
     activation: ActivationType = ActivationType.SWIGLU,
     *,
+    gate_up: str = "interleaved",
     is_gathered: bool = True,
     with_scores: bool = True,
-    blocks: int = 3,
+    columns: bool = True,
+    inner: int = 272,
     dropped: int = 15,
     bad: str | None = None,
     at_the_end: bool = False,
@@ -143,24 +158,28 @@ def check_scales(
 ) -> None:
     """`dz_scales` of random magnitudes; `bad` is an argument with NaN and infinity in it, or with
     NaN at its end."""
-    rows, experts = sum(counts) + dropped, len(counts)
+    rows, experts, blocks = sum(counts) + dropped, len(counts), -(-inner // 128)
     tokens = rows // 5 if is_gathered else rows
 
     def powers(*shape, low=-20, high=20):
+        return torch.randint(low, high, shape).float().exp2() * (1 + torch.rand(shape))
+
+    def scales(*shape, low=-20, high=20):
         return torch.randint(low, high, shape).float().exp2()
 
-    zmax, a_scale = powers(blocks, rows) * torch.rand(blocks, rows), powers(blocks, rows)
-    for t in (zmax, a_scale):
-        t[:, sum(counts) :] = torch.nan
     given: dict[str, Any] = {
         "scores": torch.randn(tokens, rows // max(tokens, 1)) if with_scores else None,
-        "do_scale": powers(tokens, low=-70, high=30),
-        "do_norm": powers(tokens, low=-70, high=30) * torch.rand(tokens),
-        "x_scale": powers(tokens, low=-70, high=30),
-        "zmax": zmax,
-        "a_scale": a_scale,
-        "w2_scale": powers(experts),
+        "do_scale": scales(tokens, low=-70, high=30),
+        "do_norm": powers(tokens, low=-60, high=30),
+        "zmax": powers(blocks, rows),
+        "zmax_columns": powers(experts, inner),
+        "a_scale": scales(blocks, rows),
+        "x_scale": scales(tokens, low=-30, high=30),
+        "w_scale": scales(experts),
+        "w_norm": powers(experts, inner),
     }
+    for name in ("zmax", "a_scale"):
+        given[name][:, sum(counts) :] = torch.nan
     if bad is not None:
         flat = given[bad].view(-1)
         if at_the_end:
@@ -168,17 +187,34 @@ def check_scales(
         else:
             flat[torch.randperm(len(flat))[:3]] = torch.tensor([torch.nan, -torch.nan, torch.inf])
     p = make_permutation(counts, is_gathered, dropped)
-    want = fp8.dz_scales(**given, hidden=1536, p=p, activation=activation)
-    names = ("factors", "dz_scale", "dz_t_scale", "a_t_scale")
-    there: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in given.items()}
-    maps = [None if t is None else t.to(device) for t in p.tensors]
-    there |= {"hidden": 1536, "p": Permutation._make([*maps, p.tile_m]), "activation": activation}
-    got = run_poisoned(lambda: dict(zip(names, quantize.dz_scales(**there), strict=True)), device)
+
+    def arguments(device):
+        there = {name: None if t is None else t.to(device) for name, t in given.items()}
+        maps = [None if t is None else t.to(device) for t in p.tensors]
+        z = torch.empty(rows, 2 * inner if activation.is_gated else inner, device=device)
+        kept = Fp8Kept(z, *(there.pop(name) for name in Fp8Kept._fields[1:]))
+        w = Fp8Weight(w_scale=there.pop("w_scale"), w_norm=there.pop("w_norm"))
+        on_device = Permutation._make([*maps, p.tile_m])
+        return *there.values(), kept, w, on_device, activation, gate_up, columns
+
+    want = dz_scales(*arguments("cpu"))
+    there = arguments(device)
+
+    def scaled():
+        found = fp8_scales.dz_scales(*there)._asdict()
+        return {name: t for name, t in found.items() if t is not None}
+
+    found = run_poisoned(scaled, device)
+    assert list(found) == [name for name, t in want._asdict().items() if t is not None]
+    got = DzScales(*[found.get(name) for name in DzScales._fields])
     used = sum(counts)
-    same(got["factors"][:, :used].contiguous(), want[0][:, :used].contiguous(), "factors")
-    same(got["dz_scale"][:used], want[1][:used], "dz_scale")
-    same(got["dz_t_scale"], want[2], "dz_t_scale")
-    same(got["a_t_scale"], want[3], "a_t_scale")
+    same(got.row_factors[:, :used].contiguous(), want.row_factors[:, :used].contiguous(), "rows")
+    same(got.dz_scale[:used], want.dz_scale[:used], "dz_scale")
+    if columns:
+        for name in ("dz_t_scale", "a_t_scale"):
+            near(getattr(got, name), getattr(want, name), name)
+        if rows:
+            near(got.column_factors, want.column_factors, "column_factors")
     assert bad is None or any(t.isnan().any() for t in want), "nothing was bad"
 
 

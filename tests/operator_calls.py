@@ -155,20 +155,21 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     in_order = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
     rows = torch.randn(24, 16, dtype=torch.bfloat16)
     (x8, x_scale, _), (rows8, rows_scale, _) = (reference.quantize_rows(t) for t in (x, rows))
-    of_w1, of_w2 = (Fp8Weight(*reference.quantize_weight(w, True)) for w in (w1, w2))
+    of_w1, of_w2 = (Fp8Weight(*reference.quantize_weight(w, True, w is w2)) for w in (w1, w2))
     act = (ActivationType.SWIGLU, "interleaved")
     up = (x8, x_scale, *of_w1, *p, "swiglu", "interleaved")
     up_rows = (rows8, rows_scale, *of_w1._replace(w8_t=None), *in_order)
-    z, zmax, a8, a_scale = reference.fp8_up(x8, x_scale, of_w1, p, *act, "keep")
+    *of_z, a8, a_scale = reference.fp8_up(x8, x_scale, of_w1, p, *act, "keep")
     every, without_scores = (Fp8DownGradients(True, True, True, scores) for scores in (True, False))
     dx_alone, dw1_alone, dw2_alone = (
         Fp8DownGradients(*(i == needed for i in range(4))) for needed in range(3)
     )
-    kept, of_rows = Fp8Kept(z, zmax, a_scale, x_scale), (z, zmax, a_scale, rows_scale)
-    in_e4m3 = (*reference.fp8_up(x8, x_scale, of_w1, p, *act, "fp8")[:2], a_scale, x_scale)
+    kept, of_rows = Fp8Kept(*of_z, a_scale, x_scale), (*of_z, a_scale, rows_scale)
+    in_e4m3 = (*reference.fp8_up(x8, x_scale, of_w1, p, *act, "fp8")[:3], a_scale, x_scale)
     down = (dout, kept, w2, of_w2, given.scores, p, *act, every)
     dz = reference.fp8_down_backward(*down, False, False)[:4]
     grad1, grad2 = (torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2))
+    w1_scaled = (of_w1.w8, of_w1.w_scale)
     empty, transposed = Fp8Weight(), of_w2._replace(w8=None)
     down_back = (given.scores, *p, "swiglu", "interleaved")
     w1_t, w2_t = (w.mT.contiguous().mT for w in (w1, w2))
@@ -177,11 +178,20 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     ragged = torch.arange(0, 25, 2, dtype=torch.int32)
     return {
         "quantize_rows": [(x, b), (x[:0], b)],
-        "quantize_weight": [(w1, True, b), (w1, False, b)]
-        + [(w2_t.float(), transposed, b) for transposed in (True, False)],
+        "quantize_weight": [(w1, True, False, b), (w1, False, False, b)]
+        + [(w2_t.float(), transposed, True, b) for transposed in (True, False)],
         "checked_scales": [
-            (w1, of_w1.w8, of_w1.w_scale, w2, of_w2.w8, of_w2.w_scale, 0, b),
-            (w1.float(), *of_w1[::2], w2.mT.contiguous(), of_w2.w8_t, of_w2.w_scale, 7, b),
+            (w1, *w1_scaled, w2, of_w2.w8, of_w2.w_scale, 0, b),
+            (
+                w1.float(),
+                of_w1.w8,
+                of_w1.w_scale,
+                w2.mT.contiguous(),
+                of_w2.w8_t,
+                of_w2.w_scale,
+                7,
+                b,
+            ),
         ],
         "fp8_up": [
             *((*up, keep_z, b) for keep_z in ("keep", "fp8", "no")),

@@ -271,6 +271,7 @@ def test_what_is_kept():
         ((5, 16, 32), torch.float8_e4m3fn),
         ((80, 32), torch.bfloat16),  # Z
         ((1, 80), torch.float32),  # zmax, a_scale
+        ((5, 16), torch.float32),  # zmax_columns, w_norm of W2
         ((40, 2), torch.float32),  # scores
     }
     out.sum().backward()

@@ -92,7 +92,7 @@ def test_z_in_fp8_of_rows_of_other_sizes():
     w1 = torch.randn(1, 256, 256).bfloat16()
     w1[:, 128:] *= 2.0**-15
     x8, x_scale, _ = fp8.quantize_rows(x)
-    given = (x8, x_scale, Fp8Weight(*fp8.quantize_weight(w1, False)), p)
+    given = (x8, x_scale, Fp8Weight(*fp8.quantize_weight(w1, False, False)), p)
     act = (ActivationType.RELU, "interleaved")
     z, zmax, *_ = fp8.fp8_up(*given, *act, "fp8")
     exact, found = fp8.fp8_up(*given, *act, "keep")[0].float(), fp8.z_in_fp32(z, zmax, *act)
@@ -177,7 +177,7 @@ def test_modes(mode, memory, precision):
 def test_a_cache_serves_the_recomputation(monkeypatch):
     """Cached weights are not quantized again in the backward pass; others are."""
     found, quantize = [], fp8.quantize_weight
-    monkeypatch.setattr(fp8, "quantize_weight", lambda w, t: found.append(w) or quantize(w, t))
+    monkeypatch.setattr(fp8, "quantize_weight", lambda w, *o: found.append(w) or quantize(w, *o))
     monkeypatch.setattr("sonicmoe.fp8_weights._fsdp2_is_used", lambda: False)
     x = torch.randn(12, 32).bfloat16().requires_grad_()
     for cached, calls in ((True, 2), (False, 5)):

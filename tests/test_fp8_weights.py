@@ -25,7 +25,7 @@ def without_fsdp2(monkeypatch, request):
 def quantized(monkeypatch):
     """Weights that were quantized, in order."""
     found, quantize = [], fp8.quantize_weight
-    monkeypatch.setattr(fp8, "quantize_weight", lambda w, t: found.append(w) or quantize(w, t))
+    monkeypatch.setattr(fp8, "quantize_weight", lambda w, *o: found.append(w) or quantize(w, *o))
     return found
 
 

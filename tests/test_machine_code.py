@@ -11,8 +11,9 @@ import triton.language as tl
 from machine_code import bounds_from_outside, compiling, cuobjdump, report
 
 from sonicmoe.enums import ActivationType
+from sonicmoe.fp8_tensors import Fp8Kept, Fp8Weight
 from sonicmoe.gradients import DownGradients, UpGradients
-from sonicmoe.launch import grouped_gemm, quantize
+from sonicmoe.launch import fp8_scales, grouped_gemm, quantize
 from sonicmoe.launch import routing as launch_routing
 from sonicmoe.permutation import Permutation
 from sonicmoe.tuning import Target, is_valid, row_config, tile_m, weight_config
@@ -291,8 +292,9 @@ def test_quantizers(arch):
                 quantize.quantize_rows(new(tokens, hidden, dtype=torch.bfloat16))
             for shape in ((512, 256), (256, 512), (76, 132)) if arch > 80 else ():
                 for transposed in (True, False):
-                    quantize.quantize_weight(new(2, *shape, dtype=torch.bfloat16), transposed)
-                    quantize.quantize_weight(new(2, *shape).mT, transposed)
+                    options = (transposed, transposed)
+                    quantize.quantize_weight(new(2, *shape, dtype=torch.bfloat16), *options)
+                    quantize.quantize_weight(new(2, *shape).mT, *options)
             for dtype in (torch.bfloat16, torch.float32) if arch > 80 else ():
                 quantized = (new(2, 512, 256).to(torch.float8_e4m3fn), new(2))
                 weight = (new(2, 512, 256, dtype=dtype), *quantized)
@@ -303,13 +305,15 @@ def test_quantizers(arch):
                 quantize.scored_activation(z, *scored)
                 quantize.dequantize_rows(z.to(torch.float8_e4m3fn), new(2 * tokens))
             for activation in (ActivationType.SWIGLU, ActivationType.GELU):
-                rows = (new(tokens, 2), per_token, per_token, per_token)
-                blocks = (new(*per_row), new(*per_row), new(2))
-                quantize.dz_scales(*rows, *blocks, 1536, p, activation)
+                z = new(2 * tokens, 2048 if activation.is_gated else 1024)
+                kept = Fp8Kept(z, new(*per_row), new(2, 1024), new(*per_row), per_token)
+                w = Fp8Weight(w_scale=new(2), w_norm=new(2, 1024))
+                rows = (new(tokens, 2), per_token, per_token)
+                fp8_scales.dz_scales(*rows, kept, w, p, activation, "interleaved", True)
         return compiled
 
     compiled = kernels(496)
-    assert len(compiled) == (38 if arch > 80 else 4)
+    assert len(compiled) == (44 if arch > 80 else 4)
     for kernel in compiled:
         found = report(kernel)
         assert found["spills"] == 0, f"{kernel.metadata.name} spills: {found}"

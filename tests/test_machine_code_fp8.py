@@ -53,7 +53,7 @@ def test_weight_gradient(m, n, transposed, dtype, add, gathered):
     shape = (experts, n, m) if transposed else (experts, m, n)
     dw = torch.zeros(shape, dtype=dtype)
     with compiling(90) as compiled:
-        scale = torch.ones(experts)
+        scale = torch.ones(experts, n)
         fp8_wgrad.weight_gradient(rows8, other_t, scale, dw.mT if transposed else dw, p, add)
     (kernel,) = compiled
     check(kernel)

@@ -7,6 +7,7 @@ import torch
 from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe.enums import ActivationType
+from sonicmoe.fp8_tensors import DzScales
 from sonicmoe.gradients import Fp8DownGradients
 from sonicmoe.launch import fp8_dz
 from sonicmoe.permutation import Permutation
@@ -34,8 +35,8 @@ def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype):
     scores = torch.zeros(tokens, rows // tokens)
     do8, w2_t = e4m3(tokens, hidden), e4m3(experts, inner, hidden)
     with compiling(90) as compiled:
-        factors = torch.zeros(5, rows)
-        fp8_dz.dz_gemm(do8, factors, z, zmax, w2_t, scores, p, activation, gate_up, needs)
+        scales = DzScales(torch.zeros(5, rows), torch.zeros(experts, 2, inner), *[None] * 3)
+        fp8_dz.dz_gemm(do8, scales, z, zmax, w2_t, scores, p, activation, gate_up, needs)
     return compiled[0]
 
 

@@ -14,7 +14,7 @@ from sonicmoe.memory_policy import Z_POLICIES
 from sonicmoe.shapes import Problem
 from sonicmoe.tuning import Target
 
-MODULES = ("grouped_gemm", "fp8", "fp8_dz", "fp8_wgrad", "quantize", "routing")
+MODULES = ("grouped_gemm", "fp8", "fp8_dz", "fp8_scales", "fp8_wgrad", "quantize", "routing")
 MIB = 2**20
 
 

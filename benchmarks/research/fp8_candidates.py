@@ -60,7 +60,7 @@ def quantize_weights(inputs: Inputs) -> Call:
     operators: Any = ops
     backend = "triton" if is_cuda(inputs.x.device) else "torch"
     quantize, weights = operators.quantize_weight, (inputs.w1.detach(), inputs.w2.detach())
-    return lambda: [quantize(w, True, backend) for w in weights]
+    return lambda: [quantize(w, True, w is weights[1], backend) for w in weights]
 
 
 # --- bare GEMMs -----------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ def _dense(saved: Sequence) -> list:
 
 
 class Fp8Up(torch.autograd.Function):
-    """X, W1 → A, a_scale; placeholders of the fields of `Fp8Dz`; Z, zmax and x_scale if kept.
+    """X, W1 → A, a_scale; placeholders of the fields of `Fp8Dz`; if kept, the fields of `Fp8Kept`
+    without a_scale.
 
     Kept: X 2·T·H (the caller's own), the row maps and `_kept_weight` of W1.
     """
@@ -43,7 +44,7 @@ class Fp8Up(torch.autograd.Function):
         ctx.main, ctx.tile_m, ctx.options = with_main_grad(w1), p.tile_m, options
         keep_z, backend = options.keep_z, options.backend
         x8, x_scale, _ = ops.quantize_rows(x, backend)
-        z, zmax, a8, a_scale = ops.fp8_up(
+        z, zmax, zmax_columns, a8, a_scale = ops.fp8_up(
             x8, x_scale, w, p, options.activation, options.gate_up, keep_z, backend
         )
         if keep_z == "no":
@@ -52,12 +53,12 @@ class Fp8Up(torch.autograd.Function):
         rows, (experts, n, _) = a8.shape[0], w1.shape
         dz = (placeholder(x, rows, n, dtype=E4M3), placeholder(a_scale, rows))
         columns = padded_rows(rows, experts)
-        dz_t = (placeholder(x, n, columns, dtype=E4M3), placeholder(a_scale, experts))
+        dz_t = (placeholder(x, n, columns, dtype=E4M3), placeholder(a_scale, experts, n))
         need_dx, need_dw1 = ctx.needs_input_grad[:2]
         need_dz = need_dx or (need_dw1 and options.bf16_dw)
         need_dz_t = need_dw1 and not options.bf16_dw
         constant = (() if need_dz else dz) + (() if need_dz_t else dz_t)
-        kept = () if keep_z == "recompute" else (z, zmax, x_scale)
+        kept = () if keep_z == "recompute" else (z, zmax, zmax_columns, x_scale)
         ctx.mark_non_differentiable(a8, a_scale, *constant, *kept)
         maps = p._replace(row_slot=None, counts=None).tensors
         ctx.save_for_backward(x, w1, *_kept_weight(w, keep_z), *maps)
@@ -70,7 +71,7 @@ class Fp8Up(torch.autograd.Function):
         if all(t is None for t in dz):
             return (None,) * 5
         x, w1, *rest = ctx.saved_tensors
-        w, p = Fp8Weight(*_dense(rest[:3])), Permutation(*_dense(rest[3:]), ctx.tile_m)
+        w, p = Fp8Weight(*_dense(rest[:4])), Permutation(*_dense(rest[4:]), ctx.tile_m)
         needs = Fp8UpGradients(*ctx.needs_input_grad[:2])
         options = (ctx.options.bf16_dw, ctx.options.slices, ctx.options.backend)
         if needs.dw1 and ctx.main is not None:
@@ -85,10 +86,10 @@ class Fp8Up(torch.autograd.Function):
 class Fp8Down(torch.autograd.Function):
     """Scores, W2 and what `Fp8Up` returned → O.
 
-    Kept: Z 2·R·N, in e4m3 R·N, zmax and a_scale 4·R·I/128 each, x_scale 4·T, scores 4·R, the row
-    maps 12·R and `_kept_weight` of W2. `deferred` is that of `checkpoint.deferred_output`. `rest`
-    are the placeholders of dZ, then Z, zmax and x_scale; in their place X, W1 and the `Fp8Weight`
-    of W1, if Z is recomputed.
+    Kept: Z 2·R·N, in e4m3 R·N, zmax and a_scale 4·R·I/128 each, zmax_columns 4·E·I, x_scale 4·T,
+    scores 4·R, the row maps 12·R and `_kept_weight` of W2. `deferred` is that of
+    `checkpoint.deferred_output`. `rest` are the placeholders of dZ, then what else `Fp8Up` kept; in
+    its place X, W1 and the `Fp8Weight` of W1, if Z is recomputed.
     """
 
     @staticmethod
@@ -102,8 +103,8 @@ class Fp8Down(torch.autograd.Function):
             x, w1, w_1 = source
             source = (x, w1, *_kept_weight(w_1, keep_z))
         elif source:
-            z, zmax, x_scale = source
-            source = Fp8Kept(z, zmax, a_scale, x_scale)
+            *of_z, x_scale = source
+            source = Fp8Kept(*of_z, a_scale, x_scale)
         maps = p._replace(token_start=None, counts=None).tensors
         ctx.save_for_backward(scores, w2, *_kept_weight(w, keep_z), *maps, *source)
 
@@ -125,8 +126,8 @@ class Fp8Down(torch.autograd.Function):
     def backward(ctx, dout):
         refuse_second_derivatives()
         scores, w2, *rest = ctx.saved_tensors
-        w, p = Fp8Weight(*_dense(rest[:3])), Permutation(*_dense(rest[3:10]), ctx.tile_m)
-        source = rest[10:]
+        w, p = Fp8Weight(*_dense(rest[:4])), Permutation(*_dense(rest[4:11]), ctx.tile_m)
+        source = rest[11:]
         options = ctx.options
         act, backend = (options.activation, options.gate_up), options.backend
         if options.keep_z == "recompute":

@@ -78,8 +78,11 @@ def _kept_z(
     kept = {"z": p.R * p.N * (1 if memory.z == "fp8" else itemsize)}
     if precision is not None:
         blocks = p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE
-        weights = {"w1_t": p.E * p.N * p.H, "w2_t": p.E * p.H * p.I, "w_scales": 2 * p.E * SCALE}
-        kept |= {"zmax": blocks, "a_scale": blocks, "x_scale": p.T * SCALE} | weights
+        columns = p.E * p.I * SCALE
+        weights = {"w1_t": p.E * p.N * p.H, "w2_t": p.E * p.H * p.I}
+        weights |= {"w_scales": 2 * p.E * SCALE, "w2_norm": columns}
+        kept |= {"zmax": blocks, "zmax_columns": columns, "a_scale": blocks}
+        kept |= {"x_scale": p.T * SCALE} | weights
     elif memory.z == "fp8":
         kept["z_scale"] = p.R * ceil_div(p.N, FP8_COLUMNS) * SCALE
     return kept
@@ -141,16 +144,18 @@ def _fp8_peak_bytes(
     w1, w2 = p.E * p.N * p.H, p.E * p.H * p.I
     columns = FP8_COLUMNS * (p.R // FP8_COLUMNS + p.E)  # of dZᵀ and A'ᵀ
     bf16_dw = precision == "fp8_bf16_dw"
-    dz = p.R * p.N + p.R * SCALE + (0 if bf16_dw else columns * p.N)
+    dz = p.R * p.N + p.R * SCALE + (0 if bf16_dw else (columns + p.E * SCALE) * p.N)
     partial = ceil_div(p.I, FP8_DZ_COLUMNS) * p.R * SCALE  # sums of dS
     a = max(2 * p.R * p.I, partial) if bf16_dw else columns * p.I + partial
-    factors, rows8 = 5 * p.R * SCALE, p.T * (p.H + 2 * SCALE)  # the latter of X or dO
+    factors = 5 * p.R * SCALE + (0 if bf16_dw else 3 * p.E * p.I * SCALE)  # and a_t_scale
+    rows8 = p.T * (p.H + 2 * SCALE)  # X or dO
     a8 = p.R * p.I + (0 if "a_scale" in kept else p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE)
     gradients = dz + kept["scores"] + 2 * w2
     recomputed = w1_t = w2_t = 0
     if memory.z == "recompute":
         again = _kept_z(p, 2, KEEP, precision)
-        recomputed = sum(again[name] for name in ("z", "zmax", "a_scale", "x_scale"))
+        names = ("z", "zmax", "zmax_columns", "a_scale", "x_scale", "w2_norm")
+        recomputed = sum(again[name] for name in names)
         w1_t, w2_t = w1, w2
     of_down = total + recomputed + w2_t + rows8 + factors + a + gradients
     later = total - of_z + kept.get("w1_t", 0) - kept["row_slot"] + tokens_h + gradients

@@ -15,10 +15,12 @@ from .fp8_tensors import Fp8Weight
 def quantize_weights(
     w1: torch.Tensor, w2: torch.Tensor, transposed: bool, backend: str
 ) -> tuple[Fp8Weight, Fp8Weight]:
-    """Both weights; only the backward pass reads what is `transposed`."""
-    q1 = Fp8Weight(*ops.quantize_weight(w1, transposed, backend))
-    q2 = Fp8Weight(*ops.quantize_weight(w2, transposed, backend))
-    return (q1, q2) if transposed else (q1._replace(w8_t=None), q2._replace(w8_t=None))
+    """Both weights; only the backward pass reads what is `transposed`, and norms of W2."""
+    w8, w8_t, scale, _ = ops.quantize_weight(w1, transposed, False, backend)
+    q1, q2 = Fp8Weight(w8, w8_t, scale), ops.quantize_weight(w2, transposed, transposed, backend)
+    if transposed:
+        return q1, Fp8Weight(*q2)
+    return q1._replace(w8_t=None), Fp8Weight(*q2)._replace(w8_t=None, w_norm=None)
 
 
 _optimizer_steps = 0

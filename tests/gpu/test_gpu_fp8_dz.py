@@ -8,6 +8,7 @@ import torch
 from helpers import ACTIVATIONS, GATED, poisoned
 
 from sonicmoe import ActivationType
+from sonicmoe.fp8_tensors import DzScales
 from sonicmoe.gradients import Fp8DownGradients
 from sonicmoe.launch import fp8_dz
 from sonicmoe.layer import permute
@@ -47,18 +48,19 @@ def make(hidden, inner, activation, gathered, counts=COUNTS, per_token=5, z_dtyp
     def integers(*shape):
         return torch.randint(-2, 3, shape, device=CUDA).float().to(E4M3)
 
-    columns = 2 * inner if activation.is_gated else inner
-    z = torch.randn(rows, columns, device=CUDA).clamp(-4, 4)
+    z_columns = 2 * inner if activation.is_gated else inner
+    z = torch.randn(rows, z_columns, device=CUDA).clamp(-4, 4)
     zmax = 448 * 2.0 ** torch.randint(-2, 2, (math.ceil(inner / 128), rows), device=CUDA)
     if z_dtype == E4M3:
         z /= 4  # the scales of zmax multiply it by up to 2
-    exponents = torch.randint(-2, 2, (5, rows), device=CUDA).float()
-    factors = torch.exp2(exponents)
+    factors = torch.exp2(torch.randint(-2, 2, (5, rows), device=CUDA).float())
+    columns = torch.exp2(torch.randint(-2, 1, (experts, 2, inner), device=CUDA).float())
     factors[0] /= 4 * math.sqrt(hidden)
     factors[0] = torch.exp2(factors[0].log2().round())
     factors[1] = torch.rand(rows, device=CUDA) - 0.5  # scores
     weights = integers(experts, inner, hidden)
-    return integers(tokens, hidden), factors, z.to(z_dtype), zmax, weights, scores, p
+    scales = DzScales(factors, columns, *[None] * 3)  # type: ignore[arg-type]
+    return integers(tokens, hidden), scales, z.to(z_dtype), zmax, weights, scores, p
 
 
 def steps(t: torch.Tensor) -> torch.Tensor:
@@ -159,7 +161,8 @@ def test_nan_stays_in_its_row(gathered, gate_up):
     """Each expert's first row is NaN: the last tile of the expert before it must not see it."""
     activation = ActivationType.SWIGLU
     given = make(272, 144, activation, gathered)
-    _, factors, z, _, _, _, p = given
+    _, scales, z, _, _, _, p = given
+    factors = scales.row_factors
     row = p.expert_start[:-1].long()[torch.tensor(COUNTS, device=CUDA) > 0]
     z[row] = math.nan
     factors[:, row] = math.nan

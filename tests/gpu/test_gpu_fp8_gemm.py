@@ -47,23 +47,24 @@ def test_up(counts, sorted_rows, activation, gate_up, sizes):
     columns = 2 * inner if activation.is_gated else inner
     w1, w_scale = random_e4m3(len(counts), columns, hidden), torch.full((len(counts),), 2.0**-9)
     args = (x8, x_scale.float(), Fp8Weight(w1, None, w_scale.to(CUDA)), p, activation, gate_up)
-    _, zmax, a, a_scale = reference.fp8_up(*args, "keep")
+    _, zmax, zmax_columns, a, a_scale = reference.fp8_up(*args, "keep")
     with poisoned():
         got, in_e4m3, without_z = (fp8.fp8_up(*args, keep_z) for keep_z in ("keep", "fp8", "no"))
     exact = exact_up(*args)
     assert row_error(got[0], exact[0]) < 0.005  # bf16 rounds by 0.17%, the accumulator by 0.1%
     torch.testing.assert_close(got[1], zmax, rtol=5e-3, atol=0)
-    assert (got[3] != a_scale).float().mean() < 0.01  # a maximum next to a power of two
-    values = [dequantized(q, scale) for q, scale in ((a, a_scale), got[2:])]
+    torch.testing.assert_close(got[2], zmax_columns, rtol=5e-3, atol=0)
+    assert (got[4] != a_scale).float().mean() < 0.01  # a maximum next to a power of two
+    values = [dequantized(q, scale) for q, scale in ((a, a_scale), got[3:])]
     want, found = (row_error(value, exact[1]) for value in values)
     assert found <= 1.1 * want
-    assert without_z[0] is None and without_z[1] is None
-    assert torch.equal(in_e4m3[1], got[1])
+    assert without_z[:3] == (None, None, None)
+    assert torch.equal(in_e4m3[1], got[1]) and torch.equal(in_e4m3[2], got[2])
     z = reference.z_in_fp32(*in_e4m3[:2], activation, gate_up)
     assert row_error(z, exact[0]) <= 1.1 * row_error(reference_z(*args), exact[0])
     for other in (in_e4m3, without_z):
-        assert torch.equal(other[2].view(torch.uint8), got[2].view(torch.uint8))
-        assert torch.equal(other[3], got[3])
+        assert torch.equal(other[3].view(torch.uint8), got[3].view(torch.uint8))
+        assert torch.equal(other[4], got[4])
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)

@@ -36,7 +36,8 @@ class Problem:
         self.tokens8, self.other = normal(m), normal(n)
         self.tokens8.view(torch.uint8)[ids < 0] = NAN
         self.other.view(torch.uint8)[self.starts[-1] :] = NAN
-        self.scale = 2.0 ** torch.randint(-9, 9, (len(counts),), device="cuda", generator=random)
+        shape = (len(counts), n)
+        self.scale = 2.0 ** torch.randint(-9, 9, shape, device="cuda", generator=random)
         if not gathered:
             row_token = self.p.row_token[: self.starts[-1]].long()
             unused = self.tokens8[ids < 0]
@@ -98,7 +99,7 @@ def test_exact_sums(counts, gathered, transposed, dtype, m, n):
 def test_added_to_a_buffer(counts, transposed):
     problem = Problem(counts, 272, 144)
     onto = torch.randn(len(counts), 272, 144, device="cuda")
-    onto *= problem.scale[:, None, None]  # of the order of the sums, so that little is rounded
+    onto *= problem.scale[:, None]  # of the order of the sums, so that little is rounded
     dw = problem.run(FP32, transposed, onto)
     problem.check(dw, onto)
     empty = torch.tensor(counts) == 0

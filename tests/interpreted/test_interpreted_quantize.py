@@ -7,6 +7,7 @@ import triton.language as tl
 from fp8_checks import (
     COUNTS,
     KINDS,
+    SCALES_ARGUMENTS,
     all_bf16,
     around_ties,
     check_dequantized,
@@ -25,9 +26,9 @@ from sonicmoe.reference import fp8
 
 
 @triton.jit
-def _scale_kernel(bound, out, SIZE: tl.constexpr):
+def _scale_kernel(bound, out, SIZE: tl.constexpr, FLOOR: tl.constexpr):
     i = tl.arange(0, SIZE)
-    tl.store(out + i, power_of_two_scale(tl.load(bound + i)))
+    tl.store(out + i, power_of_two_scale(tl.load(bound + i), FLOOR))
 
 
 def test_scales_of_all_exponents():
@@ -36,9 +37,10 @@ def test_scales_of_all_exponents():
     fraction = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF, 0x400000, 0x12345])
     bound = (exponent + fraction).to(torch.int32).view(torch.float32).flatten()
     bound[-1] = -torch.nan
-    out = torch.empty_like(bound)
-    _scale_kernel[(1,)](bound, out, SIZE=len(bound))
-    same(out, fp8.power_of_two_scale(bound), "scale")
+    for floor in (1, 57):
+        out = torch.empty_like(bound)
+        _scale_kernel[(1,)](bound, out, SIZE=len(bound), FLOOR=floor)
+        same(out, fp8.power_of_two_scale(bound, floor), "scale")
 
 
 @pytest.mark.parametrize(
@@ -132,14 +134,17 @@ def test_the_last_tile_of_many_counts(bad):
     check_scales((3, 129 * 128), bad=bad, at_the_end=True, dropped=0)
 
 
-@pytest.mark.parametrize("blocks", [1, 8, 20])
-def test_scales_of_many_blocks(blocks):
-    check_scales(COUNTS, blocks=blocks)
+@pytest.mark.parametrize("inner", [16, 128, 1040])
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+def test_scales_of_columns(inner, gate_up):
+    check_scales(COUNTS, inner=inner, gate_up=gate_up)
 
 
-@pytest.mark.parametrize(
-    "bad", ["scores", "do_scale", "do_norm", "x_scale", "zmax", "a_scale", "w2_scale"]
-)
+def test_scales_of_rows_alone():
+    check_scales(COUNTS, columns=False)
+
+
+@pytest.mark.parametrize("bad", SCALES_ARGUMENTS)
 def test_scales_of_nan_and_infinity(bad):
     check_scales(COUNTS, bad=bad, dropped=0)
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .quantize import power_of_two_scale
+from .quantize import BLOCK_FLOOR, power_of_two_scale
 from .tile_order import load_tile
 from .triton.tile import pairs
 
@@ -51,7 +51,7 @@ def scored_activation_kernel(
         if zmax is not None:
             plane = tl.program_id(2) * rows.to(tl.int64)
             largest = tl.load(zmax + plane + row, mask=used, other=0.0)
-            scale = power_of_two_scale(largest)[:, None]
+            scale = power_of_two_scale(largest, BLOCK_FLOOR)[:, None]
         if GATE_UP == "interleaved":
             n = 2 * column + tl.arange(0, 2 * BLOCK_I)
             both_inside = used[:, None] & (n < 2 * I)[None, :]

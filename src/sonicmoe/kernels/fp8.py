@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .quantize import scale_and_inverse
+from .quantize import BLOCK_FLOOR, scale_and_inverse
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def quantized(z, inverse, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def store_scales(z_scale, amax, rows, ok, first, num_rows, N: tl.constexpr, BLOCKS: tl.constexpr):
     """Store the scales of blocks `first`, `first` + 1, … of each row; return their inverses."""
-    scale, inverse = scale_and_inverse(amax)
+    scale, inverse = scale_and_inverse(amax, BLOCK_FLOOR)
     block = first + tl.arange(0, BLOCKS)
     out = z_scale + block.to(tl.int64)[None, :] * num_rows + rows[:, None]
     tl.store(out, scale, mask=ok[:, None] & (block < (N + 127) // 128)[None, :])

@@ -1,4 +1,4 @@
-"""Quantization to e4m3, and the scales of the FP8 backward pass: see `reference.fp8`.
+"""Quantization to e4m3: see `reference.quantize`.
 
 Largest magnitudes are compared as the integers that encode them, so that NaN is the largest.
 """
@@ -7,31 +7,44 @@ import torch
 import triton
 import triton.language as tl
 
-from .tile_order import load_tile
-
 _PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
-E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 # Neighbouring values that a thread holds: 16 bytes of bf16. Without this hint Triton takes the 16
 # that one store of e4m3 can write, and neighbouring threads load 32 bytes apart.
 _VECTOR: tl.constexpr = tl.constexpr(8)
 
 
+ROW_FLOOR: tl.constexpr = tl.constexpr(1)  # of the exponent of scales: see `reference.quantize`
+BLOCK_FLOOR: tl.constexpr = tl.constexpr(57)
+
+
 @triton.jit
-def scale_and_inverse(bound):
+def is_finite(value):
+    return (value.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+
+
+@triton.jit
+def scale_and_inverse(bound, FLOOR: tl.constexpr):
     """`power_of_two_scale`, and its inverse, which is finite also where the scale is NaN."""
     bits = bound.to(tl.int32, bitcast=True)
-    exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 57)  # 448 is 1.75·2⁸
+    exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, FLOOR)  # 448 is 1.75·2⁸
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return tl.where((bits & 0x7F800000) != 0x7F800000, scale, float("nan")), inverse
+    return tl.where(is_finite(bound), scale, float("nan")), inverse
 
 
 @triton.jit
-def power_of_two_scale(bound):
-    """The smallest power of two s ≥ 2⁻⁷⁰ with bound ≤ 448·s; NaN if `bound` is not finite."""
-    scale, _ = scale_and_inverse(bound)
+def power_of_two_scale(bound, FLOOR: tl.constexpr):
+    """The smallest power of two s ≥ 2^(FLOOR − 127) with bound ≤ 448·s; NaN unless finite."""
+    scale, _ = scale_and_inverse(bound, FLOOR)
     return scale
+
+
+@triton.jit
+def square_in_e4m3(value):
+    """A bound on the square of `value` rounded to e4m3: see `reference.quantize.norm_in_e4m3`."""
+    rounded = tl.abs(value) * 1.0625 + 0.0009765625
+    return rounded * rounded
 
 
 @triton.jit
@@ -45,7 +58,7 @@ def quantize_rows_kernel(
     x, q, scale, norm, tokens, stride,
     H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """q (T, H) e4m3, the scale (T,) and the Euclidean norm (T,) of each row of x.
+    """q (T, H) e4m3, the scale (T,) of each row of x, and a bound on the norm of the row of q (T,).
 
     Grid: T/BLOCK_T; a program owns BLOCK_T rows, which stay in registers.
     """
@@ -54,11 +67,14 @@ def quantize_rows_kernel(
     row, used = t.to(tl.int64)[:, None], t < tokens
     inside = used[:, None] & (h < H)
     values = tl.load(x + row * stride + h, mask=inside, other=0.0).to(tl.float32)
-    s = power_of_two_scale(tl.max(magnitude_bits(values), 1).to(tl.float32, bitcast=True))
+    s = power_of_two_scale(
+        tl.max(magnitude_bits(values), 1).to(tl.float32, bitcast=True), ROW_FLOOR
+    )
     scaled = values * tl.div_rn(1.0, s)[:, None]  # plain division is not exact
     tl.store(q + row * H + h, scaled.to(q.dtype.element_ty), mask=inside)
     tl.store(scale + t, s, mask=used)
-    tl.store(norm + t, tl.sqrt_rn(tl.sum(values * values, 1)), mask=used)
+    squares = tl.where(inside, square_in_e4m3(scaled), 0.0)
+    tl.store(norm + t, s * tl.sqrt_rn(tl.sum(squares, 1)), mask=used)
 
 
 @triton.jit
@@ -107,19 +123,22 @@ def _byte(value):
 
 @triton.jit
 def quantize_weight_kernel(
-    w, amax, q, words, scale,
+    w, amax, q, words, scale, squares,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     """q (E, N, K) e4m3, its transpose (E, K, N) and scale (E,) of contiguous weights (E, N, K).
 
     The transpose is given as `words` (E, K, N/4) of four bytes: transposing words takes a quarter
-    of the accesses to shared memory. N is a multiple of 4. What is None is not stored.
+    of the accesses to shared memory. N is a multiple of 4. What is None is not stored. `squares`
+    gets the sums of `square_in_e4m3` over each tile's rows, (E, N/BLOCK_N, K), if SUM is "n", or
+    over its columns, (E, K/BLOCK_K, N), if it is "k".
 
     Grid: (N/BLOCK_N · K/BLOCK_K, E); a program owns one tile of q and of its transpose.
     """
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     index, expert = tl.program_id(0), tl.program_id(1)
-    s = power_of_two_scale(tl.load(amax + expert).to(tl.float32, bitcast=True))
+    s = power_of_two_scale(tl.load(amax + expert).to(tl.float32, bitcast=True), ROW_FLOOR)
     factor = tl.div_rn(1.0, s)
     if index == 0:
         tl.store(scale + expert, s)
@@ -136,11 +155,38 @@ def quantize_weight_kernel(
         scaled = scaled + (loaded[j].to(tl.float32) * factor,)
         if q is not None:
             tl.store(q + offset + j * K, scaled[j].to(q.dtype.element_ty), mask=inside)
+    if SUM == "n":
+        total = tl.zeros((BLOCK_N // 4, BLOCK_K), tl.float32)
+        for j in tl.static_range(4):
+            total += tl.where(inside, square_in_e4m3(scaled[j]), 0.0)
+        plane = squares + (expert * ((N + BLOCK_N - 1) // BLOCK_N) + index // k_tiles) * K
+        tl.store(plane + k, tl.sum(total, 0), mask=k < K)
+    elif SUM == "k":
+        plane = squares + (expert * k_tiles + index % k_tiles) * N
+        for j in tl.static_range(4):
+            total = tl.sum(tl.where(inside, square_in_e4m3(scaled[j]), 0.0), 1)
+            tl.store(plane + word * 4 + j, total, mask=word < N // 4)
     if words is not None:
         packed = _word(scaled[0], scaled[1], scaled[2], scaled[3])
         offset = expert * (N * K // 4) + k.to(tl.int64)[:, None] * (N // 4) + word[None, :]
         inside = (k < K)[:, None] & (word < N // 4)[None, :]
         tl.store(words + offset, tl.trans(packed), mask=inside)
+
+
+@triton.jit
+def column_norms_kernel(
+    squares, scale, norm, C: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """norm (E, C) = scale · √ of the sum of `squares` (E, COUNT, C), added in order.
+
+    Grid: (C/BLOCK, E); a program owns BLOCK norms.
+    """
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(COUNT):
+        total += tl.load(squares + (expert * COUNT + i) * C + c, mask=c < C, other=0.0)
+    tl.store(norm + expert * C + c, tl.load(scale + expert) * tl.sqrt_rn(total), mask=c < C)
 
 
 @triton.jit(do_not_specialize=["sample"])
@@ -184,95 +230,3 @@ def _check_scale(
         different |= rounded ^ tl.load(words + word, mask=inside, other=0)
     is_stale = tl.max(tl.max((different != 0).to(tl.int32), 1), 0) > 0
     tl.store(checked + expert, tl.where(is_stale, float("nan"), s))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def row_bounds_kernel(
-    do_scale, do_norm, x_scale, scores, row_token, row_slot, zmax, a_scale, w2_scale, tiles,
-    factors, dz_scale, amax, slack, slope, offset, rows,
-    J: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """dz_scale (R,), the factors (5, R) without the experts' scales, and amax (2, tiles) int32.
-
-    |∂A/∂Z| ≤ slope · zmax + offset, or 1 if zmax is None. amax gets the bits of the largest bound
-    on dZᵀ and on A'ᵀ of each tile.
-
-    Grid: one program per tile; it owns the tile's rows.
-    """
-    index = tl.program_id(0)
-    if index < tl.load(tiles):
-        expert, start, end, number = load_tile(tiles, index)
-        row = start + number * BLOCK_M + tl.arange(0, BLOCK_M)
-        used = row < end
-        token = row if row_token is None else tl.load(row_token + row, mask=used, other=0)
-        slot = row if row_slot is None else tl.load(row_slot + row, mask=used, other=0)
-        plane = rows.to(tl.int64)
-        z_bits = tl.zeros((BLOCK_M,), tl.int32)
-        a_bits = tl.zeros((BLOCK_M,), tl.int32)
-        for j in tl.static_range(J):
-            if zmax is not None:
-                z = tl.load(zmax + j * plane + row, mask=used, other=0.0)
-                z_bits = tl.maximum(z_bits, magnitude_bits(z))
-            a = tl.load(a_scale + j * plane + row, mask=used, other=0.0)
-            a_bits = tl.maximum(a_bits, magnitude_bits(a))
-        do = tl.load(do_scale + token, mask=used, other=0.0)
-        x = tl.load(x_scale + token, mask=used, other=0.0)
-        w2 = tl.load(w2_scale + expert)
-        if scores is None:
-            s = tl.full((BLOCK_M,), 1.0, tl.float32)
-        else:
-            s = tl.load(scores + slot, mask=used, other=0.0).to(tl.float32)
-        norm = tl.load(do_norm + token, mask=used, other=0.0)
-        bound = slack * norm * (E4M3_MAX * w2) * tl.abs(s)
-        if zmax is not None:
-            bound *= slope * z_bits.to(tl.float32, bitcast=True) + offset
-        a_bound = tl.abs(s) * do * (E4M3_MAX * a_bits.to(tl.float32, bitcast=True))
-        scale = power_of_two_scale(bound)
-        tl.store(dz_scale + row, scale, mask=used)
-        tl.store(factors + row, do * w2, mask=used)
-        tl.store(factors + plane + row, s, mask=used)
-        tl.store(factors + 2 * plane + row, tl.div_rn(1.0, scale), mask=used)
-        tl.store(factors + 3 * plane + row, x, mask=used)
-        tl.store(factors + 4 * plane + row, s * do, mask=used)
-        tl.store(amax + index, tl.max(magnitude_bits(bound * x), 0))
-        tl.store(amax + tl.num_programs(0) + index, tl.max(magnitude_bits(a_bound), 0))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def expert_scales_kernel(
-    amax, expert_start, tiles, factors, dz_t_scale, a_t_scale, rows, num_experts,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """dz_t_scale and a_t_scale (E,) of amax; divides the last two of the factors by them.
-
-    Grid: that of `row_bounds_kernel`, and at least one program per expert; it owns the rows of its
-    tile. The first tile's program owns the scales of the expert; if there is none, program e.
-    """
-    index = tl.program_id(0)
-    is_expert = index < num_experts
-    start = tl.load(expert_start + index, mask=is_expert, other=0)
-    if start == tl.load(expert_start + index + 1, mask=is_expert, other=1):
-        tl.store(dz_t_scale + index, _scale_of(amax, 0, BLOCK_M))
-        tl.store(a_t_scale + index, _scale_of(amax, 0, BLOCK_M))
-    if index < tl.load(tiles):
-        expert, start, end, number = load_tile(tiles, index)
-        row = start + number * BLOCK_M + tl.arange(0, BLOCK_M)
-        used = row < end
-        for j in tl.static_range(2):
-            first = amax + j * tl.num_programs(0) + index - number
-            scale = _scale_of(first, tl.cdiv(end - start, BLOCK_M), BLOCK_M)
-            if number == 0:
-                tl.store((dz_t_scale if j == 0 else a_t_scale) + expert, scale)
-            ptr = factors + (3 + j) * rows.to(tl.int64) + row
-            factor = tl.load(ptr, mask=used, other=0.0)
-            tl.store(ptr, tl.div_rn(factor, scale), mask=used)
-
-
-@triton.jit
-def _scale_of(amax, count, BLOCK: tl.constexpr):
-    """The scale for the largest of `count` magnitudes."""
-    largest = tl.zeros((BLOCK,), tl.int32)
-    for i in range(0, count, BLOCK):
-        i += tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.load(amax + i, mask=i < count, other=0))
-    return power_of_two_scale(tl.max(largest, 0).to(tl.float32, bitcast=True))

@@ -21,6 +21,7 @@ from ..shapes import ceil_div
 from . import grouped_gemm, memory
 from .descriptors import Boxes
 from .fp8_dz import dz_gemm
+from .fp8_scales import dz_scales
 from .fp8_wgrad import weight_gradient
 from .grouped_gemm import _zero_tail, combine
 from .grouped_gemm_hopper import _row_boxes, _z_boxes, row_boxes
@@ -28,7 +29,6 @@ from .launcher import Bound, launch
 from .quantize import (
     checked_scales,
     dequantize_rows,
-    dz_scales,
     quantize_rows,
     quantize_weight,
     scored_activation,
@@ -76,18 +76,20 @@ def _up(shape, strides, activation: ActivationType, gate_up, keep_z):
 
 
 def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, keep_z):
-    w8, _, w_scale = w
+    w8, w_scale = w.w8, w.w_scale
     rows, device = p.rows_of(x8), x8.device
     inner = activation.intermediate_size(w8.shape[1])
     blocks = ceil_div(inner, BLOCK)
-    z = zmax = None
+    z = zmax = zmax_columns = column_bits = None
     if keep_z in Z_DTYPE:
         z = memory.empty((rows, w8.shape[1]), Z_DTYPE[keep_z], device)
         zmax = memory.empty((blocks, rows), torch.float32, device)
+        column_bits = memory.empty((w8.shape[0], inner), torch.int32, device).zero_()
+        zmax_columns = column_bits.view(torch.float32)
     a = memory.empty((rows, inner), E4M3, device)
     a_scale = memory.empty((blocks, rows), torch.float32, device)
     if rows == 0:
-        return z, zmax, a, a_scale
+        return z, zmax, zmax_columns, a, a_scale
     gate_up = gate_up if activation.is_gated else None
     kernel, weights, z_boxes, a_boxes, width = _up(
         w8.shape, w8.stride(), activation, gate_up, keep_z
@@ -95,18 +97,18 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
     source = x8 if p.is_gathered else row_boxes(x8, _CONSUMER_M, BLOCK)
     # If Z is not stored, any address of the right dtype will do.
     z_target = memory.empty((8, 8), torch.bfloat16, device) if z is None else z
-    args = (source, p.row_token, (w8, weights), x_scale, w_scale, (z_target, z_boxes), zmax)
+    args = (source, p.row_token, (w8, weights), x_scale, w_scale, (z_target, z_boxes))
     work = (p.tiles.shape[0] - 1) * ceil_div(w8.shape[1], width)
     grid = (max(1, min(work, grouped_gemm.target_of(x8).processors)),)
-    launch(kernel, grid, *args, (a, a_boxes), a_scale, rows, p.tiles)
-    return z, zmax, a, a_scale
+    launch(kernel, grid, *args, zmax, column_bits, (a, a_boxes), a_scale, rows, p.tiles)
+    return z, zmax, zmax_columns, a, a_scale
 
 
 def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
     x8, x_scale, _ = quantize_rows(x)
-    w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False))
-    z, zmax, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
-    return z, zmax, a_scale, x_scale
+    w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False, False))
+    *of_z, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
+    return *of_z, a_scale, x_scale
 
 
 @lru_cache(maxsize=1024)
@@ -126,7 +128,7 @@ def _tile_width(columns, depth, block_scales) -> int:
 
 def fp8_gemm(a8, a_scale, w, row_scores, p: Permutation, block_n=None, stages=None):
     """`block_n` and `stages` are there to be measured. W may be a slice of N."""
-    w8, _, w_scale = w
+    w8, w_scale = w.w8, w.w_scale
     rows, columns = a8.shape[0], w8.shape[1]
     y = memory.empty((rows, columns), torch.bfloat16, a8.device)
     if rows == 0:
@@ -166,7 +168,7 @@ def fp8_down_backward(
     dout, kept, w2, w, scores, p: Permutation, activation, gate_up, needs, fp32_dw, bf16_dw
 ):
     dw2 = memory.empty_like(w2, torch.float32 if fp32_dw else w2.dtype) if needs.dw2 else None
-    w, act = _with_transpose(w, w2), (activation, gate_up)
+    w, act = _with_transpose(w, w2, norms=True), (activation, gate_up)
     of_dz, dscores = _down_backward(dout, kept, w, scores, p, act, needs, dw2, bf16_dw)
     return *of_dz, dw2, dscores
 
@@ -174,7 +176,7 @@ def fp8_down_backward(
 def fp8_down_backward_into(
     main_grad, dout, kept, w2, w, scores, p: Permutation, activation, gate_up, needs, bf16_dw
 ):
-    w, act = _with_transpose(w, w2), (activation, gate_up)
+    w, act = _with_transpose(w, w2, norms=True), (activation, gate_up)
     of_dz, dscores = _down_backward(
         dout, kept, w, scores, p, act, needs, main_grad, bf16_dw, add=True
     )
@@ -183,27 +185,26 @@ def fp8_down_backward_into(
 
 def _down_backward(dout, kept, w, scores, p, act, needs, dw2, bf16_dw, add=False):
     """The fields of `Fp8Dz`, None where not needed; dscores. dW2 goes to `dw2`."""
-    z, zmax, a_scale, x_scale = kept
+    z, zmax = kept.z, kept.zmax
     needs = needs._replace(dw2=dw2 is not None and not bf16_dw)
     do8, do_scale, do_norm = quantize_rows(dout)
-    factors, dz_scale, dz_t_scale, a_t_scale = dz_scales(
-        scores, do_scale, do_norm, x_scale, zmax, a_scale, w.w_scale, dout.shape[1], p, act[0]
-    )
-    dz8, dz_t, a_t, dscores = dz_gemm(do8, factors, z, zmax, w.w8_t, scores, p, *act, needs)
+    columns = needs.dz_t or needs.dw2
+    scales = dz_scales(scores, do_scale, do_norm, kept, w, p, *act, columns)
+    dz8, dz_t, a_t, dscores = dz_gemm(do8, scales, z, zmax, w.w8_t, scores, p, *act, needs)
     if needs.dw2:
-        weight_gradient(do8, a_t, a_t_scale, dw2, p, add)
+        weight_gradient(do8, a_t, scales.a_t_scale, dw2, p, add)
     elif dw2 is not None:
         a = scored_activation(z, zmax, scores, p, *act)
         grouped_gemm.weight_gradient(dout, a, dw2, p, "left", add)
-    of_dz = (dz8, dz_scale if needs.dz else None, dz_t, dz_t_scale if needs.dz_t else None)
-    return of_dz, dscores
+    dz_scale = scales.dz_scale if needs.dz else None
+    return (dz8, dz_scale, dz_t, scales.dz_t_scale if needs.dz_t else None), dscores
 
 
-def _with_transpose(w: Fp8Weight, parameter) -> Fp8Weight:
+def _with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
     """A weight that has its transpose, if need be from the parameter, and then nothing else."""
     if w.w8_t is not None:
         return w
-    return Fp8Weight(*quantize_weight(parameter, True))._replace(w8=None)
+    return Fp8Weight(*quantize_weight(parameter, True, norms))._replace(w8=None)
 
 
 def fp8_up_backward(dz, x, w1, w, p: Permutation, needs, fp32_dw, bf16_dw, slices):

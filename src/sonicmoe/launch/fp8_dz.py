@@ -77,7 +77,7 @@ def _transposed_boxes(inner, padded, gate_up):
 
 
 def dz_gemm(
-    do8, factors, z, zmax, w2_t, scores, p: Permutation, activation, gate_up, needs, ring=_RING
+    do8, scales, z, zmax, w2_t, scores, p: Permutation, activation, gate_up, needs, ring=_RING
 ):
     """As `reference.fp8.dz_gemm`, but columns of dZᵀ and A'ᵀ of no tile are not written.
 
@@ -108,7 +108,9 @@ def dz_gemm(
     # What is not stored needs an address all the same.
     targets = [(do8 if t is None else t, boxes) for t, boxes in outputs]
     zmax = zmax if z.dtype == E4M3 else None
-    args = (*sources, factors, rows, p.row_slot, (z, z_boxes), zmax, *targets)
+    column_factors = scales.column_factors if needs.dz_t or needs.dw2 else None
+    args = (*sources, scales.row_factors, column_factors, rows, p.row_slot, (z, z_boxes), zmax)
+    args += tuple(targets)
     programs = grouped_gemm.target_of(z).processors
     grid = (max(1, min((p.tiles.shape[0] - 1) * parts, programs)),)
     launch(kernel, grid, *args, partial, plane, p.tiles)

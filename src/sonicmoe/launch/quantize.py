@@ -1,7 +1,7 @@
 """Launches of the FP8 quantizers.
 
-Functions without an underscore have the names, parameters and results of those in `reference.fp8`,
-`dequantize_rows` excepted.
+Functions without an underscore have the names, parameters and results of those in `reference.fp8`
+and `reference.quantize`, `dequantize_rows` excepted.
 """
 
 import math
@@ -15,7 +15,6 @@ from ..kernels import bf16_operands
 from ..kernels import quantize as kernels
 from ..kernels.activation import value_of
 from ..permutation import Permutation
-from ..reference.fp8 import MIN_SCALE, SLACK
 from ..shapes import ceil_div
 from . import memory
 from .grouped_gemm import weight_layout
@@ -48,30 +47,45 @@ def quantize_rows(x):
 
 
 @cache
-def _weight_kernels(n: int, k: int) -> tuple[Bound, Bound, int]:
+def _weight_kernels(n: int, k: int, sum_over: str | None) -> tuple[Bound, Bound, int]:
     """The kernels amax and quantize, and the tiles of an expert."""
     amax, quantize = kernels.weight_amax_kernel, kernels.quantize_weight_kernel
+    sizes = {"N": n, "K": k, "BLOCK_N": _TILE, "BLOCK_K": _TILE}
     return (
         Bound(amax, SIZE=n * k, STEPS=_STEPS, BLOCK=_BLOCK, num_warps=8),
-        Bound(quantize, N=n, K=k, BLOCK_N=_TILE, BLOCK_K=_TILE, num_warps=8),
+        Bound(quantize, **sizes, SUM=sum_over, num_warps=8),
         ceil_div(n, _TILE) * ceil_div(k, _TILE),
     )
 
 
-def quantize_weight(w, transposed):
+@cache
+def _norms_kernel(columns: int, count: int) -> Bound:
+    return Bound(kernels.column_norms_kernel, C=columns, COUNT=count, BLOCK=128, num_warps=4)
+
+
+def quantize_weight(w, transposed, norms):
     """w is dense, as (E, N, K) or as (E, K, N); N and K are multiples of 4."""
     in_order = weight_layout(w) == "nk"
+    summed, columns = w.shape[1:]
     w = w if in_order else w.mT
     experts, n, k = w.shape
     q = memory.empty((experts, n, k), E4M3, w.device) if in_order or transposed else None
     q_t = memory.empty((experts, k, n), E4M3, w.device) if transposed or not in_order else None
     scale = memory.empty((experts,), torch.float32, w.device)
     bits = memory.empty((experts,), torch.int32, w.device).zero_()
-    amax, quantize, tiles = _weight_kernels(n, k)
+    squares = norm = sum_over = None
+    if norms:
+        count, sum_over = ceil_div(summed, _TILE), "n" if in_order else "k"
+        squares = memory.empty((experts, count, columns), torch.float32, w.device)
+        norm = memory.empty((experts, columns), torch.float32, w.device)
+    amax, quantize, tiles = _weight_kernels(n, k, sum_over)
     launch(amax, (ceil_div(n * k, _STEPS * _BLOCK), experts), w, bits)
     words = None if q_t is None else q_t.view(torch.int32)
-    launch(quantize, (tiles, experts), w, bits, q, words, scale)
-    return (q, q_t, scale) if in_order else (q_t, q, scale)
+    launch(quantize, (tiles, experts), w, bits, q, words, scale, squares)
+    if norms:
+        kernel = _norms_kernel(columns, count)
+        launch(kernel, (ceil_div(columns, 128), experts), squares, scale, norm)
+    return (q, q_t, scale, norm) if in_order else (q_t, q, scale, norm)
 
 
 def dequantize_rows(q, scale):
@@ -126,43 +140,3 @@ def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample):
     kernel = _check_kernel(weight1.shape, weight2.shape)
     launch(kernel, (experts, 2), weight1, q1, scale1, new1, weight2, q2, scale2, new2, sample)
     return new1, new2
-
-
-@cache
-def _scale_kernels(blocks: int, tile_m: int) -> tuple[Bound, Bound]:
-    options = {"BLOCK_M": tile_m, "num_warps": 4}
-    return (
-        Bound(kernels.row_bounds_kernel, J=blocks, **options),
-        Bound(kernels.expert_scales_kernel, **options),
-    )
-
-
-def _slope(activation: ActivationType) -> tuple[float, float] | None:
-    """`reference.fp8.slope_bound` is slope · zmax + offset; None where it is 1."""
-    if activation.is_gated:
-        return 1.0, abs(activation.clamp.offset) if activation.clamp else 0.0
-    return (2.0, 0.0) if activation is ActivationType.RELU_SQ else None
-
-
-def dz_scales(
-    scores, do_scale, do_norm, x_scale, zmax, a_scale, w2_scale, hidden, p: Permutation, activation
-):
-    """Rows past the last expert are not written, neither of `factors` nor of `dz_scale`."""
-    (blocks, rows), experts, device = zmax.shape, w2_scale.shape[0], zmax.device
-
-    def new(*shape):
-        return memory.empty(shape, torch.float32, device)
-
-    factors, dz_scale, dz_t_scale, a_t_scale = new(5, rows), new(rows), new(experts), new(experts)
-    if rows == 0:
-        return factors, dz_scale, dz_t_scale.fill_(MIN_SCALE), a_t_scale.fill_(MIN_SCALE)
-    grid = (p.tiles.shape[0] - 1,)  # at least one program per expert
-    amax = memory.empty((2, *grid), torch.int32, device)
-    bounds, finish = _scale_kernels(blocks, p.tile_m)
-    slope = _slope(activation)
-    args = [do_scale, do_norm, x_scale, scores, p.row_token, p.row_slot]
-    args += [zmax if slope else None, a_scale, w2_scale, p.tiles, factors, dz_scale, amax]
-    launch(bounds, grid, *args, SLACK * math.sqrt(hidden), *(slope or (0.0, 0.0)), rows)
-    maps = (p.expert_start, p.tiles)
-    launch(finish, grid, amax, *maps, factors, dz_t_scale, a_t_scale, rows, experts)
-    return factors, dz_scale, dz_t_scale, a_t_scale

@@ -35,16 +35,22 @@ def _rows(s) -> int:
 
 @operator(reference, "fp8")
 def quantize_rows(x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x in e4m3 (T, H), the scale (T,) and the Euclidean norm (T,) of each row."""
+    """x in e4m3 (T, H), the scale (T,) of each row, a bound on its norm in e4m3 (T,)."""
     return _e4m3(x, *x.shape), _fp32(x, x.shape[0]), _fp32(x, x.shape[0])
 
 
 @operator(reference, "fp8")
-def quantize_weight(w: Tensor, transposed: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `Fp8Weight` for w (E, N, K), bf16 or fp32; w8_t is None unless `transposed`."""
+def quantize_weight(
+    w: Tensor, transposed: bool, norms: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Fp8Weight` for w (E, N, K), bf16 or fp32.
+
+    w8_t is None unless `transposed`, w_norm unless `norms`.
+    """
     experts, n, k = w.shape
     w8_t = _e4m3(w, experts, k, n) if transposed else None
-    return _e4m3(w, experts, n, k), w8_t, _fp32(w, experts)  # type: ignore
+    w_norm = _fp32(w, experts, k) if norms else None
+    return _e4m3(w, experts, n, k), w8_t, _fp32(w, experts), w_norm  # type: ignore
 
 
 @operator(reference, "fp8")
@@ -75,21 +81,23 @@ def fp8_up(
     gate_up: str,
     keep_z: str,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Z = X W1ᵀ (R, N), zmax (J, R), A = act(Z) e4m3 (R, I), a_scale (J, R), J = ⌈I/128⌉.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Z = X W1ᵀ (R, N), zmax (J, R), zmax_columns (E, I), A = act(Z) e4m3 (R, I), a_scale (J, R).
 
-    zmax is the largest |Z| of a block of 128 columns of A. Z is in bf16 if `keep_z` is "keep" and
-    in e4m3, scaled by zmax, if it is "fp8"; else Z and zmax are None.
+    zmax is the largest |Z| of a block of 128 columns of A, J = ⌈I/128⌉; zmax_columns that of a
+    column over the rows of its expert. Z is in bf16 if `keep_z` is "keep" and in e4m3, scaled by
+    zmax, if it is "fp8"; else the first three are None.
     """
     assert w.w8 is not None
     rows, n = p.rows_of(x8), w.w8.shape[1]
     intermediate = activation.intermediate_size(n)
     a_scale = _fp32(x8, ceil_div(intermediate, BLOCK), rows)
-    z = zmax = None
+    z = zmax = zmax_columns = None
     if keep_z in Z_DTYPE:
         z = x8.new_empty(rows, n, dtype=Z_DTYPE[keep_z])
         zmax = torch.empty_like(a_scale)
-    return z, zmax, _e4m3(x8, rows, intermediate), a_scale  # type: ignore
+        zmax_columns = _fp32(x8, w.w8.shape[0], intermediate)
+    return z, zmax, zmax_columns, _e4m3(x8, rows, intermediate), a_scale  # type: ignore
 
 
 @operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * s.w1[2])
@@ -102,13 +110,15 @@ def fp8_recomputed(
     activation: ActivationType,
     gate_up: str,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of `Fp8Kept` once more. `dout` is not read: it tells a compiler that this is
     backward."""
-    rows, n = p.rows_of(x), w1.shape[1]
-    a_scale = _fp32(x, ceil_div(activation.intermediate_size(n), BLOCK), rows)
+    rows, (experts, n, _) = p.rows_of(x), w1.shape
+    inner = activation.intermediate_size(n)
+    a_scale = _fp32(x, ceil_div(inner, BLOCK), rows)
     z = x.new_empty(rows, n, dtype=torch.bfloat16)
-    return z, torch.empty_like(a_scale), a_scale, _fp32(x, x.shape[0])
+    zmax_columns = _fp32(x, experts, inner)
+    return z, torch.empty_like(a_scale), zmax_columns, a_scale, _fp32(x, x.shape[0])
 
 
 @operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * s.w8[2])
@@ -153,7 +163,7 @@ def _of_dz(
         _e4m3(z, rows, n) if needs.dz else None,
         _fp32(z, rows) if needs.dz else None,
         _e4m3(z, n, padded_rows(rows, experts)) if needs.dz_t else None,
-        _fp32(z, experts) if needs.dz_t else None,
+        _fp32(z, experts, n) if needs.dz_t else None,
         _like(scores, needs.dscores),
     )
 

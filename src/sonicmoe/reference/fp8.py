@@ -1,30 +1,31 @@
 """The experts in FP8: quantizers, and the grouped GEMMs of e4m3 operands, one expert at a time.
 
 Functions without an underscore have the names, parameters and results of the operators in
-`ops.fp8`. Every scale is a power of two, so that multiplying by it is exact:
+`ops.fp8`. Scales are powers of two, so that multiplying by them is exact, but for the last two:
 
 x_scale   (T,)    rows of X; likewise do_scale of dO
 w1_scale  (E,)    W1; likewise w2_scale
 a_scale   (J, R)  blocks of 128 columns of a row of A, J = ⌈I/128⌉
 z_scale   (J, R)  Z in e4m3, of the blocks of A: the smallest that zmax, its largest |Z|, allows
 dz_scale  (R,)    rows of dZ, as dX needs it
-dz_t_scale, a_t_scale  (E,)  the transposed dZ and A' of the weight gradients
+dz_t_scale (E, N), a_t_scale (E, I)  columns of dZ and A', transposed for the weight gradients
 
 dZᵀ is multiplied by x_scale before it is quantized, A'ᵀ by do_scale: so the weight gradients sum
 X and dO as they were quantized.
+The last three come from bounds: see `fp8_scales`.
 """
-
-import math
 
 import torch
 
 from ..enums import ActivationType
-from ..fp8_tensors import E4M3, Z_DTYPE, Fp8Weight
+from ..fp8_tensors import E4M3, E4M3_MAX, Z_DTYPE, Fp8Weight
 from ..permutation import Permutation
 from .activation import activate, activate_backward, split_gate_up
+from .fp8_scales import blocks, dz_scales, row_experts
 from .grouped_gemm import _expert_rows, _gather, _slots, combine, gemm
 from .quantize import (
     BLOCK,
+    BLOCK_FLOOR,
     checked_scales,
     power_of_two_scale,
     quantize_rows,
@@ -34,49 +35,45 @@ from .quantize import (
 
 __all__ = ["checked_scales", "quantize_rows", "quantize_weight"]  # operators too
 
-E4M3_MAX = 448.0
-MIN_SCALE = 2.0**-70
-# |dA'| ≤ ‖dO‖·√H·max|W2|. The slack covers the slope of the activations, at most 1.13, and the
-# rounding of dO, W2 and Z.
-SLACK = 1.6
-
 
 def _gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A B in fp32."""
     return gemm(a.float(), b.float())
 
 
-def _blocks(value: torch.Tensor) -> torch.Tensor:
-    """(R, C) as (R, J, 128), padded with zeros."""
-    return torch.nn.functional.pad(value, (0, -value.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-
-
 def _block_amax(value: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each block of 128 columns: (J, R)."""
-    return _blocks(value).abs().amax(-1).T.contiguous()
+    return blocks(value).abs().amax(-1).T.contiguous()
 
 
 def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, keep_z):
-    """Z, zmax (J, R), A e4m3, a_scale (J, R); Z in bf16 if `keep_z` is "keep", in e4m3 if "fp8"."""
+    """Z, zmax (J, R), zmax_columns (E, I), A e4m3, a_scale (J, R).
+
+    Z is in bf16 if `keep_z` is "keep", in e4m3 if "fp8"; else the first three are None.
+    """
     z = torch.zeros(p.rows_of(x8), w.w8.shape[1], device=x8.device)
     for e, r in _expert_rows(p):
         scale = _gather(x_scale, p, r)[:, None] * w.w_scale[e]
         z[r] = _gemm(_gather(x8, p, r), w.w8[e].mT) * scale
     a = activate(z, activation, gate_up)
-    a_scale = power_of_two_scale(_block_amax(a))
-    a8 = to_e4m3((_blocks(a) / a_scale.T[:, :, None]).flatten(1)[:, : a.shape[1]]).contiguous()
+    a_scale = power_of_two_scale(_block_amax(a), BLOCK_FLOOR)
+    a8 = to_e4m3((blocks(a) / a_scale.T[:, :, None]).flatten(1)[:, : a.shape[1]]).contiguous()
     if keep_z not in Z_DTYPE:
-        return None, None, a8, a_scale
-    halves = split_gate_up(z, gate_up) if activation.is_gated else (z,)
-    zmax = torch.stack([_block_amax(h) for h in halves]).amax(0)
+        return None, None, None, a8, a_scale
+    largest = z.abs()
+    if activation.is_gated:
+        largest = torch.maximum(*split_gate_up(largest, gate_up))
+    zmax, zmax_columns = _block_amax(largest), torch.zeros(len(w.w8), a.shape[1], device=z.device)
+    for e, r in _expert_rows(p):
+        zmax_columns[e] = largest[r].amax(0)
     if keep_z == "fp8":
-        return to_e4m3(z / _z_scale(zmax, activation, gate_up, a.shape[1])), zmax, a8, a_scale
-    return z.to(torch.bfloat16), zmax, a8, a_scale
+        z = z / _z_scale(zmax, activation, gate_up, a.shape[1])
+    return z.to(Z_DTYPE[keep_z]), zmax, zmax_columns, a8, a_scale
 
 
 def _z_scale(zmax, activation: ActivationType, gate_up, inner) -> torch.Tensor:
     """The scale of each element of Z (R, N)."""
-    scale = power_of_two_scale(zmax).T.repeat_interleave(BLOCK, 1)[:, :inner]
+    scale = power_of_two_scale(zmax, BLOCK_FLOOR).T.repeat_interleave(BLOCK, 1)[:, :inner]
     if not activation.is_gated:
         return scale
     return scale.repeat_interleave(2, 1) if gate_up == "interleaved" else scale.repeat(1, 2)
@@ -90,11 +87,11 @@ def z_in_fp32(z, zmax, activation: ActivationType, gate_up) -> torch.Tensor:
 
 
 def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
-    """Z, zmax, a_scale and x_scale once more."""
+    """The fields of `Fp8Kept` once more."""
     x8, x_scale, _ = quantize_rows(x)
-    w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False))
-    z, zmax, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
-    return z, zmax, a_scale, x_scale
+    w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False, False))
+    *of_z, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
+    return *of_z, a_scale, x_scale
 
 
 def fp8_gemm(a8, a_scale, w, row_scores, p: Permutation):
@@ -114,61 +111,6 @@ def fp8_down_and_combine(a8, a_scale, w, scores, p: Permutation, tokens, slices)
     """In one piece: slices bound the memory of the kernels and change no bit."""
     y = fp8_gemm(a8, a_scale, w, None, p)
     return combine(y, scores, p.slot_row, p.token_start, tokens)
-
-
-def slope_bound(zmax: torch.Tensor, activation: ActivationType) -> torch.Tensor:
-    """A bound on |∂A/∂Z| for |Z| ≤ zmax, up to the factor 1.13 that SLACK has."""
-    if activation.is_gated:
-        return zmax + (abs(activation.clamp.offset) if activation.clamp else 0.0)
-    return 2 * zmax if activation is ActivationType.RELU_SQ else torch.ones_like(zmax)
-
-
-def _row_experts(p: Permutation, rows: int) -> torch.Tensor:
-    """The expert of each row; E past the last expert."""
-    every = torch.arange(rows, device=p.expert_start.device)
-    return torch.searchsorted(p.expert_start[1:].long(), every, right=True)
-
-
-def dz_scales(
-    scores, do_scale, do_norm, x_scale, zmax, a_scale, w2_scale, hidden, p, activation
-):  # fmt: skip
-    """factors (5, R), dz_scale (R,), dz_t_scale (E,), a_t_scale (E,).
-
-    The factors are those of the dZ GEMM's epilogue: of the accumulator to dA', the score, and
-    what dZ, dZᵀ and A'ᵀ are multiplied by before they are rounded. Rows past the last expert have
-    zeros.
-    """
-    rows, experts = zmax.shape[1], w2_scale.shape[0]
-    expert = _row_experts(p, rows)
-    used, e = expert < experts, expert.clamp(max=experts - 1)
-    every = slice(None)
-    token = torch.arange(rows, device=zmax.device) if p.row_token is None else p.row_token.long()
-    token = token.where(used, 0)
-    s = torch.ones(rows, device=zmax.device)
-    if scores is not None:
-        slots = _slots(p, every)
-        s = scores.flatten()[slots.where(used, 0) if p.row_slot is not None else slots].float()
-    amax_w2 = E4M3_MAX * w2_scale[e]
-    bound = SLACK * math.sqrt(hidden) * do_norm[token] * amax_w2 * s.abs()
-    bound = bound * slope_bound(zmax.amax(0), activation)
-    a_bound = s.abs() * do_scale[token] * (E4M3_MAX * a_scale.amax(0))
-    dz_scale = power_of_two_scale(bound)
-    t_bound = torch.where(used, bound * x_scale[token], 0.0)
-    a_bound = torch.where(used, a_bound, 0.0)
-
-    def of_expert(values: torch.Tensor) -> torch.Tensor:
-        largest = torch.zeros(experts, device=values.device)
-        return power_of_two_scale(largest.scatter_reduce_(0, e, values, "amax"))
-
-    dz_t_scale, a_t_scale = of_expert(t_bound), of_expert(a_bound)
-    factors = torch.stack([
-        do_scale[token] * w2_scale[e],
-        s,
-        1 / dz_scale,
-        x_scale[token] / dz_t_scale[e],
-        s * do_scale[token] / a_t_scale[e],
-    ])  # fmt: skip
-    return torch.where(used, factors, 0.0), dz_scale, dz_t_scale, a_t_scale
 
 
 def padded_rows(rows: int, experts: int) -> int:
@@ -204,13 +146,13 @@ def _transposed(values: torch.Tensor, p: Permutation) -> torch.Tensor:
     return out.T.contiguous().view(torch.float8_e4m3fn)
 
 
-def dz_gemm(do8, factors, z, zmax, w2_t, scores, p: Permutation, activation, gate_up, needs):
+def dz_gemm(do8, scales, z, zmax, w2_t, scores, p: Permutation, activation, gate_up, needs):
     """dZ e4m3 (R, N), dZᵀ (N, P), A'ᵀ (I, P) e4m3, dscores; None where not needed."""
     z = z_in_fp32(z, zmax, activation, gate_up)
     da = torch.zeros(z.shape[0], w2_t.shape[1], device=z.device)
     for e, r in _expert_rows(p):
         da[r] = _gemm(_gather(do8, p, r), w2_t[e].mT)
-    f = factors[:, :, None]
+    f = scales.row_factors[:, :, None]
     da = da * f[0]
     a = activate(z, activation, gate_up)
     dscores = None
@@ -220,16 +162,28 @@ def dz_gemm(do8, factors, z, zmax, w2_t, scores, p: Permutation, activation, gat
             dscores[_slots(p, r)] = (da[r] * a[r]).sum(-1)
         dscores = dscores.view(scores.shape)
     dz = activate_backward(z, da * f[1], activation, gate_up)
-    dz8 = to_e4m3(dz * f[2])
-    dz_t = _transposed(to_e4m3(dz * f[3]), p) if needs.dz_t else None
-    # A of Z in e4m3 may be larger than A was, whose bound is the right one; PyTorch 2.11 would make
-    # it NaN.
-    a_t = _transposed(to_e4m3((a * f[4]).clamp(-E4M3_MAX, E4M3_MAX)), p) if needs.dw2 else None
-    return dz8 if needs.dz else None, dz_t, a_t, dscores
+    dz8 = _saturated(dz * f[2]) if needs.dz else None
+    dz_t = a_t = None
+    if needs.dz_t or needs.dw2:
+        expert = row_experts(p, len(z)).clamp(max=len(w2_t) - 1)
+        of_dz, of_a = scales.column_factors[expert].unbind(1)
+        if activation.is_gated:
+            interleaved = gate_up == "interleaved"
+            of_dz = of_dz.repeat_interleave(2, 1) if interleaved else of_dz.repeat(1, 2)
+        dz_t = _transposed(_saturated(dz * (f[3] * of_dz)), p) if needs.dz_t else None
+        a_t = _transposed(_saturated(a * (f[4] * of_a)), p) if needs.dw2 else None
+    return dz8, dz_t, a_t, dscores
+
+
+def _saturated(value: torch.Tensor) -> torch.Tensor:
+    """In e4m3. The bounds hold for Z as up computed it. Z in e4m3 may be up to twice as large where
+    it is subnormal; saturating is then closer to the truth, and PyTorch 2.11 would make it NaN."""
+    return to_e4m3(value.clamp(-E4M3_MAX, E4M3_MAX))
 
 
 def weight_gradient(rows8, other_t, scale, p: Permutation):
-    """(E, M, N) fp32: Σ over an expert's rows of rows8[token] (M,) times other_t (N, P)."""
+    """(E, M, N) fp32: Σ over an expert's rows of rows8[token] (M,) times other_t (N, P), times the
+    scale (E, N)."""
     first = first_padded(p.expert_start).tolist()
     place_of_row = torch.argsort(row_of_place()).to(rows8.device)
     out = torch.zeros(len(first), rows8.shape[1], other_t.shape[0], device=rows8.device)
@@ -249,20 +203,20 @@ def bf16_weight_gradient(tokens, rows, p: Permutation):
     return out
 
 
-def _with_transpose(w: Fp8Weight, parameter) -> Fp8Weight:
-    return w if w.w8_t is not None else Fp8Weight(*quantize_weight(parameter, True))
+def _with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
+    return w if w.w8_t is not None else Fp8Weight(*quantize_weight(parameter, True, norms))
 
 
 def fp8_down_backward(dout, kept, w2, w, scores, p, activation, gate_up, needs, fp32_dw, bf16_dw):
     """dZ e4m3, dz_scale, dZᵀ, dz_t_scale, dW2 with the strides and dtype of W2, dscores."""
-    z, zmax, a_scale, x_scale = kept
-    w = _with_transpose(w, w2)
+    z, zmax = kept.z, kept.zmax
+    w = _with_transpose(w, w2, norms=True)
     do8, do_scale, do_norm = quantize_rows(dout)
-    factors, dz_scale, dz_t_scale, a_t_scale = dz_scales(
-        scores, do_scale, do_norm, x_scale, zmax, a_scale, w.w_scale, dout.shape[1], p, activation
-    )
+    columns = needs.dz_t or (needs.dw2 and not bf16_dw)
+    scales = dz_scales(scores, do_scale, do_norm, kept, w, p, activation, gate_up, columns)
+    made = needs._replace(dw2=needs.dw2 and not bf16_dw)
     dz8, dz_t, a_t, dscores = dz_gemm(
-        do8, factors, z, zmax, w.w8_t, scores, p, activation, gate_up, needs
+        do8, scales, z, zmax, w.w8_t, scores, p, activation, gate_up, made
     )
     dw2 = None
     if needs.dw2:
@@ -271,15 +225,15 @@ def fp8_down_backward(dout, kept, w2, w, scores, p, activation, gate_up, needs, 
             a = scored_activation(z, zmax, scores, p, activation, gate_up)
             dw2.copy_(bf16_weight_gradient(dout, a, p))
         else:
-            dw2.copy_(weight_gradient(do8, a_t, a_t_scale, p))
-    of_dz = (dz8, dz_scale if needs.dz else None, dz_t, dz_t_scale if needs.dz_t else None)
-    return *of_dz, dw2, dscores
+            dw2.copy_(weight_gradient(do8, a_t, scales.a_t_scale, p))
+    dz_scale = scales.dz_scale if needs.dz else None
+    return dz8, dz_scale, dz_t, scales.dz_t_scale if needs.dz_t else None, dw2, dscores
 
 
 def fp8_down_backward_into(
     main_grad, dout, kept, w2, w, scores, p, activation, gate_up, needs, bf16_dw
 ):
-    needs, w = needs._replace(dw2=True), _with_transpose(w, w2)
+    needs, w = needs._replace(dw2=True), _with_transpose(w, w2, norms=True)
     *of_dz, dw2, dscores = fp8_down_backward(
         dout, kept, main_grad, w, scores, p, activation, gate_up, needs, True, bf16_dw
     )

@@ -7,12 +7,16 @@ import torch
 from ..memory_policy import FP8_COLUMNS as BLOCK
 from ..shapes import ceil_div
 
+ROW_FLOOR = 1  # exponent of the smallest scale of a row or a weight: 2⁻¹²⁶
+# Of a block of a row: 2⁻⁷⁰. The accumulator of `down` is multiplied by quotients of such scales.
+BLOCK_FLOOR = 57
 
-def power_of_two_scale(bound: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two s ≥ 2⁻⁷⁰ with bound ≤ 448·s; NaN if `bound` is not finite."""
+
+def power_of_two_scale(bound: torch.Tensor, floor: int = ROW_FLOOR) -> torch.Tensor:
+    """The smallest power of two s ≥ 2^(floor − 127) with bound ≤ 448·s; NaN unless finite."""
     bits = bound.float().view(torch.int32)
     exponent = ((bits + 0x1FFFFF) >> 23) - 8  # 448 is 1.75·2⁸
-    scale = (exponent.clamp(57, 254) << 23).view(torch.float32)
+    scale = (exponent.clamp(floor, 254) << 23).view(torch.float32)
     return torch.where(bound.isfinite(), scale, math.nan)
 
 
@@ -20,18 +24,28 @@ def to_e4m3(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.float8_e4m3fn)
 
 
+def norm_in_e4m3(value: torch.Tensor, dim: int) -> torch.Tensor:
+    """A bound on the Euclidean norm of `to_e4m3(value)`, at most 6% above it for normal numbers.
+
+    Rounding adds at most 1/16 of a normal number, and half a step of 2⁻⁹ to a subnormal one.
+    """
+    return (value.abs() * (17 / 16) + 2.0**-10).square().sum(dim).sqrt()
+
+
 def quantize_rows(x):
-    """e4m3 (T, H), the scale (T,) and the Euclidean norm (T,) of each row."""
-    x = x.float()
-    scale = power_of_two_scale(x.abs().amax(-1))
-    return to_e4m3(x / scale[:, None]), scale, x.square().sum(-1).sqrt()
+    """e4m3 (T, H), the scale (T,) of each row, and a bound on its Euclidean norm in e4m3 (T,)."""
+    scale = power_of_two_scale(x.float().abs().amax(-1))
+    scaled = x.float() / scale[:, None]
+    return to_e4m3(scaled), scale, scale * norm_in_e4m3(scaled, 1)
 
 
-def quantize_weight(w, transposed):
-    """e4m3 (E, N, K), the same transposed (E, K, N) or None, and the scale (E,) of each expert."""
+def quantize_weight(w, transposed, norms):
+    """The fields of `Fp8Weight`; None for the transpose and the norms that are not asked for."""
     scale = power_of_two_scale(w.abs().amax((1, 2)).float())
-    q = to_e4m3(w.float() / scale[:, None, None])
-    return q.contiguous(), q.mT.contiguous() if transposed else None, scale
+    scaled = w.float() / scale[:, None, None]
+    q = to_e4m3(scaled)
+    norm = scale[:, None] * norm_in_e4m3(scaled, 1) if norms else None
+    return q.contiguous(), q.mT.contiguous() if transposed else None, scale, norm
 
 
 def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample):
@@ -57,7 +71,7 @@ def quantize_blocks(z: torch.Tensor, concatenated: bool) -> tuple[torch.Tensor, 
     block = _block_of_column(columns, concatenated, z.device)
     amax = z.new_zeros(rows, ceil_div(columns, BLOCK), dtype=torch.float32)
     amax.scatter_reduce_(1, block.expand(rows, -1), z.float().abs(), "amax")
-    scale = power_of_two_scale(amax)
+    scale = power_of_two_scale(amax, BLOCK_FLOOR)
     return to_e4m3(z.float() / scale[:, block]), scale.mT.contiguous()
 
 

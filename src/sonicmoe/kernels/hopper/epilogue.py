@@ -55,6 +55,42 @@ def trivially(x, L: gl.constexpr):
     return gl.convert_layout(x, L, assert_trivial=True)
 
 
+def _swapped(rows, registers, lanes):
+    """Layout of (rows, 32), a quarter of the rows in each warp: what the bits of a thread's
+    register and bits 2 to 4 of its lane count, as [row, column]."""
+    warps = [[rows // 4, 0], [rows // 2, 0]]
+    return gl.constexpr(
+        gl.DistributedLinearLayout(registers, [[0, 2], [0, 4], *lanes], warps, [], [rows, 32])
+    )
+
+
+_FIRST = _swapped(32, [[0, 1], [0, 8], [4, 0]], [[1, 0], [2, 0], [0, 16]])
+_SECOND = _swapped(16, [[0, 1], [2, 0]], [[1, 0], [0, 8], [0, 16]])
+_THIRD = _swapped(8, [[1, 0]], [[0, 1], [0, 8], [0, 16]])
+
+
+@gluon.jit
+def _halve_rows(x):
+    """The larger of rows r and r + n of each group of 2n = rows/4 rows."""
+    R: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    upper, lower = gl.split(gl.permute(gl.reshape(x, (4, 2, R // 8, C)), (0, 2, 3, 1)))
+    return gl.reshape(gl.maximum(upper, lower), (R // 2, C))
+
+
+@gluon.jit
+def column_maxima(x):
+    """The largest of each column of (64, 32) over the rows of a warp: (4, 32).
+
+    At each step a thread sends half of its columns to another, and gets as many rows of the others:
+    7 shuffles instead of the 24 of a reduction that leaves every result with every thread.
+    """
+    x = _halve_rows(x)  # a thread has rows r and r + 8
+    x = _halve_rows(gl.convert_layout(x, _FIRST))
+    x = _halve_rows(gl.convert_layout(x, _SECOND))
+    return _halve_rows(gl.convert_layout(x, _THIRD))
+
+
 @gluon.jit
 def store_box(out, tile, column, smem, HALF: gl.constexpr = None):
     """Start the TMA store of (64, C) to a tile's rows, up to the expert's end.

@@ -9,10 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ..quantize import scale_and_inverse
+from ..quantize import BLOCK_FLOOR, scale_and_inverse
 from .epilogue import (
     SLICE,
     boxes_of_slice,
+    column_maxima,
     halves,
     quarters,
     slice_buffers,
@@ -38,6 +39,7 @@ class Epilogue:
     row_token: gl.tensor | gl.constexpr  # None if rows arrive sorted
     w_scale: gl.tensor
     zmax: gl.tensor | gl.constexpr  # None unless KEEP_Z
+    zmax_columns: gl.tensor | gl.constexpr  # likewise
     a_scale: gl.tensor
     plane: gl.tensor
     smem: gl.shared_memory_descriptor  # two slices of Z for each consumer
@@ -66,10 +68,21 @@ def _store_a(CONSUMER: gl.constexpr, e, quantized, tile):
 
 
 @gluon.jit
+def _raise_columns(e, expert, column, z, I: gl.constexpr):
+    """Raise the largest |Z| of 32 columns of the expert, of which z (64, 32) has rows."""
+    largest = column_maxima(z)
+    i = column + gl.arange(0, SLICE, gl.SliceLayout(0, largest.type.layout))[None, :]
+    target = e.zmax_columns + expert.to(gl.int64) * I + i
+    bits = largest.to(gl.int32, bitcast=True)  # magnitudes compare as the integers that encode them
+    gl.atomic_max(target + gl.zeros_like(bits), bits, mask=(i < I) & (bits >= 0), sem="relaxed")
+
+
+@gluon.jit
 def _consumer(CONSUMER: gl.constexpr, e, ring):
     """A consumer warpgroup: its 64 rows of every tile of this program."""
     GATED: gl.constexpr = e.GATE_UP is not None
     BOXES: gl.constexpr = boxes_of_slice(e.GATE_UP)
+    I: gl.constexpr = ring.N // 2 if GATED else ring.N
     L: gl.constexpr = accumulator_layout(SLICE, ring.a.dtype)
     ROWS: gl.constexpr = gl.SliceLayout(1, L)
     r = gl.arange(0, CONSUMER_M, ROWS)
@@ -96,7 +109,7 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         zmax = trivially(gl.max(gl.abs(acc), 1), ROWS) * scale
         z_factor = scale
         if e.z.dtype == e.a.dtype:
-            z_factor = scale * scale_and_inverse(zmax)[1]
+            z_factor = scale * scale_and_inverse(zmax, BLOCK_FLOOR)[1]
         for i in gl.static_range(4):
             g = trivially(gate[i], L) * scale[:, None]
             u = g
@@ -106,6 +119,8 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
             else:
                 values = values + (e.ACTIVATION(g),)
             if e.KEEP_Z:
+                column = tile.n * BLOCK_I + i * SLICE
+                _raise_columns(e, tile.expert, column, gl.maximum(gl.abs(g), gl.abs(u)), I)
                 if e.z.dtype == e.a.dtype:
                     g = trivially(gate[i], L) * z_factor[:, None]
                     u = trivially(up[i], L) * z_factor[:, None]
@@ -114,14 +129,13 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
                 buffer = 2 * CONSUMER + i % 2
                 write_slice(g, u, e.z, e.smem, buffer, e.GATE_UP)
                 fence_async_shared()
-                column = tile.n * BLOCK_I + i * SLICE
                 store_slice(e.z, tile, column, e.smem, buffer, e.GATE_UP)
         value = _side_by_side(
             _side_by_side(values[0], values[1]), _side_by_side(values[2], values[3])
         )
         value = trivially(value, accumulator_layout(BLOCK_I, ring.a.dtype))
         amax = trivially(gl.max(gl.abs(value), 1), ROWS)
-        block_scale, inverse = scale_and_inverse(amax)
+        block_scale, inverse = scale_and_inverse(amax, BLOCK_FLOOR)
         inverse = trivially(inverse, gl.SliceLayout(1, value.type.layout))
         quantized = (value * inverse[:, None]).to(e.a.dtype)
         # A takes the place of the slice of Z before the last, or of both if plain.
@@ -137,14 +151,15 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
 
 @gluon.jit(do_not_specialize=["plane"])
 def fp8_up_kernel(
-    x, row_token, w1, x_scale, w_scale, z, zmax, a, a_scale, plane, tiles,
+    x, row_token, w1, x_scale, w_scale, z, zmax, zmax_columns, a, a_scale, plane, tiles,
     H: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr,
 ):  # fmt: skip
     """Z = X W1ᵀ and A = act(Z); the largest |Z| and the scale of A (⌈I/128⌉, plane) by row.
 
-    Z and zmax are stored if KEEP_Z; the scale of Z in e4m3 follows from zmax. Rows of X are
-    gathered if there is a row_token.
+    Z and zmax are stored if KEEP_Z; the scale of Z in e4m3 follows from zmax. zmax_columns (E, I),
+    zero before, gets the largest |Z| of an expert's column. Rows of X are gathered if there is a
+    row_token.
 
     Grid: one program per SM; each owns the tiles of Z and A that it writes.
     """
@@ -154,8 +169,9 @@ def fp8_up_kernel(
     ring = make_ring(a.dtype, w1, tiles, H, N, 0, BLOCK_N, BLOCK_K, STAGES, "nk", WEIGHTS, GATHER)
     smem = slice_buffers(gl.bfloat16, 4, GATE_UP)
     epilogue = Epilogue(
-        z, a, x_scale, row_token, w_scale, zmax, a_scale, plane, smem, GATE_UP, ACTIVATION, KEEP_Z
-    )
+        z, a, x_scale, row_token, w_scale, zmax, zmax_columns, a_scale, plane, smem,
+        GATE_UP, ACTIVATION, KEEP_Z,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (_consumer, (0, epilogue, ring)),

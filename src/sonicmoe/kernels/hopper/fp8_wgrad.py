@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .epilogue import quarters, trivially
-from .gluon_compat import copy_in, copy_out, reinterpreted
+from .gluon_compat import copy_gathered, copy_in, copy_out, reinterpreted
 from .ring import accumulator_layout, make_slots
 from .wgrad import gather, make_work
 
@@ -170,9 +170,20 @@ def _store(
 
 
 @gluon.jit
+def _load_scales(CONSUMER: gl.constexpr, smem, scale, expert, n, N: gl.constexpr):
+    """Start the copy of the scales (E, N) of a tile's columns to a consumer's shared memory."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    smem = reinterpreted(smem, gl.float32, [2, BLOCK_N], plain).index(CONSUMER)
+    column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
+    source = scale + expert.to(gl.int64) * N + column
+    copy_gathered(smem, source, mask=(column < N) & (expert >= 0))
+    async_copy.commit_group()
+
+
+@gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr, scale, out, out_fp32, partial, work,
-    rows_smem, other_smem, out_smem, slots,
+    rows_smem, other_smem, out_smem, scale_smem, slots,
     BUFFERS: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = accumulator_layout(BLOCK_N, rows_smem.dtype)
@@ -185,7 +196,7 @@ def _consumer(
         m, n = work.tile(index)
         m0 = m * BLOCK_M + CONSUMER * CONSUMER_M
         next_start, next_end = work.load_rows(index + stride)
-        factor = gl.load(scale + expert, mask=end > start, other=0.0)
+        _load_scales(CONSUMER, scale_smem, scale, expert, n, work.N)
         even = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
         odd = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
         for _ in range(gl.cdiv(end - start, BLOCK_K)):
@@ -198,13 +209,17 @@ def _consumer(
             even, odd = warpgroup_mma_wait(0, deps=(even, odd))
             slots.release(slot)
             step += 1
-        even_pieces = quarters(even * factor)
-        odd_pieces = quarters(odd * factor)
+        even_pieces = quarters(even)
+        odd_pieces = quarters(odd)
+        async_copy.wait_group(0)
         group = work.group(index)
         if end >= 0:
             for i in gl.static_range(4):
                 column = n * BLOCK_N + i * (BLOCK_N // 4)
-                piece = _interleaved(even_pieces[i], odd_pieces[i])
+                factor = scale_smem.index(4 * CONSUMER + i).load(
+                    gl.SliceLayout(0, even_pieces[i].type.layout)
+                )[None, :]
+                piece = _interleaved(even_pieces[i] * factor, odd_pieces[i] * factor)
                 if work.SPLIT and group >= work.num_experts:
                     place = group - work.num_experts
                     _write(work, partial, piece, place, m0, column, TRANSPOSED, False)
@@ -227,7 +242,7 @@ def hopper_fp8_wgrad_kernel(
     M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """out[e] (M, N) = scale[e] · Σ_r rows8[token of r, :]ᵀ other[r, :] over the rows of expert e.
+    """out[e] (M, N) = Σ_r rows8[token of r, :]ᵀ other[r, :] · scale[e] over the rows of expert e.
 
     `other` is given as `other_t`, transposed and padded. The gradient lies in memory as (E, M, N),
     or as (E, N, M) if TRANSPOSED; so do the partial sums, which are scaled too. Instead of `out`,
@@ -245,18 +260,20 @@ def hopper_fp8_wgrad_kernel(
         out_smem = gl.allocate_shared_memory(out.dtype, [2 * BUFFERS] + out.block_shape, out.layout)
     else:
         out_smem = rows_smem  # not used
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scale_smem = gl.allocate_shared_memory(gl.float32, [8, BLOCK_N // 4], plain)
     slots = make_slots(STAGES, True)
     SPLIT: gl.constexpr = partial is not None
     work = make_work(expert_start, tiles, num_experts, span, places, SPLIT, M, N, BLOCK_M, BLOCK_N)
     gl.warp_specialize(
         [
             (_consumer, (
-                0, scale, out, out_fp32, partial, work, rows_smem, other_smem, out_smem, slots,
-                BUFFERS, TRANSPOSED, ADD,
+                0, scale, out, out_fp32, partial, work, rows_smem, other_smem, out_smem, scale_smem,
+                slots, BUFFERS, TRANSPOSED, ADD,
             )),
             (_consumer, (
-                1, scale, out, out_fp32, partial, work, rows_smem, other_smem, out_smem, slots,
-                BUFFERS, TRANSPOSED, ADD,
+                1, scale, out, out_fp32, partial, work, rows_smem, other_smem, out_smem, scale_smem,
+                slots, BUFFERS, TRANSPOSED, ADD,
             )),
             (_producer, (
                 rows8, row_token, other_t, work, rows_smem, other_smem, slots, GATHER,

@@ -1,0 +1,118 @@
+"""The scales of dZ, dZᵀ and A'ᵀ.
+
+dZ is rounded before the largest value of its row or column is known, so its scales come from
+bounds. |dA'ᵢ| ≤ ‖dO‖·‖W2ᵢ‖ for column i of W2 (Cauchy–Schwarz), times the score and the slope of
+the activation, which follows from the largest |Z|: of 128 columns of the row for dX, of the column
+over all rows of the expert for dW1. A row's scale depends on that row and the weights alone, so dX
+is independent of the batch.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..enums import ActivationType
+from ..fp8_tensors import E4M3_MAX, DzScales
+from ..permutation import Permutation
+from .grouped_gemm import _slots
+from .quantize import BLOCK, power_of_two_scale
+
+# Covers the derivative of the activations, at most 1.13 (GELU), and rounding in fp32 and bf16.
+SLACK = 1.15
+MIN_SCALE = 2.0**-126
+
+
+def blocks(value: torch.Tensor) -> torch.Tensor:
+    """(R, C) as (R, J, 128), padded with zeros."""
+    return torch.nn.functional.pad(value, (0, -value.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+
+
+class Slope(NamedTuple):
+    """|∂A/∂Z| ≤ factor · min(|Z|, limit) + offset, up to the factor 1.13 that SLACK has."""
+
+    factor: float = 1.0
+    offset: float = 0.0
+    limit: float = math.inf
+
+    def bound(self, zmax: torch.Tensor) -> torch.Tensor:
+        return self.factor * zmax.clamp(max=self.limit) + self.offset
+
+    def value_bound(self, zmax: torch.Tensor) -> torch.Tensor:
+        """A bound on |A|."""
+        return self.bound(zmax) * zmax.clamp(max=self.limit)
+
+
+def slope_of(activation: ActivationType) -> Slope | None:
+    """None where 1 bounds the slope, as of SiLU."""
+    if activation.clamp:
+        limit, alpha, offset = activation.clamp
+        # The gate is clamped from above; below zero |gate·σ(α·gate)| is at most 0.28/α.
+        bounded = alpha > 0 and limit >= 0.28 / alpha
+        return Slope(offset=abs(offset), limit=limit if bounded else math.inf)
+    if activation is ActivationType.RELU_SQ:
+        return Slope(factor=2.0)
+    return Slope() if activation.is_gated else None
+
+
+def row_experts(p: Permutation, rows: int) -> torch.Tensor:
+    """The expert of each row; E past the last expert."""
+    every = torch.arange(rows, device=p.expert_start.device)
+    return torch.searchsorted(p.expert_start[1:].long(), every, right=True)
+
+
+def scale_to_max(bound: torch.Tensor) -> torch.Tensor:
+    """The scale, no power of two, that takes `bound` to 448; NaN unless finite."""
+    scale = (bound * (1 / E4M3_MAX)).clamp(min=MIN_SCALE)
+    return torch.where(bound.isfinite(), scale, math.nan)
+
+
+def dz_scales(
+    scores, do_scale, do_norm, kept, w, p: Permutation, activation, gate_up, columns
+) -> DzScales:  # fmt: skip
+    """`kept` is a `Fp8Kept`, `w` the `Fp8Weight` of W2; of columns only if `columns`.
+
+    Rows past the last expert have factors of zero.
+    """
+    _, zmax, zmax_columns, a_scale, x_scale = kept
+    rows, experts = zmax.shape[1], w.w_scale.shape[0]
+    expert = row_experts(p, rows)
+    used, e = expert < experts, expert.clamp(max=experts - 1)
+    token = torch.arange(rows, device=zmax.device) if p.row_token is None else p.row_token.long()
+    token = token.where(used, 0)
+    s = torch.ones(rows, device=zmax.device)
+    if scores is not None:
+        slots = _slots(p, slice(None))
+        s = scores.flatten()[slots.where(used, 0) if p.row_slot is not None else slots].float()
+    slope = slope_of(activation)
+    of_block = blocks(w.w_norm).amax(-1)[e].T  # (J, R)
+    if slope is not None:
+        of_block = of_block * slope.bound(zmax)
+    do_norm = SLACK * do_norm[token] * s.abs()
+    do_row = do_scale[token] * s.abs()
+    dz_scale = power_of_two_scale(do_norm * of_block.amax(0))
+    factors = torch.stack([
+        do_scale[token] * w.w_scale[e], s, 1 / dz_scale, x_scale[token], s * do_scale[token]
+    ])  # fmt: skip
+    factors = torch.where(used, factors, 0.0)
+    if not columns:
+        return DzScales(factors, None, dz_scale, None, None)
+
+    def largest(values: torch.Tensor) -> torch.Tensor:
+        """Of the rows of each expert: (E, 1)."""
+        values = torch.where(used, values, 0.0)
+        zeros = torch.zeros(experts, device=values.device)
+        return zeros.scatter_reduce_(0, e, values, "amax")[:, None]
+
+    of_dz = largest(do_norm * x_scale[token]) * w.w_norm
+    of_a = largest(do_row) * zmax_columns
+    if slope is not None:
+        of_dz = of_dz * slope.bound(zmax_columns)
+        of_a = largest(do_row) * slope.value_bound(zmax_columns)
+    of_a = torch.minimum(of_a, largest(do_row * (E4M3_MAX * a_scale.amax(0))))
+    dz_t_scale, a_t_scale = scale_to_max(of_dz), scale_to_max(of_a)
+    column_factors = 1 / torch.stack([dz_t_scale, a_t_scale], 1)
+    if activation.is_gated:
+        interleaved = gate_up == "interleaved"
+        dz_t_scale = dz_t_scale.repeat_interleave(2, 1) if interleaved else dz_t_scale.repeat(1, 2)
+    return DzScales(factors, column_factors, dz_scale, dz_t_scale, a_t_scale)
