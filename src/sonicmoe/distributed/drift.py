@@ -10,37 +10,48 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import bad_argument
 
-_trained: weakref.WeakSet = weakref.WeakSet()  # layers, once an output of theirs requires grad
-_checked: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer -> what it was
+_ran: weakref.WeakSet = weakref.WeakSet()  # layers whose output required grad since the last step
+_stepped = False  # whether an optimizer has made a step since
+_checked: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer -> what was compared
 _hooks: list = []
 
 
-def note_training(layer: nn.Module) -> None:
-    """From now on steps of optimizers are compared with the mesh of `layer`."""
-    _trained.add(layer)
+def note_training(layer: Any) -> None:
+    """Compare the next steps of optimizers with `layer`, which has computed an output to train on.
+
+    Layers of an earlier model, which may still be alive, are forgotten with the first call after a
+    step.
+    """
+    global _stepped
+    if _stepped:
+        _ran.clear()
+        _stepped = False
+    if not layer.same_tokens:
+        _ran.add(layer)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_check))
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    global _stepped
     if torch.compiler.is_compiling():
         return
+    _stepped = True
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = (len(parameters), len(_trained))
-    if _checked.get(optimizer) == state:
+    groups = {layer.ranks for layer in _ran}
+    state = (len(parameters), groups)
+    if not groups or _checked.get(optimizer) == state:
         return
-    groups = {tuple(_ranks(layer.mesh)) for layer in _trained}
     for p in parameters:
         mesh = getattr(p, "device_mesh", None)
         if mesh is None or not p.requires_grad:
             continue
-        ranks = _ranks(mesh)
+        ranks = mesh.mesh.flatten().tolist()
         for group in groups:
             if not set(ranks).issuperset(group):
                 raise bad_argument(
@@ -53,7 +64,3 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     " parallelize(…, same_tokens=True).",
                 )
     _checked[optimizer] = state
-
-
-def _ranks(mesh: Any) -> list[int]:
-    return mesh.mesh.flatten().tolist()

@@ -31,6 +31,7 @@ class ExpertParallelMoE(MoE):
     """
 
     mesh: DeviceMesh
+    ranks: tuple[int, ...]
     same_tokens: bool
 
     def forward(
@@ -65,7 +66,7 @@ class ExpertParallelMoE(MoE):
             )
             if shared is not None:
                 out = out + shared
-        if out.requires_grad and not self.same_tokens:
+        if out.requires_grad:
             note_training(self)
         return out.view(hidden_states.shape), aux_loss
 
@@ -143,6 +144,7 @@ def parallelize(
     moe.__class__ = ExpertParallelMoE
     parallel = cast(ExpertParallelMoE, moe)
     parallel.mesh = mesh
+    parallel.ranks = tuple(mesh.mesh.tolist())
     parallel.same_tokens = same_tokens
     return parallel
 
