@@ -121,6 +121,9 @@ WRONG = {
     "counts as offsets": (_grouped, {"counts": torch.ones(5, dtype=long)}, "counts", "(5,)"),
     "offsets too short": (
         _grouped, {"counts": None, "offsets": torch.zeros(E, dtype=long)}, "offsets", "(4,)"),
+    "counts in a list": (_grouped, {"counts": [1] * E}, "counts", "a list"),
+    "offsets in a tuple": (
+        _grouped, {"counts": None, "offsets": (0,) * (E + 1)}, "offsets", "a tuple"),
     "counts of floats": (_grouped, {"counts": torch.ones(E)}, "counts", "torch.float32"),
     "neither counts nor offsets": (_grouped, {"counts": None}, "counts", "neither"),
     "counts and E+1 offsets": (
@@ -189,6 +192,9 @@ WRONG = {
     "backend of topk": (_topk, {"backend": "sonicmoe"}, "backend", "sonicmoe"),
     # kernels where there is no GPU
     "triton on the CPU": (_experts, {"backend": "triton"}, "backend", "cpu"),
+    "a layer on the meta device": (_moe, {"device": meta}, "hidden_states", "weights on meta"),
+    "data on the meta device": (
+        _moe, {"x": torch.empty(T, H, device=meta)}, "hidden_states", "meta, weights on cpu"),
     "triton on the CPU, grouped": (_grouped, {"backend": "triton"}, "backend", "cpu"),
     "triton on the CPU, topk": (_topk, {"backend": "triton"}, "backend", "cpu"),
     "sonicmoe on the CPU": (

@@ -294,6 +294,16 @@ def test_a_token_start_that_does_not_fit_is_refused():
             sonicmoe.experts(**pairs, token_start=wrong)
 
 
+def test_a_token_start_that_descends_is_refused():
+    """Each pair lies in the range of its token, but token 0's reaches over the pairs of token 2."""
+    pairs = _as_pairs(make_inputs(Case("3,16,8,4,2", torch.float32)).arguments())
+    pairs |= {name: pairs[name][[0, 1, 4, 5]] for name in ("ids", "scores", "slot_token")}
+    fits = torch.tensor([0, 2, 2, 4], dtype=torch.int32)
+    assert torch.equal(sonicmoe.experts(**pairs, token_start=fits), sonicmoe.experts(**pairs))
+    with pytest.raises(ValueError, match="token_start: expected slots of token t in"):
+        sonicmoe.experts(**pairs, token_start=torch.tensor([0, 4, 2, 4], dtype=torch.int32))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("name", ["x", "w1", "w2", "b1"])
 def test_autocast_takes_floating_point_alone(name, dtype):

@@ -1,13 +1,14 @@
 """The modules: keys, shapes, losses, modes."""
 
 import copy
+import runpy
 
 import pytest
 import torch
 from helpers import budget
 from torch.nn import functional as F
 
-from sonicmoe import ActivationType, Experts, KernelBackendMoE, MoE
+from sonicmoe import ActivationType, Experts, KernelBackendMoE, MoE, plain_linear
 from sonicmoe.reference import layer as reference
 
 ROUTERS = {
@@ -202,6 +203,69 @@ def test_hooks_on_the_router_fire():
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.autograd.grad(got.square().sum(), x)[0], dx)
     assert fired == ["forward", "backward"]
+
+
+HOOKS = {
+    "forward": "register_forward_hook",
+    "forward pre": "register_forward_pre_hook",
+    "backward": "register_full_backward_hook",
+    "backward pre": "register_full_backward_pre_hook",
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("where", ["router", "global"])
+def test_one_hook_alone_is_enough_to_call_the_router(where, kind):
+    moe, x, fired = _moe(), torch.randn(6, 16, requires_grad=True), []
+    if where == "router":
+        register = getattr(moe.router, HOOKS[kind])
+    else:
+        register = getattr(
+            torch.nn.modules.module, HOOKS[kind].replace("register", "register_module")
+        )
+    handle = register(lambda module, *_: fired.append(module))
+    try:
+        moe(x)[0].square().sum().backward()
+    finally:
+        handle.remove()
+    assert fired.count(moe.router) == 1
+    moe(x)[0].square().sum().backward()
+    assert fired.count(moe.router) == 1
+
+
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_a_replaced_forward_is_called(where, monkeypatch):
+    moe, x = _moe(), torch.randn(6, 16)
+    want = -moe.router(x)
+    original = torch.nn.Linear.forward
+    if where == "instance":
+        moe.router.forward = lambda x: -original(moe.router, x)
+    else:
+        monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: -original(self, x))
+    assert torch.equal(_routed(moe, x), want)
+
+
+def test_a_forward_that_was_replaced_before_the_import_is_called(monkeypatch):
+    original = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: -original(self, x))
+    imported = runpy.run_path(plain_linear.__file__)
+    assert not imported["is_plain_linear"](torch.nn.Linear(16, 5, bias=False))
+    monkeypatch.undo()
+    imported = runpy.run_path(plain_linear.__file__)
+    assert imported["is_plain_linear"](torch.nn.Linear(16, 5, bias=False))
+
+
+def test_fp32_logits_of_16_bit_weights_under_a_global_hook():
+    """Tools such as `FlopCounterMode` register them; the layer computes the same as without."""
+    moe, x = _moe(fp32_router_logits=True).bfloat16(), torch.randn(6, 16).bfloat16()
+    want = _routed(moe, x)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        got = _routed(moe, x)
+    finally:
+        handle.remove()
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want)
 
 
 def test_a_router_that_is_wrapped_is_called():

@@ -7,7 +7,8 @@ import torch
 from helpers import same_bits
 from torch.nn import functional as F
 
-from sonicmoe import ActivationType, Experts, MoE
+from sonicmoe import ActivationType, Experts, MemoryPolicy, MoE
+from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.reference.activation import activate
 from sonicmoe.routing import Sigmoid
 
@@ -139,6 +140,15 @@ def test_shared_expert(name, gate_up, gate):
     torch.testing.assert_close(inference, got["out"])
 
 
+def test_std_is_that_of_the_shared_expert_too():
+    moe = MoE(*SIZES, std=0.003, shared_intermediate_size=64, shared_gate=True)
+    for name, p in moe.shared_expert.named_parameters():
+        assert p.std().item() == pytest.approx(0.003, rel=0.5), name
+    default = MoE(*SIZES, shared_intermediate_size=64).shared_expert
+    assert default.c_fc.weight.std().item() == pytest.approx(1 / 4, rel=0.2)
+    assert default.c_proj.weight.std().item() == pytest.approx(1 / 8, rel=0.2)
+
+
 def test_shared_expert_does_not_change_the_seed_of_the_others():
     torch.manual_seed(0)
     plain = MoE(*SIZES)
@@ -176,3 +186,70 @@ def test_a_gate_without_a_shared_expert_is_refused():
 def test_a_size_that_does_not_fit_is_refused(size):
     with pytest.raises(ValueError, match="shared_intermediate_size: expected a multiple of 8"):
         MoE(*SIZES, shared_intermediate_size=size)
+
+
+# --- options of a built layer ---------------------------------------------------------------------
+def test_memory_can_be_set():
+    moe = MoE(*SIZES)
+    moe.memory = "recompute"
+    assert moe.memory == MemoryPolicy("recompute")
+    x = torch.randn(9, 16)
+    held, _ = saved_bytes(lambda: moe(x)[0], [*moe.parameters()])
+    moe.memory = MemoryPolicy()
+    kept, _ = saved_bytes(lambda: moe(x)[0], [*moe.parameters()])
+    assert kept - held == 4 * 9 * 2 * 16  # Z
+    with pytest.raises(ValueError, match="memory: expected one of 'keep'"):
+        moe.memory = "recalculate"
+    assert moe.memory == MemoryPolicy()
+
+
+def test_precision_and_its_cache_can_be_set():
+    moe = MoE(4, 2, 32, 16, dtype=torch.bfloat16)
+    same = MoE(4, 2, 32, 16, dtype=torch.bfloat16, precision="fp8", cache_fp8_weights=True)
+    same.load_state_dict(moe.state_dict())
+    x = torch.randn(9, 32).bfloat16()
+    with pytest.raises(ValueError, match="cache_fp8_weights: expected False without precision"):
+        moe.cache_fp8_weights = True
+    moe.precision = "fp8"
+    moe.cache_fp8_weights = True
+    assert moe.cache_fp8_weights and torch.equal(moe(x)[0], same(x)[0])
+    moe.precision, same.cache_fp8_weights = None, False
+    assert not same.cache_fp8_weights and not torch.equal(moe(x)[0], same(x)[0])
+    for refuses, match in (
+        (MoE(4, 2, 32, 16, add_bias=True), "add_bias: expected False with precision"),
+        (MoE(4, 2, 32, 8), "intermediate_size: expected a multiple of 16"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            refuses.precision = "fp8"
+        assert refuses.precision is None
+    with pytest.raises(ValueError, match="precision: expected 'fp8'"):
+        moe.precision = "int4"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gate_up", "concatenated"), ("activation_function", ActivationType.GEGLU)],
+)
+def test_gate_up_and_activation_reach_the_shared_expert(name, value):
+    moe = MoE(*SIZES, shared_intermediate_size=24)
+    other = MoE(*SIZES, shared_intermediate_size=24, **{name: value})
+    other.load_state_dict(dict(moe.state_dict()))  # without the note of its order
+    setattr(moe, name, value)
+    x = torch.randn(9, 16)
+    assert torch.equal(moe(x)[0], other(x)[0])
+    with pytest.raises(ValueError, match=r"gate_up|activation: expected"):
+        setattr(moe, name, "both")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_k", 3), ("num_experts", 6), ("hidden_size", 32), ("intermediate_size", 16),
+     ("router_kind", "sigmoid"), ("activation_function", ActivationType.RELU)],
+)  # fmt: skip
+def test_what_decided_the_weights_cannot_be_set(name, value):
+    moe = MoE(*SIZES)
+    before = getattr(moe, name)
+    with pytest.raises(ValueError, match=f"{name}: expected .*, as the layer was built"):
+        setattr(moe, name, value)
+    setattr(moe, name, before)
+    assert getattr(moe, name) == before

@@ -1,6 +1,7 @@
 """`sonicmoe.watch`: the rows of each expert, counted while a model trains."""
 
 import copy
+import io
 import json
 import math
 import sys
@@ -14,17 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import MoE
-from sonicmoe.routing import ROUTERS
+from sonicmoe.routing import ROUTERS, TopK
 from sonicmoe.watch import JsonLines, Load, TensorBoard, Wandb
 
 
-def two_layers(**options) -> nn.Sequential:
-    class Layer(MoE):
-        def forward(self, x):
-            return super().forward(x)[0]
+class Plain(MoE):
+    def forward(self, x):
+        return super().forward(x)[0]
 
+
+def two_layers(**options) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer(8, 2, 16, 8, **options) for _ in range(2)))
+    return nn.Sequential(*(Plain(8, 2, 16, 8, **options) for _ in range(2)))
 
 
 def chosen(moe: MoE, x: torch.Tensor) -> torch.Tensor:
@@ -69,6 +71,37 @@ def test_numbers():
     assert (one.violation, one.dead, one.entropy) == (2.0, [1, 2], 0.0)
     nothing = Load(torch.zeros(4, dtype=torch.int64))
     assert (nothing.violation, nothing.dead, nothing.entropy) == (0.0, [0, 1, 2, 3], 1.0)
+
+
+def test_layers_that_share_a_router_count_their_own_rows():
+    model, x = two_layers(router=TopK(8, 2)), torch.randn(40, 16)
+    model.append(model[0])  # and one layer that runs twice
+    want = [chosen(model[0], x), chosen(model[1], model[0](x))]
+    want[0] += chosen(model[0], model[1](model[0](x)))
+    watch = sonicmoe.watch(model)
+    model(x)
+    assert [load.rows.tolist() for load in watch.read().values()] == [w.tolist() for w in want]
+
+
+@pytest.mark.parametrize("kind", ["MoE", "Qwen3Moe"])
+def test_a_watched_model_can_be_copied_and_saved(tmp_path, kind):
+    """The copies compute the same and are not watched; the model itself still is."""
+    model = Plain(8, 2, 16, 8) if kind == "MoE" else hugging_face(kind)
+    x = torch.randn(10, 16) if kind == "MoE" else torch.randint(1, 64, (1, 10))
+    watch = sonicmoe.watch(model, JsonLines(tmp_path / "load.jsonl"), every=1)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    want = model(x)
+    rows = [load.rows for load in watch.step().values()]
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        got = other(x)
+        pairs = [(got, want)] if kind == "MoE" else [(got.logits, want.logits)]
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert not any(load.rows.any() for load in watch.read().values())
+    model(x)
+    assert all(torch.equal(a, b.rows) for a, b in zip(rows, watch.read().values(), strict=True))
+    watch.close()
 
 
 def test_a_checkpoint_counts_once():

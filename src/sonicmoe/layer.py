@@ -212,6 +212,10 @@ def grouped_experts(
     sizes = {"counts": num_experts, "offsets": num_experts + (not with_gaps)}
     for (name, size), t in zip(sizes.items(), (counts, offsets), strict=True):
         if t is not None:
+            if not isinstance(t, torch.Tensor):
+                # A list would be copied to the GPU in every call, and the host would wait for it.
+                remedy = f"Pass torch.tensor({name}, device=rows.device)."
+                raise bad_argument(name, "a tensor", f"a {type(t).__name__}", remedy)
             check_shape(name, t, (size,), "(E,)" if size == num_experts else "(E+1,)")
             check_integer(name, t)
             check_device(name, t, rows)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from .autograd import Down, Options, Up
 from .autograd_fp8 import Fp8Down, Fp8Up
@@ -13,21 +14,22 @@ from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
 from .fp8_tensors import Z_DTYPE, Fp8Weight
 from .fp8_weights import Fp8WeightCache, quantize_weights
+from .gate_up_order import check_order, note_order
 from .layer import experts, options_of, permute, prepare, router_logits, score_dtype
+from .layer_options import OPTIONS, check_layer_precision
 from .memory_policy import MemoryPolicy, memory_policy
+from .plain_linear import is_linear, is_plain_linear
 from .precompile import precompile_step
 from .routing import Router, Routing, auxiliary_loss, make_router
 from .shapes import check_size
 from .shared import SharedExpert
 from .validation import (
-    FP8_ALIGNMENT,
     check_activation,
     check_floating,
     check_gate_up,
     check_k,
     check_num_experts,
     check_pairs,
-    check_precision,
     check_router_dtype,
     check_slots,
 )
@@ -129,16 +131,7 @@ class MoE(nn.Module):
         check_gate_up(gate_up)
         check_num_experts(num_experts)
         check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
-        check_precision(precision)
-        multiple = 8 if precision is None else FP8_ALIGNMENT
-        check_size("hidden_size", hidden_size, multiple=multiple)
-        check_size("intermediate_size", intermediate_size, multiple=multiple)
-        if precision is not None and add_bias:
-            remedy = "Leave the biases or precision='fp8' out."
-            raise bad_argument("add_bias", "False with precision='fp8'", add_bias, remedy)
-        if cache_fp8_weights and precision is None:
-            expected, remedy = "False without precision='fp8'", "Set precision='fp8'."
-            raise bad_argument("cache_fp8_weights", expected, cache_fp8_weights, remedy)
+        check_layer_precision(precision, hidden_size, intermediate_size, add_bias)
         if shared_intermediate_size:
             check_size("shared_intermediate_size", shared_intermediate_size, multiple=8)
         elif shared_gate:
@@ -160,7 +153,7 @@ class MoE(nn.Module):
         self.z_loss_coef = z_loss_coef
         self.all_reduce_counts = all_reduce_counts
         self.precision = precision
-        self._fp8_cache = Fp8WeightCache() if cache_fp8_weights else None
+        self.cache_fp8_weights = cache_fp8_weights
         self.memory = memory_policy(memory)
 
         columns = 2 * intermediate_size if activation_function.is_gated else intermediate_size
@@ -188,6 +181,31 @@ class MoE(nn.Module):
                 device=device,
                 dtype=dtype,
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Options may be set later: what they do is done, and what they cannot do is refused."""
+        if name == "routing" and isinstance(value, Router):
+            value._join(self)
+        if name in OPTIONS and "c_proj" in self.__dict__.get("_modules", ()):
+            value = OPTIONS[name](self, name, value)
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(self.routing, Router):
+            self.routing._join(self, copied=True)
+
+    @property
+    def cache_fp8_weights(self) -> bool:
+        """Whether the weights in FP8 are kept from one forward pass to the next."""
+        return self._fp8_cache is not None
+
+    @cache_fp8_weights.setter
+    def cache_fp8_weights(self, cached: bool) -> None:
+        if cached and self.precision is None:
+            expected, remedy = "False without precision='fp8'", "Set precision='fp8'."
+            raise bad_argument("cache_fp8_weights", expected, cached, remedy)
+        self._fp8_cache = Fp8WeightCache() if cached else None
 
     def reset_parameters(self) -> None:
         """Initialize all parameters and the router's state, for example after `to_empty`."""
@@ -259,6 +277,14 @@ class MoE(nn.Module):
                 tuple(hidden_states.shape),
                 "The last dimension is one token's vector.",
             )
+        if hidden_states.is_meta or self.c_fc.weight.is_meta:
+            raise bad_argument(
+                "hidden_states",
+                "data and weights that exist: the meta device has none",
+                f"{hidden_states.device}, weights on {self.c_fc.weight.device}",
+                "Call moe.to_empty(device=…) and load or reset_parameters(); for shapes alone use"
+                " FakeTensorMode.",
+            )
         return _backend_name(backend)
 
     def _weights(self) -> ExpertWeights:
@@ -293,7 +319,9 @@ class MoE(nn.Module):
         if not fp32:
             return self._call_router(x), x
         check_floating("hidden_states", x)
-        if any(p.dtype in (torch.bfloat16, torch.float16) for p in self.router.parameters()):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.router.parameters())
+        if narrow and not (is_linear(self.router) and self.router.bias is None):
             raise bad_argument(
                 "fp32_router_logits",
                 "False, or a router with fp32 weights",
@@ -301,10 +329,14 @@ class MoE(nn.Module):
                 "Call moe.router.float().",
             )
         with torch.autocast(x.device.type, enabled=False):
-            return self._call_router(x.to(torch.promote_types(x.dtype, torch.float32))), x
+            return self._call_router(x.to(wide), wide if narrow else None), x
 
-    def _call_router(self, x: torch.Tensor) -> torch.Tensor:
-        return self.router(x)
+    def _call_router(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The router as a module, its hooks included; its parameters in `dtype` if given."""
+        if dtype is None:
+            return self.router(x)
+        cast = {name: p.to(dtype) for name, p in self.router.named_parameters()}
+        return functional_call(self.router, cast, (x,))
 
     def _shared_output(self, x: torch.Tensor) -> torch.Tensor:
         assert self.shared_expert is not None
@@ -331,26 +363,23 @@ class MoE(nn.Module):
             logits, counts, **coefficients, all_reduce=all_reduce, backend=backend
         )
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.activation_function.is_gated:
+            note_order(destination, prefix[:-1], self.gate_up)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *others) -> None:
+        if self.activation_function.is_gated:
+            remedy = "Build the MoE with the order of the state dict."
+            check_order(local_metadata, self.gate_up, remedy)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
     def extra_repr(self) -> str:
         return (
             f"hidden={self.hidden_size}, intermediate={self.intermediate_size}, "
             f"experts={self.num_experts}, top_k={self.top_k}, router={self.router_kind}"
             + (f", precision={self.precision}" if self.precision else "")
         )
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether reading `weight` does the same as calling `module`: no bias, subclass or hook."""
-    return is_linear(module) and module.bias is None
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether `module` is an `nn.Linear` without hooks, and nothing derived from it."""
-    forward_hooks = module._forward_hooks or module._forward_pre_hooks
-    backward_hooks = module._backward_hooks or module._backward_pre_hooks
-    if type(module) is not nn.Linear or "forward" in module.__dict__:
-        return False
-    return not forward_hooks and not backward_hooks
 
 
 def _checked_slots(x: torch.Tensor, r: Routing) -> tuple[torch.Tensor, torch.Tensor]:

@@ -68,7 +68,8 @@ def watch(
 
     `Watch.read` returns them. `Watch.step`, called after each optimizer step, reads every `every`
     steps and passes the result to the writers: `JsonLines`, `TensorBoard`, `Wandb`, or a function.
-    `all_reduce` may map a rank's rows (layers · experts,) to those of all ranks.
+    `all_reduce` may map a rank's rows (layers · experts,) to those of all ranks. Copies of the
+    model, also saved ones, are not watched.
     """
     check_size("every", every)
     for writer in writers:
@@ -85,8 +86,10 @@ class Watch:
         self.writers, self.every, self.all_reduce = writers, every, all_reduce
         self.steps = 0
         self._rows: dict[str, torch.Tensor] = {}
-        layers = _layers(model) if isinstance(model, nn.Module) else ()
-        self._hooks = [self._hook(*layer) for layer in layers]
+        self._hooks: list[RemovableHandle] = []
+        self._layer_of: dict[nn.Module, str] = {}  # of each router of `MoE`: the layer that runs
+        for name, layer in _layers(model) if isinstance(model, nn.Module) else ():
+            self._watch(name, layer)
         if not self._hooks:
             expected = "a model with sonicmoe.MoE or experts of transformers in it"
             remedy = "Its experts must receive top_k_index, or its routers return their logits."
@@ -129,18 +132,31 @@ class Watch:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _hook(self, name: str, layer: nn.Module) -> RemovableHandle:
-        if _receives_ids(layer):
+    def _watch(self, name: str, layer: nn.Module) -> None:
+        if isinstance(layer, MoE):
+            if layer.routing not in self._layer_of:
+                self._layer_of[layer.routing] = name
+                self._add(layer.routing.register_forward_hook, self._after_routing)
+            # Layers may share a router, so each says that it is the one that calls it.
+            self._add(layer.register_forward_pre_hook, partial(self._before_layer, name))
+        elif _receives_ids(layer):
             hook = partial(self._before_experts, name, _num_experts(layer))
-            return layer.register_forward_pre_hook(hook, with_kwargs=True)
-        return layer.register_forward_hook(partial(self._after_router, name))
+            self._add(layer.register_forward_pre_hook, hook, with_kwargs=True)
+        else:
+            self._add(layer.register_forward_hook, partial(self._after_router, name))
+
+    def _add(self, register: Callable[..., RemovableHandle], hook: Callable, **options) -> None:
+        self._hooks.append(register(_Hook(hook), **options))
+
+    def _before_layer(self, name: str, layer: MoE, args: tuple) -> None:
+        self._layer_of[layer.routing] = name
+
+    def _after_routing(self, router: nn.Module, args: tuple, routing: Routing) -> None:
+        self._count(self._layer_of[router], routing.ids, routing.logits.shape[1])
 
     def _after_router(self, name: str, router: Any, args: tuple, output: Any) -> None:
-        if isinstance(output, Routing):
-            self._count(name, output.ids, output.logits.shape[1])
-        else:
-            logits = output[-1].detach()
-            self._count(name, logits.topk(router.top_k, dim=-1).indices, logits.shape[-1])
+        logits = output[-1].detach()
+        self._count(name, logits.topk(router.top_k, dim=-1).indices, logits.shape[-1])
 
     def _before_experts(self, name: str, experts: int, module, args: tuple, kwargs: dict) -> None:
         ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
@@ -157,12 +173,26 @@ class Watch:
         self._rows[name] += counts
 
 
+class _Hook:
+    """Calls a function; in copies of a model, also saved ones, it does nothing."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        if self.function is not None:
+            self.function(*args)
+
+    def __reduce__(self):
+        return _Hook, ()
+
+
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name of each layer, and the module to hook: its experts, or its router."""
+    """Name of each layer, and the module to hook: a `MoE`, its experts, or its router."""
     for name, module in model.named_modules():
         kind = type(module)
         if isinstance(module, MoE):
-            yield name or kind.__name__, module.routing
+            yield name or kind.__name__, module
         elif _receives_ids(module):
             yield name, module
         elif kind.__name__.endswith(("Router", "Gating")) and hasattr(module, "top_k"):

@@ -331,3 +331,20 @@ def router_with_a_hook(rank):
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def global_hook_on_the_router(rank: int, tokens: list[int]) -> None:
+    """It fires on every rank, and gradients are still summed over the ranks."""
+    from torch.nn.modules.module import register_module_forward_hook
+
+    one = _layer(fp32_router_logits=True)
+    many = parallelize(copy.deepcopy(one), init_device_mesh("cpu", (len(tokens),)))
+    x, seen = torch.randn(sum(tokens), 16, dtype=torch.double), []
+    want = [_step(one, x[mine(r, tokens)]) for r in range(len(tokens))]
+    hook = register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        close(_step(many, x[mine(rank, tokens)]), want[rank])
+    finally:
+        hook.remove()
+    close(_gradients(many), _gradients(one))
+    assert many.router in seen

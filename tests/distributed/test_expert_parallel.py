@@ -157,3 +157,7 @@ def test_comparing_settings_costs_no_collective(two):
 def test_a_router_that_is_not_plain_is_refused_on_every_rank(two):
     for message in two.run(ranks.router_with_a_hook):
         assert message.startswith("router: expected nn.Linear without hooks"), message
+
+
+def test_a_global_hook_sees_the_router(two):
+    two.run(ranks.global_hook_on_the_router, [7, 5])

@@ -179,3 +179,48 @@ def test_other_bad_arguments(models):
     ours = from_hf(_block(models["gpt_oss"]).state_dict(), "gpt_oss")
     with pytest.raises(ValueError, match="fused: expected True for gpt_oss"):
         to_hf(ours, "gpt_oss", fused=False)
+
+
+def test_a_router_of_other_experts_is_refused(models):
+    for family in ("mixtral", "gpt_oss"):
+        weights = dict(_block(models[family]).state_dict())
+        name = "gate.weight" if family == "mixtral" else "router.weight"
+        experts = len(weights[name])
+        weights[name] = torch.cat([weights[name], weights[name][:1]])
+        if family == "gpt_oss":
+            weights["router.bias"] = weights["router.bias"].new_zeros(experts + 1)
+        with pytest.raises(
+            ValueError, match=rf"expected c_proj.weight \(E, H, I\) = \({experts + 1},"
+        ):
+            from_hf(weights, family)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_ungated_layer_is_refused(fused):
+    """Its W1 has no gate; half of it is not one."""
+    ungated = MoE(4, 2, 32, 16, ActivationType.RELU_SQ).state_dict()
+    with pytest.raises(
+        ValueError, match=r"expected c_fc.weight \(E, 2I, H\) = \(4, 32, 32\) .* got"
+    ):
+        to_hf(ungated, "mixtral", fused=fused)
+
+
+@every_family
+def test_every_shape_is_compared(models, family):
+    ours = from_hf(_block(models[family]).state_dict(), family)
+    for name, t in ours.items():
+        with pytest.raises(ValueError, match="state_dict: expected "):
+            to_hf({**ours, name: torch.cat([t, t])}, family)
+
+
+@every_layout
+def test_the_order_of_gate_and_up_is_noted(models, gate_up):
+    other = LAYOUTS[1 - LAYOUTS.index(gate_up)]
+    model = models["qwen2_moe"]
+    ours = from_hf(_block(model).state_dict(), "qwen2_moe", gate_up=gate_up)
+    for weights in (ours, _moe(model, gate_up=gate_up).state_dict()):
+        with pytest.raises(ValueError, match=f"gate_up: expected '{gate_up}', the order of the"):
+            to_hf(weights, "qwen2_moe", gate_up=other)
+        with pytest.raises(ValueError, match=f"gate_up: expected '{gate_up}', the order of the"):
+            _moe(model, gate_up=other).load_state_dict(weights)
+        _moe(model, gate_up=gate_up).load_state_dict(weights)

@@ -8,7 +8,7 @@ import torch
 from sonicmoe import MoE, experts, ops
 from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.reference import layer as reference
-from sonicmoe.routing import ROUTERS, Sigmoid, TokenRounding, route, statistics
+from sonicmoe.routing import ROUTERS, Sigmoid, TokenRounding, TopK, route, statistics
 
 SHAPE = (5, 2, 16, 8)  # E, K, H, I
 
@@ -56,6 +56,29 @@ def test_a_router_with_options():
     assert moe.routing.scale == 2.0 and "router=Sigmoid" in repr(moe)
     with pytest.raises(ValueError, match="router: expected a router of 5 experts, 2 a token"):
         MoE(*SHAPE, router=Sigmoid(6, 2))
+
+
+def test_a_sigmoid_belongs_to_one_layer():
+    """Its bias and load are those of one layer; the others have no state and may be shared."""
+    router = Sigmoid(5, 2)
+    moe, other = MoE(*SHAPE, router=router), MoE(*SHAPE)
+    match = "router: expected a Sigmoid for each layer, got one that another layer has"
+    with pytest.raises(ValueError, match=match):
+        MoE(*SHAPE, router=router)
+    with pytest.raises(ValueError, match=match):
+        other.routing = router
+    moe.routing = router
+    twin = copy.deepcopy(moe)
+    with pytest.raises(ValueError, match=match):
+        other.routing = twin.routing
+    shallow = copy.copy(moe)
+    assert shallow.routing is moe.routing is router
+    other.routing = copy.deepcopy(router)
+    moe.routing = Sigmoid(5, 2)
+    third = MoE(*SHAPE, router=router)  # which has no other layer any more
+    assert third.routing is router
+    shared = TopK(5, 2)
+    assert MoE(*SHAPE, router=shared).routing is MoE(*SHAPE, router=shared).routing
 
 
 def test_a_hook_sees_what_the_router_decides():

@@ -12,8 +12,10 @@ from torch.func import functional_call
 
 from ..enums import KernelBackendMoE
 from ..errors import bad_argument
-from ..moe import MoE, is_linear
+from ..moe import MoE
+from ..plain_linear import is_linear
 from .agreement import raise_on_all_ranks
+from .drift import note_training
 from .layer import experts
 
 
@@ -23,9 +25,14 @@ class ExpertParallelMoE(MoE):
     Gradients, also those of the router and the shared expert, are summed over the ranks of the mesh
     dimension: they are those of one layer on the tokens of all these ranks. The auxiliary loss
     counts a rank's own tokens.
+
+    Weights of a model around it must be sharded over these ranks too: else the first step of an
+    optimizer raises a ValueError.
     """
 
     mesh: DeviceMesh
+    ranks: tuple[int, ...]
+    same_tokens: bool
 
     def forward(
         self,
@@ -59,6 +66,8 @@ class ExpertParallelMoE(MoE):
             )
             if shared is not None:
                 out = out + shared
+        if out.requires_grad:
+            note_training(self)
         return out.view(hidden_states.shape), aux_loss
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,8 +87,11 @@ class ExpertParallelMoE(MoE):
     def _router_weight(self) -> torch.Tensor:
         return self._replicated(self.router)["weight"]
 
-    def _call_router(self, x: torch.Tensor) -> torch.Tensor:
-        return functional_call(self.router, self._replicated(self.router), (x,))
+    def _call_router(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        copies = self._replicated(self.router)
+        if dtype is not None:
+            copies = {name: t.to(dtype) for name, t in copies.items()}
+        return functional_call(self.router, copies, (x,))
 
     def _shared_output(self, x: torch.Tensor) -> torch.Tensor:
         module = self.shared_expert
@@ -93,12 +105,17 @@ class ExpertParallelMoE(MoE):
         return {n: _SumOfGradients.apply(_local(p), group) for n, p in module.named_parameters()}
 
 
-def parallelize(moe: MoE, mesh: DeviceMesh | dist.ProcessGroup) -> ExpertParallelMoE:
+def parallelize(
+    moe: MoE, mesh: DeviceMesh | dist.ProcessGroup, *, same_tokens: bool = False
+) -> ExpertParallelMoE:
     """Spread the experts of `moe` over the ranks of a one-dimensional mesh or a group, in place.
 
     Parameters become DTensors with the values of the first rank: the experts' sharded by expert,
     those of the router and the shared expert replicated. Their names, and so checkpoints, do not
     change.
+
+    `same_tokens` says that outside of the layer all these ranks compute on the same tokens, as
+    under tensor parallelism. Else optimizers refuse parameters sharded over other ranks only.
     """
     if type(moe) is not MoE:
         raise bad_argument("moe", "a sonicmoe.MoE", type(moe).__name__, "Call it once, on a MoE.")
@@ -127,6 +144,8 @@ def parallelize(moe: MoE, mesh: DeviceMesh | dist.ProcessGroup) -> ExpertParalle
     moe.__class__ = ExpertParallelMoE
     parallel = cast(ExpertParallelMoE, moe)
     parallel.mesh = mesh
+    parallel.ranks = tuple(mesh.mesh.tolist())
+    parallel.same_tokens = same_tokens
     return parallel
 
 

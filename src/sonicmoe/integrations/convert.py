@@ -12,6 +12,7 @@ import torch
 
 from ..enums import ActivationType
 from ..errors import bad_argument
+from ..gate_up_order import check_order, metadata_of, with_order
 from ..reference.activation import join_gate_up, split_gate_up
 from ..routing import Router, Sigmoid
 from ..validation import check_gate_up
@@ -72,6 +73,20 @@ _GATED = {
     "relu": ActivationType.REGLU,
 }
 
+# Of a `MoE`; what sets a size comes before what is compared with it.
+_DIMENSIONS = {
+    "router.weight": ("E", "H"),
+    "router.bias": ("E",),
+    "routing.selection_bias": ("E",),
+    "c_proj.weight": ("E", "H", "I"),
+    "c_proj.bias": ("E", "H"),
+    "c_fc.weight": ("E", "2I", "H"),
+    "c_fc.bias": ("E", "2I"),
+    "shared_expert.c_proj.weight": ("H", "S"),
+    "shared_expert.c_fc.weight": ("2S", "H"),
+    "shared_expert.gate.weight": ("1", "H"),
+}
+
 
 def from_hf(
     state_dict: Mapping[str, torch.Tensor],
@@ -117,7 +132,8 @@ def from_hf(
         gate, up = (take(f"{f.shared}.{name}.weight") for name in ("gate_proj", "up_proj"))
         made["shared_expert.c_fc.weight"] = _join(gate, up, gate_up)
     _none_left(rest, family, "from_hf")
-    return {key: t.contiguous() for key, t in made.items()}
+    _check_shapes(made, family)
+    return with_order({key: t.contiguous() for key, t in made.items()}, gate_up)
 
 
 def to_hf(
@@ -136,6 +152,7 @@ def to_hf(
     f = _find(family, gate_up)
     if f.per_expert is None and not fused:
         raise bad_argument("fused", f"True for {family}", fused, "It has no keys for each expert.")
+    check_order(metadata_of(state_dict), gate_up, "Pass the gate_up of the MoE.")
     rest = dict(state_dict)
 
     def take(key: str) -> torch.Tensor:
@@ -144,6 +161,7 @@ def to_hf(
             raise _absent(key, family, state_dict, remedy)
         return rest.pop(key)
 
+    _check_shapes(rest, family)
     made = {theirs: take(ours) for ours, theirs in _renamed(f).items()}
     w1, w2 = take("c_fc.weight"), take("c_proj.weight")
     if f.per_expert is None or fused:
@@ -167,7 +185,8 @@ def moe_options(config: Any) -> dict[str, Any]:
     """Return the arguments of a `MoE` that computes what a layer of a Hugging Face model does.
 
     `config` is the model's configuration, for multimodal models that of the language model. The
-    coefficients of the auxiliary loss stay those of `MoE`.
+    coefficients of the auxiliary loss stay those of `MoE`. Call it for each layer: layers must not
+    share a router with a bias, such as that of DeepSeek-V3.
     """
     f = _find(config.model_type)
     if noise := getattr(config, "router_jitter_noise", 0.0):
@@ -260,6 +279,25 @@ def _split(w1: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _reordered(w1: torch.Tensor, before: str, after: str) -> torch.Tensor:
     return w1 if before == after else _join(*_split(w1, before), after)
+
+
+def _check_shapes(ours: Mapping[str, torch.Tensor], family: str) -> None:
+    """The weights that are there fit together: E experts with gate and up, H, and I or S."""
+    sizes = {"1": 1}
+    for name, dims in _DIMENSIONS.items():
+        if name not in ours:
+            continue
+        shape = tuple(ours[name].shape)
+        for dim, size in zip(dims, shape, strict=False):
+            if not dim.startswith("2"):
+                sizes.setdefault(dim, size)
+        if not all(dim[-1] in sizes for dim in dims):
+            continue  # a weight is absent, which is reported elsewhere
+        want = tuple(sizes[dim[-1]] * (2 if len(dim) == 2 else 1) for dim in dims)
+        if shape != want:
+            expected = f"{name} ({', '.join(dims)}) = {want} for {family}"
+            remedy = "Experts have gate and up columns, and the router has a row for each expert."
+            raise bad_argument("state_dict", expected, shape, remedy)
 
 
 def _absent(key: str, family: str, given: Mapping[str, Any], remedy: str) -> ValueError:

@@ -54,6 +54,9 @@ class Router(nn.Module):
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
         raise NotImplementedError
 
+    def _join(self, layer: nn.Module, *, copied: bool = False) -> None:
+        """Called when `layer` takes this router, or with `copied` was copied together with it."""
+
     def check(self, logits: torch.Tensor) -> None:
         if logits.dim() != 2 or logits.shape[1] != self.num_experts:
             raise bad_argument(

@@ -1,13 +1,18 @@
 """DeepSeek-V3's router: sigmoid scores, and a bias that steers the choice but not the weights."""
 
+import weakref
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from .. import autograd, ops
 from ..errors import bad_argument
 from ..validation import resolve_backend
 from .base import Router, Routing
+
+# The layer of each router. Not an attribute: copies and pickles must not refer to it.
+_layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class Sigmoid(Router):
@@ -16,7 +21,7 @@ class Sigmoid(Router):
     The scores are the sigmoids without the bias. With `groups` > 1 the experts are divided into
     that many groups, and a token chooses from the `groups_kept` whose two best experts have the
     highest sum. `normalize` makes a token's scores sum to one, and `scale` multiplies them. While
-    training, `load` adds up each expert's rows for `update_bias`.
+    training, `load` adds up each expert's rows for `update_bias`. Layers cannot share one.
     """
 
     selection_bias: torch.Tensor
@@ -59,6 +64,20 @@ class Sigmoid(Router):
         self.selection_bias.zero_()
         self.load.zero_()
 
+    def _join(self, layer: nn.Module, *, copied: bool = False) -> None:
+        other = self._layer()
+        if other is not None and other is not layer and other._modules.get("routing") is self:
+            if copied:  # a shallow copy of that layer
+                return
+            remedy = "Build another: its bias and load are those of one layer."
+            got = "one that another layer has"
+            raise bad_argument("router", "a Sigmoid for each layer", got, remedy)
+        _layers[self] = weakref.ref(layer)
+
+    def _layer(self) -> nn.Module | None:
+        reference = _layers.get(self)
+        return None if reference is None else reference()
+
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
         self.check(logits)
         backend = resolve_backend(backend, logits)
@@ -79,13 +98,29 @@ class Sigmoid(Router):
         """Raise the bias of experts below the mean load by `rate` and lower it above the mean.
 
         Call it after each optimizer step; it balances the experts without an auxiliary loss.
-        `all_reduce` maps this rank's rows of each expert to those of the global batch. Only the
-        sign of the difference matters, so rows that a recomputed forward pass counts again do no
-        harm.
+        `all_reduce` maps this rank's rows of each expert to those of the global batch; a layer with
+        sharded weights needs it, else the biases of its ranks drift apart. Only the sign of the
+        difference matters, so rows that a recomputed forward pass counts again do no harm.
         """
+        if all_reduce is None and (ranks := self._ranks()) > 1:
+            raise bad_argument(
+                "all_reduce",
+                f"a function, since the layer is spread over {ranks} ranks",
+                None,
+                "Sum the rows: dist.all_reduce(load), then return load; else the biases of the"
+                " ranks drift apart.",
+            )
         load = self.load if all_reduce is None else all_reduce(self.load)
         self.selection_bias += rate * (load.mean() - load).sign()
         self.load.zero_()
+
+    def _ranks(self) -> int:
+        """Over how many ranks FSDP2 or expert parallelism spread the weights of the layer."""
+        layer = self._layer()
+        meshes = (
+            [] if layer is None else [getattr(p, "device_mesh", None) for p in layer.parameters()]
+        )
+        return max((mesh.size() for mesh in meshes if mesh is not None), default=1)
 
     def _apply(self, fn, recurse=True):
         """The bias moves by steps that 16 bits cannot hold: casting the layer leaves it in fp32."""
