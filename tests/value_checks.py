@@ -18,7 +18,7 @@ from helpers import (
     run_poisoned,
 )
 
-from sonicmoe.bench.slices import ALONG, QUANTILES, slices
+from sonicmoe.bench.slices import ALONG, QUANTILES, carrying_the_norm, slices
 from sonicmoe.reference import layer as reference
 
 # Where fp16 overflows, in plain PyTorch too.
@@ -68,11 +68,11 @@ def _activate_three_bits(z, *options, activate=reference.activate):
 
 def compare_slices(
     got: dict, rough: dict, exact: dict, dtype: torch.dtype, memory: str = "keep"
-) -> dict[str, float]:
+) -> dict[str, int]:
     """Median and 90th percentile of the errors by slice within the budget, and the norm.
 
-    Slices that overflow in plain PyTorch or in exact arithmetic are left out; returned is their
-    share in each result. If they are more than half, the others are too few to compare.
+    Slices that overflow in plain PyTorch or in exact arithmetic are left out; returned is how many
+    of each result.
     """
     tokens, skipped = len(exact["out"]), {}
     for name in got:
@@ -80,8 +80,8 @@ def compare_slices(
         along = ALONG.get(name.removeprefix("d"), -1)
         found = slices(*three, along)
         assert not found.wrong(), f"{name}: {found.wrong()} slices not zero, or not finite"
-        skipped[name] = found.skipped / max(len(found.judged), 1)
-        if skipped[name] > 0.5:
+        skipped[name] = found.skipped
+        if not found.comparable:
             continue
         step = torch.float8_e4m3fn if memory == "fp8" and name != "out" else dtype  # that decides
         kept = [t.movedim(along, -1).flatten(0, -2)[found.judged] for t in three]
@@ -92,11 +92,3 @@ def compare_slices(
             allowed = SLACK * theirs + floor(step, tokens)
             assert mine <= allowed, f"{name}, quantile {q}: {mine:.3e}, allowed {allowed:.3e}"
     return skipped
-
-
-def carrying_the_norm(slices: torch.Tensor) -> int:
-    """How many of the slices (S, n) have a part in the norm: S if they are equal, 1 if one has it
-    all. An error measured on so many scatters by the inverse of its root."""
-    squares = slices.square().sum(1)
-    squares = squares / squares.max().clamp(min=1e-300)
-    return max(1, int(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)))
