@@ -88,8 +88,11 @@ def main() -> None:
     if size > MOST_BYTES:
         remedy = "Lower --experts, --neurons or --channels."
         raise bad_argument("--output", f"at most {MOST_BYTES} bytes", size, remedy)
+    train = ["sonicmoe", "train", "--preset", config.preset, "--steps", str(config.steps)]
+    if config.data != ("local",):
+        train += ["--data", *(Path(name).name for name in config.data)]
     source = {
-        "train": f"sonicmoe train --preset {config.preset} --steps {config.steps}",
+        "train": shlex.join(train),
         "command": shlex.join(["python", *sys.argv]),
         "step": int(state["step"]),
     }

@@ -372,6 +372,25 @@ MUTATIONS = [
         "tests/routing/test_routers.py -k dropped_and_added",
     ),
     Mutation(
+        "verify judges norms alone", "bench/verify.py",
+        " and passed(self.slices)", "", "tests/bench/test_verify.py -k small_rows",
+    ),
+    Mutation(
+        "verify takes rows of dW2 for columns", "bench/slices.py",
+        '"w2": -2}', '"w2": -1}', "tests/bench/test_verify.py -k overflows",
+    ),
+    Mutation(
+        "results that overflow in ours alone are left out", "bench/slices.py",
+        "overflow = ~plain.isfinite()", "overflow = ~(plain + got.to(plain)).isfinite()",
+        "tests/test_values.py -k alone",
+    ),
+    Mutation(
+        "all experts have their outlier in one row", "bench/values.py",
+        "row = _one_of(weight.shape[1], (len(weight), 1), generator)",
+        "row = _one_of(weight.shape[1], (1, 1), generator)",
+        "tests/bench/test_values.py -k of_their_own",
+    ),
+    Mutation(
         "a tuned table may hold values of other types", "tuning/table.py",
         "if type(values[name]) is not kind:", "if False:", "tests/tuning/test_table.py",
     ),

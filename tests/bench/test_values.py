@@ -141,7 +141,7 @@ def quantiles(t, dim):
     return norms.quantile(torch.tensor([0.1, 0.5, 0.9, 1.0]))
 
 
-@pytest.mark.parametrize("sizes", [(8, 64, 48, 1), (8, 1000, 700, 2), (8, 200, 600, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [(8, 64, 48, 1), (8, 500, 300, 2), (8, 200, 300, 3)], ids=str)
 def test_trained_weights_keep_their_norms(sizes, monkeypatch):
     """Rows and columns of the crop, thinned out or repeated, have the same spread of norms."""
     torch.manual_seed(0)
