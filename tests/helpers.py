@@ -244,11 +244,11 @@ def _make_inputs(case: Case, device: str) -> Inputs:
     ids = ROUTINGS[case.routing](p, seed).to(device=device, dtype=torch.int32)
     scores = p.K * normal(p.T, p.K).softmax(-1)
     weights = weight(p.N, p.H, gain / math.sqrt(p.H)), weight(p.H, p.I, 1 / math.sqrt(p.I))
-    biases = [rounded(normal(p.E, n, scale=0.5)) if case.bias else None for n in (p.N, p.H)]
+    b1, b2 = (rounded(normal(p.E, n, scale=0.5)) if case.bias else None for n in (p.N, p.H))
     drawn = shaped(case.values, Tensors(x, *weights, normal(p.T, p.H), scores), seed)
     w1, w2 = (w.mT.contiguous().mT if case.transposed else w for w in drawn[1:3])
     inputs = Inputs(
-        rounded(drawn.x), ids, drawn.scores.to(device), rounded(w1), rounded(w2), *biases,
+        rounded(drawn.x), ids, drawn.scores.to(device), rounded(w1), rounded(w2), b1, b2,
         rounded(drawn.dout),
     )  # fmt: skip
     while (near := _near_a_kink(case, inputs)).any():

@@ -141,16 +141,16 @@ class _Error:
         self.parts: list[Slices] = []
 
     def add(self, got: torch.Tensor, plain: torch.Tensor, true: torch.Tensor) -> None:
-        three = [got.double(), plain, true]
         if self.by_slice or self.outliers:
             along = ALONG.get(self.name, -1)
-            part = slices(*three, along)
-            self.parts.append(part)
+            self.parts.append(slices(got, plain, true, along))
             if self.outliers:
-                kept = part.judged.view(true.shape[:along]) if along == -1 else part.judged
-                three = [t.movedim(along, -1)[kept] for t in three]
-        got, plain, true = three
-        deviations = (got - true, plain.double() - true, true)
+                judged = self.parts[-1].judged
+                got, plain, true = (
+                    t.movedim(along, -1).reshape(-1, t.shape[along])[judged]
+                    for t in (got, plain, true)
+                )
+        deviations = (got.double() - true, plain.double() - true, true)
         self.squares = self.squares + torch.stack([d.square().sum() for d in deviations])
         self.values += true.numel()
 
