@@ -21,7 +21,7 @@ from helpers import (
 from sonicmoe.bench.slices import ALONG, QUANTILES, carrying_the_norm, slices
 from sonicmoe.reference import layer as reference
 
-# Where fp16 overflows, in plain PyTorch too.
+# Where more than single values overflow in fp16, in plain PyTorch too.
 BEYOND_FP16 = ("channels_10", "channels_30", "channels_100", "rows_100", "weights_300", "huge")
 
 
@@ -55,8 +55,10 @@ def check_values(
         for each in zip(*found, strict=True)
     )
     skipped = compare_slices(got, rough, exact, case.dtype, memory)
-    if case.dtype != torch.float16 or case.values not in BEYOND_FP16:
+    if case.dtype != torch.float16:
         assert not any(skipped.values()), f"plain PyTorch overflows: {skipped}"
+    elif case.values not in BEYOND_FP16:
+        assert max(skipped.values()) <= 0.01, f"plain PyTorch overflows: {skipped}"
 
 
 def _activate_three_bits(z, *options, activate=reference.activate):
@@ -68,11 +70,11 @@ def _activate_three_bits(z, *options, activate=reference.activate):
 
 def compare_slices(
     got: dict, rough: dict, exact: dict, dtype: torch.dtype, memory: str = "keep"
-) -> dict[str, int]:
+) -> dict[str, float]:
     """Median and 90th percentile of the errors by slice within the budget, and the norm.
 
-    Slices that overflow in plain PyTorch or in exact arithmetic are left out; returned is how many
-    of each result.
+    Slices that overflow in plain PyTorch or in exact arithmetic are left out; returned is their
+    share in each result.
     """
     tokens, skipped = len(exact["out"]), {}
     for name in got:
@@ -80,7 +82,7 @@ def compare_slices(
         along = ALONG.get(name.removeprefix("d"), -1)
         found = slices(*three, along)
         assert not found.wrong(), f"{name}: {found.wrong()} slices not zero, or not finite"
-        skipped[name] = found.skipped
+        skipped[name] = found.skipped / max(len(found.judged), 1)
         if not found.comparable:
             continue
         step = torch.float8_e4m3fn if memory == "fp8" and name != "out" else dtype  # that decides

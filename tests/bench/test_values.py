@@ -3,6 +3,7 @@
 import json
 import math
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from sonicmoe.bench import trained_weights
 from sonicmoe.bench.trained_weights import Expert
 from sonicmoe.bench.values import TRAINED, VALUES, Tensors, shaped
+from sonicmoe.train.presets import preset
 
 ROOT = Path(__file__).parents[2]
 SIZES = [(4, 32, 16, 1, 1, True), (64, 72, 40, 3, 2, True), (9, 64, 136, 5, 3, False)]
@@ -173,9 +175,14 @@ def test_the_file_of_the_package():
     assert source["train"].startswith("sonicmoe train ") and source["step"] >= 300
 
 
-def test_the_crop_has_the_largest_rows_and_columns(tmp_path):
+@pytest.fixture(scope="module")
+def script():
+    """The globals of the program that crops a run."""
+    return runpy.run_path(str(ROOT / "benchmarks/trained_weights.py"))
+
+
+def test_the_crop_has_the_largest_rows_and_columns(tmp_path, script):
     """And what is written is read again."""
-    script = runpy.run_path(str(ROOT / "benchmarks/trained_weights.py"))
     torch.manual_seed(0)
     weights = {}
     for layer in range(4):
@@ -204,3 +211,33 @@ def test_the_crop_has_the_largest_rows_and_columns(tmp_path):
         assert crop.w2.norm(dim=1).argmax() == 0
         assert set(crop.w2[0].tolist()) <= set(whole[7].tolist())
         assert 6 in {int((whole[7] == value).nonzero()[0]) for value in crop.w2[0]}
+
+
+def test_the_command_that_crops_a_run(tmp_path, script, monkeypatch, capsys):
+    config = preset("demo").override({"steps": 7, "data": ["texts/english"]})
+    sizes = (config.model.num_experts, config.model.hidden_size, config.model.intermediate_size)
+    experts, hidden, inner = sizes
+    weights = {}
+    for layer in range(config.model.num_layers):
+        weights[f"blocks.{layer}.moe_norm.weight"] = torch.ones(hidden)
+        weights[f"blocks.{layer}.moe.c_fc.weight"] = torch.randn(experts, 2 * inner, hidden)
+        weights[f"blocks.{layer}.moe.c_proj.weight"] = torch.randn(experts, hidden, inner)
+    main = script["main"]
+    monkeypatch.setitem(main.__globals__, "load_config", lambda folder: config)
+    state = {"model": weights, "step": 7}
+    monkeypatch.setattr(script["checkpoint"], "load_latest", lambda folder: state)
+    path = tmp_path / "crop.bin"
+    monkeypatch.setattr(sys, "argv", ["trained_weights.py", "runs/a", "--output", str(path)])
+    main()
+    assert f"{path.stat().st_size} bytes" in capsys.readouterr().out
+    assert [e.layer for e in trained_weights.read(path)] == [0, 1]
+    found = trained_weights.source(path)
+    assert found["train"] == "sonicmoe train --preset demo --steps 7 --data english"
+    assert found["step"] == 7 and "trained_weights.py runs/a" in found["command"]
+
+    monkeypatch.setitem(main.__globals__, "MOST_BYTES", 100_000)
+    with pytest.raises(ValueError, match="--output: expected at most 100000 bytes"):
+        main()
+    sys.argv += ["--neurons", "3"]
+    with pytest.raises(ValueError, match="--neurons: expected at least 16, got 3"):
+        main()
