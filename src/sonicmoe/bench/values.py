@@ -135,8 +135,8 @@ def _log_normal(tensors: Tensors, generator: torch.Generator) -> Tensors:
 def _scaled(x: int, weights: int, dout: int) -> Shape:
     """All values times powers of two with these exponents.
 
-    With a gate Z has the exponent x + weights, A twice that, and the largest or smallest result,
-    the gradient of a score, dout + 2·x + 3·weights: 94 is far inside of bf16 and fp32.
+    With a gate Z has the exponent x + weights and A twice that. The gradient of a score, the result
+    that is farthest from one, has dout + 2·x + 3·weights: −92 and 74, far inside of bf16 and fp32.
     """
 
     def shape(tensors: Tensors, generator: torch.Generator) -> Tensors:
@@ -180,12 +180,12 @@ def _trained(tensors: Tensors, generator: torch.Generator) -> Tensors:
     experts = trained_weights.read()
     e, n, h = tensors.w1.shape
     i, gated = tensors.w2.shape[2], n == 2 * tensors.w2.shape[2]
-    which = _one_of(len(experts), (1,), generator).item()  # then one after the other
-    layer = experts[int(which)]
+    first = int(_one_of(len(experts), (1,), generator))  # then one after the other
+    layer = experts[first]
     w1, w2 = torch.empty_like(tensors.w1), torch.empty_like(tensors.w2)
-    channels = trained_weights.shuffled(len(layer.x), h, generator)
+    channels = trained_weights.shuffled(len(layer.x), h, generator)  # large ones in all experts
     for number in range(e):
-        crop = experts[(int(which) + number) % len(experts)]
+        crop = experts[(first + number) % len(experts)]
         neurons = trained_weights.shuffled(crop.w2.shape[1], i, generator)
         outputs = trained_weights.shuffled(len(crop.w2), h, generator)
         rows = torch.stack([2 * neurons, 2 * neurons + 1], 1).flatten() if gated else 2 * neurons
