@@ -102,14 +102,14 @@ def _times_column(t: torch.Tensor, column: int, factor: float) -> torch.Tensor:
 
 
 # --- magnitudes -----------------------------------------------------------------------------------
-def _tokens(binades: int) -> Shape:
-    """Gradients of tokens times powers of two, around one, the smallest and the largest there."""
+def _tokens(smallest: int, largest: int) -> Shape:
+    """Gradients of tokens times powers of two with exponents in this range, both ends included."""
 
     def shape(tensors: Tensors, generator: torch.Generator) -> Tensors:
-        tokens, low = len(tensors.dout), -(binades // 2)
-        power = _one_of(binades + 1, (tokens,), generator) + low
+        tokens = len(tensors.dout)
+        power = _one_of(largest - smallest + 1, (tokens,), generator) + smallest
         order = torch.randperm(tokens, generator=generator, device=generator.device)
-        power[order[:1]], power[order[1:2]] = low, low + binades
+        power[order[:1]], power[order[1:2]] = smallest, largest
         return tensors._replace(dout=tensors.dout * power.float().exp2()[:, None])
 
     return shape
@@ -210,7 +210,7 @@ _SHAPES: dict[str, Shape] = {
     "w2_rows_30": _rows(30, ("w2",)),
     **{f"channels_{factor}": _channels(factor) for factor in (10, 30, 100)},
     "weights_300": _weights(300),
-    "tokens_2e20": _tokens(20),
+    "tokens_2e20": _tokens(-16, 4),  # with 2¹⁰ most of dW1 would overflow in fp16
     "log_normal": _log_normal,
     "tiny": _scaled(x=-8, weights=-12, dout=-40),
     "huge": _scaled(x=8, weights=6, dout=40),
