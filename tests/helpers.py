@@ -12,6 +12,7 @@ import torch
 
 import sonicmoe
 from sonicmoe import ActivationType
+from sonicmoe.bench.values import Tensors, shaped
 from sonicmoe.launch import memory
 from sonicmoe.reference import layer as reference
 from sonicmoe.shapes import Problem
@@ -147,7 +148,8 @@ ROUTINGS = {
 # --- cases and inputs -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Case:
-    """One call of the layer: `shape` is T,H,I,E,K; `transposed` stores the weights as (E, K, N)."""
+    """One call of the layer: `shape` is T,H,I,E,K; `transposed` stores the weights as (E, K, N);
+    `values` is their distribution."""
 
     shape: str
     dtype: torch.dtype = torch.bfloat16
@@ -157,6 +159,7 @@ class Case:
     transposed: bool = False
     routing: str = "zipf"
     seed: int = 0
+    values: str = "gaussian"
 
     @property
     def problem(self) -> Problem:
@@ -171,6 +174,7 @@ class Case:
         words += ["bias"] if self.bias else []
         words += [self.gate_up] if self.activation.is_gated else []
         words += ["ekn" if self.transposed else "enk", self.routing]
+        words += [self.values] if self.values != "gaussian" else []
         return "-".join(words)
 
 
@@ -216,7 +220,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: str = "cpu") -> Inputs:
-    """Random inputs for which Z, A and O are of the order of one."""
+    """Random inputs; with Gaussian values Z, A and O are of the order of one."""
     with torch.device("cpu"):  # the generator's, inside of another `torch.device` too
         return _make_inputs(case, device)
 
@@ -225,26 +229,30 @@ def _make_inputs(case: Case, device: str) -> Inputs:
     p, seed = case.problem, torch.Generator().manual_seed(case.seed)
     gain = case.activation.clamp.limit - 1.0 if case.activation.clamp else 1.0  # reach the clamp
 
-    def normal(*shape, scale=1.0, dtype=case.dtype):
-        return (torch.randn(*shape, generator=seed) * scale).to(device=device, dtype=dtype)
+    def normal(*shape, scale=1.0):
+        return torch.randn(*shape, generator=seed) * scale
 
     def weight(n, k, scale):
         return (
             normal(p.E, k, n, scale=scale).mT if case.transposed else normal(p.E, n, k, scale=scale)
         )
 
+    def rounded(t):
+        return t.to(device=device, dtype=case.dtype)
+
+    x = normal(p.T, p.H)
+    ids = ROUTINGS[case.routing](p, seed).to(device=device, dtype=torch.int32)
+    scores = p.K * normal(p.T, p.K).softmax(-1)
+    weights = weight(p.N, p.H, gain / math.sqrt(p.H)), weight(p.H, p.I, 1 / math.sqrt(p.I))
+    b1, b2 = (rounded(normal(p.E, n, scale=0.5)) if case.bias else None for n in (p.N, p.H))
+    drawn = shaped(case.values, Tensors(x, *weights, normal(p.T, p.H), scores), seed)
+    w1, w2 = (w.mT.contiguous().mT if case.transposed else w for w in drawn[1:3])
     inputs = Inputs(
-        x=normal(p.T, p.H),
-        ids=ROUTINGS[case.routing](p, seed).to(device=device, dtype=torch.int32),
-        scores=(p.K * torch.randn(p.T, p.K, generator=seed).softmax(-1)).to(device),
-        w1=weight(p.N, p.H, gain / math.sqrt(p.H)),
-        w2=weight(p.H, p.I, 1 / math.sqrt(p.I)),
-        b1=normal(p.E, p.N, scale=0.5) if case.bias else None,
-        b2=normal(p.E, p.H, scale=0.5) if case.bias else None,
-        dout=normal(p.T, p.H),
-    )
+        rounded(drawn.x), ids, drawn.scores.to(device), rounded(w1), rounded(w2), b1, b2,
+        rounded(drawn.dout),
+    )  # fmt: skip
     while (near := _near_a_kink(case, inputs)).any():
-        inputs.x[near] = normal(int(near.sum()), p.H)
+        inputs.x[near] = rounded(normal(int(near.sum()), p.H))
     return inputs
 
 

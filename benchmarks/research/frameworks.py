@@ -343,9 +343,9 @@ def _checks(candidate: Candidate, exact: dict, plain: dict) -> list[Check]:
     got, checks = {"out": out.detach(), **candidate.gradients(out)}, []
     margin = PEER_MARGIN if candidate.name == PEFT else MARGIN[out.element_size()]
     for name, true in exact.items():
-        error = _Error()
+        error = _Error(name)
         error.add(got[name], plain[name], true)
-        checks.append(error.check(name, margin, torch.finfo(out.dtype).eps))
+        checks.append(error.check(margin, torch.finfo(out.dtype).eps))
     return checks
 
 

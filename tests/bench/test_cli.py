@@ -12,7 +12,8 @@ import torch
 
 import sonicmoe.functional
 from sonicmoe import cost
-from sonicmoe.bench import results
+from sonicmoe.bench import results, run
+from sonicmoe.bench.values import TRAINED
 from sonicmoe.cli import main
 from sonicmoe.memory_policy import MemoryPolicy
 from sonicmoe.shapes import Problem
@@ -49,6 +50,31 @@ def test_bench_keeps_what_it_prints(quick, tmp_path, capsys):
     operators = {o["name"]: o for o in records[3]["operators"]}
     assert operators["up"]["flops"] == 2 * 128 * 32 * 32 and operators["combine"]["flops"] == 0
     assert operators["combine"]["traffic"] == 4 * (128 * 32 + 128 + 128 + 64 * 32)
+
+
+def test_verify_with_values_of_trained_models(capsys, monkeypatch):
+    """`trained` stands for all; a failure names the distribution."""
+    tried, verify_case = [], run.verify_case
+
+    def watched(case, routing, options, values):
+        tried.append(values)
+        return verify_case(case, routing, options, values)
+
+    monkeypatch.setattr(run, "verify_case", watched)
+    assert main(["verify", *TINY, "--values", "rows_30", "trained", "gaussian"]) == 0
+    assert tried == ["rows_30", *(name for name in TRAINED if name != "rows_30"), "gaussian"]
+    printed = capsys.readouterr().out
+    assert all(f"router out, values {name}\n" in printed for name in TRAINED)
+    assert "router in\n" in printed and "router in, values" not in printed
+
+    right = sonicmoe.layer.finish
+    monkeypatch.setattr(sonicmoe.layer, "finish", lambda *given: right(*given) * 1.001)
+    assert main(["verify", *TINY, "--values", "channels_30"]) == 1
+    assert "uniform routing, values channels_30: sonicmoe, router out: wrong out" in (
+        capsys.readouterr().err
+    )
+    assert main(["verify", *TINY, "--values", "normal"]) == 2
+    assert "--values: expected one of gaussian, rows_10" in capsys.readouterr().err
 
 
 def test_the_host_alone(quick, tmp_path, capsys, monkeypatch):

@@ -21,9 +21,11 @@ from helpers import (
     run,
     same_bits,
 )
+from value_checks import check_values
 
 import sonicmoe
 from sonicmoe import ActivationType
+from sonicmoe.bench.values import TRAINED
 from sonicmoe.kernels import spans
 from sonicmoe.launch import grouped_gemm
 from sonicmoe.tuning import Target
@@ -66,6 +68,19 @@ SHAPES = {
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_gradient_is_within_the_budget(case):
     check_experts(case, "cpu", "triton")
+
+
+# Kernels do not know the values: fp16 is tried where it overflows, underflows, and between.
+IN_FP16 = ("rows_30", "channels_100", "tokens_2e20", "tiny", "huge")
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [*((v, torch.bfloat16) for v in TRAINED), *((v, torch.float16) for v in IN_FP16)],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where fp16 overflows
+def test_values_of_trained_models(values, dtype):
+    check_values(Case("64,32,72,3,2", dtype, values=values), backend="triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

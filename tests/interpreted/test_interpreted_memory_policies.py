@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import make_inputs, same_bits
+from helpers import Case, make_inputs, same_bits
 from memory_policies import CASES, EXACT, check_against_reference, check_not_finite, results
+from value_checks import check_values
 
 from sonicmoe import MemoryPolicy
 from sonicmoe.launch import grouped_gemm
@@ -29,6 +30,13 @@ def test_recompute_and_slices_change_no_bit(number, case):
 @pytest.mark.parametrize("case", [c for c in CASES if c.problem.T > 1], ids=str)
 def test_fp8_errs_as_the_reference(case):
     check_against_reference(of_tokens(case, 64))
+
+
+@pytest.mark.parametrize(
+    "values", ["rows_100", "channels_30", "weights_300", "log_normal", "huge", "zero_rows"]
+)
+def test_fp8_with_values_of_trained_models(values):
+    check_values(Case("64,32,72,3,2", values=values), backend="triton", memory="fp8")
 
 
 def test_slices_and_fp8_together():

@@ -1,14 +1,16 @@
 """Deliberate faults of the source, each with the tests that notice it; one file per area."""
 
-from mutations import fp8, integrations, kernels, launch, layer, routing, train
+from mutations import bench, fp8, integrations, kernels, launch, layer, modules, routing, train
 from mutations.mutation import Mutation as Mutation
 
 AREAS = {
+    "bench": bench.MUTATIONS,
     "fp8": fp8.MUTATIONS,
     "integrations": integrations.MUTATIONS,
     "kernels": kernels.MUTATIONS,
     "launch": launch.MUTATIONS,
     "layer": layer.MUTATIONS,
+    "modules": modules.MUTATIONS,
     "routing": routing.MUTATIONS,
     "train": train.MUTATIONS,
 }

@@ -44,6 +44,10 @@ def register(subparsers) -> None:
     verify = _subparser(subparsers, "verify", about, run_verify)
     add_selection(verify)
     add_device(verify)
+    drawn = "distribution of inputs and weights; trained: all that trained models have; an unknown "
+    drawn += "name lists them; default: gaussian"
+    names: dict[str, Any] = {"default": ["gaussian"], "metavar": "NAME"}
+    verify.add_argument("--values", nargs="+", **names, help=drawn)
 
     about = "measure kernel configurations for given shapes and use the best from then on"
     tune = _subparser(subparsers, "tune", about, run_tune)
@@ -269,12 +273,27 @@ def _extra_measurements(args: argparse.Namespace, options: "Options") -> list[di
 def run_verify(args: argparse.Namespace) -> int:
     from .run import verify_case
 
-    options = options_of(args)
+    options, values = options_of(args), _selected_values(args.values)
     failures = []
     for case in selected_cases(args):
         for routing in args.routing:
-            failures += verify_case(case, routing, options).failures
+            for name in values:
+                failures += verify_case(case, routing, options, name).failures
     return finish(failures)
+
+
+def _selected_values(names: list[str]) -> list[str]:
+    """The distributions that --values names, each once; `trained` stands for many."""
+    from .values import TRAINED, VALUES
+
+    found: list[str] = []
+    for name in names:
+        if name not in VALUES:
+            known = f"one of {', '.join(VALUES)}"
+            remedy = "trained stands for all but gaussian."
+            raise bad_argument("--values", known, repr(name), remedy)
+        found += TRAINED if name == "trained" else (name,)
+    return list(dict.fromkeys(found))
 
 
 def run_tune(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Input tensors of one case: values of order 1, and a uniform or skewed routing.
+"""Input tensors of one case: their values, and a uniform or skewed routing.
 
 Skew comes from the router itself, so that nothing is added to the layer that is timed: column 0 of
 x is the constant 1, which makes column 0 of the router's weight an offset per expert. The offsets
@@ -7,6 +7,9 @@ with a router no expert gets more than 1/K of the rows.
 
 Without the router, uniform ids are those of the router; skewed ids are drawn slot by slot, so that
 the shares hold even above 1/K (a token may then have the same expert twice).
+
+Values are Gaussian of order one. Others (`values.py`) are made from these after the routing, so
+that they do not change it: they are for layers without the router.
 """
 
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ import torch
 from ..errors import bad_argument
 from ..reference.routing import topk
 from .cases import Case
+from .values import Tensors, shaped
 
 ROUTINGS = ("uniform", "zipf", "hot")
 HOT_SHARE = 0.25
@@ -37,6 +41,7 @@ class Inputs:
     router_ids: torch.Tensor  # (T, K): what the router chooses
     ids: torch.Tensor  # (T, K): the choice with the router out
     scores: torch.Tensor  # (T, K) fp32, with the router out
+    values: str = "gaussian"
 
     def counts(self, router: bool) -> list[int]:
         """Rows of each expert."""
@@ -50,6 +55,7 @@ def make_inputs(
     device: str | torch.device = "cuda",
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    values: str = "gaussian",
 ) -> Inputs:
     p = case.problem
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -77,19 +83,28 @@ def make_inputs(
         ids = drawn.view(p.T, p.K).to(torch.int32)
         scores = normal(p.T, p.K).float().softmax(-1)
 
+    w1, w2 = normal(p.E, p.N, p.H, std=p.H**-0.5), normal(p.E, p.H, p.I, std=p.I**-0.5)
+    b1, b2 = (normal(p.E, n) if case.bias else None for n in (p.N, p.H))
+    dout = normal(p.T, p.H)
+    if values != "gaussian":
+        tensors = Tensors(*(t.float() for t in (x, w1, w2, dout, scores)))
+        *rounded, scores = shaped(values, tensors, generator)
+        x, w1, w2, dout = (t.to(dtype) for t in rounded)
+
     return Inputs(
         case=case,
         routing=routing,
         x=x.requires_grad_(),
         router_w=router_w.requires_grad_(),
-        w1=normal(p.E, p.N, p.H, std=p.H**-0.5).requires_grad_(),
-        w2=normal(p.E, p.H, p.I, std=p.I**-0.5).requires_grad_(),
-        b1=normal(p.E, p.N).requires_grad_() if case.bias else None,
-        b2=normal(p.E, p.H).requires_grad_() if case.bias else None,
-        dout=normal(p.T, p.H),
+        w1=w1.requires_grad_(),
+        w2=w2.requires_grad_(),
+        b1=None if b1 is None else b1.requires_grad_(),
+        b2=None if b2 is None else b2.requires_grad_(),
+        dout=dout,
         router_ids=router_ids,
         ids=ids,
         scores=scores.requires_grad_(),
+        values=values,
     )
 
 

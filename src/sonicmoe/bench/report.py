@@ -6,6 +6,7 @@ from .candidates import OURS
 from .kernels import Kernel
 from .per_op import OpTime
 from .results import Record
+from .slices import NAMES
 from .tables import table
 from .verify import Check
 
@@ -29,11 +30,24 @@ def check_table(checks: Sequence[Check]) -> str:
             f"{check.error:.2e}",
             f"{check.plain:.2e}",
             f"{check.error / check.plain:.3f}" if check.plain else "–",
-            "ok" if check.passed else f"FAILS (at most {check.allowed:.2e})",
+            _verdict(check),
         ]
-        for check in checks
+        for whole in checks
+        for check in (whole, *whole.slices)
     ]
     return table(("tensor", "error", "plain PyTorch", "ratio", ""), rows)
+
+
+def _verdict(check: Check) -> str:
+    if not check.error <= check.allowed:
+        return f"FAILS (at most {check.allowed:.2e})"
+    what = NAMES.get(check.tensor, "token" if check.tensor == "scores" else "expert")
+    if check.wrong:
+        return f"FAILS ({check.wrong} {what}s not zero or not finite where they must be)"
+    left_out = (
+        f", {check.skipped} {what}s left out: plain PyTorch overflows" if check.skipped else ""
+    )
+    return f"ok{left_out}"
 
 
 def kernel_table(kernels: Sequence[Kernel], smallest_share: float = 0.002) -> str:

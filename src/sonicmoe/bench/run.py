@@ -46,16 +46,22 @@ class Outcome:
     details: list[str]
 
 
-def verify_case(case: Case, routing: str, options: Options) -> Outcome:
-    """Check our layer with and without its router; print the errors of every tensor."""
-    inputs = make_inputs(case, routing, options.device, options.dtype)
+def verify_case(case: Case, routing: str, options: Options, values: str = "gaussian") -> Outcome:
+    """Check our layer with and without its router; print the errors of every tensor.
+
+    Values other than Gaussian are for the experts: the routing is given then.
+    """
+    inputs = make_inputs(case, routing, options.device, options.dtype, values=values)
     failures = []
     for candidate in _ours(inputs, options):
+        if candidate.router and values != "gaussian":
+            continue
         checks = verify(candidate, inputs)
-        print(f"\n{title(case, routing, options)}, router {_in_or_out(candidate)}")
+        about = "" if values == "gaussian" else f", values {values}"
+        print(f"\n{title(case, routing, options)}, router {_in_or_out(candidate)}{about}")
         print(report.check_table(checks))
         if not passed(checks):
-            failures.append(failure_text(case, routing, candidate, checks))
+            failures.append(failure_text(case, routing, candidate, checks, values))
     return Outcome([], failures, [])
 
 
@@ -236,10 +242,15 @@ def title(case: Case, routing: str, options: Options) -> str:
     )
 
 
-def failure_text(case: Case, routing: str, candidate: Candidate, checks: list[Check]) -> str:
+def failure_text(
+    case: Case, routing: str, candidate: Candidate, checks: list[Check], values: str = "gaussian"
+) -> str:
     bad = ", ".join(check.tensor for check in checks if not check.passed)
     who = f"{candidate.name}, router {_in_or_out(candidate)}"
-    return f"{case.name}, {routing} routing: {who}: wrong {bad}\n{report.check_table(checks)}"
+    drawn = "" if values == "gaussian" else f", values {values}"
+    return (
+        f"{case.name}, {routing} routing{drawn}: {who}: wrong {bad}\n{report.check_table(checks)}"
+    )
 
 
 def progress(case: Case, what: str) -> None:

@@ -1,12 +1,15 @@
 """Check the output and every gradient against fp64, under random upstream gradients.
 
-The error of a candidate may be at most `MARGIN` times that of plain PyTorch in the same dtype. Both
-references run one expert at a time, so that the largest cases fit beside their inputs.
+The error of a candidate may be at most `MARGIN` times that of plain PyTorch in the same dtype: of
+every tensor in the Euclidean norm, and of the layer of this package also of single tokens, rows and
+columns. Both references run one expert at a time, so that the largest cases fit beside their
+inputs.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 from ..reference.activation import activate
 from .candidates import Candidate
 from .inputs import Inputs
+from .slices import ALONG, NAMES, QUANTILES, Slices, slices
 
 # At two bytes rounding decides; at four the order of a sum does, which nobody fixes.
 MARGIN = {2: 1.1, 4: 2.0, 8: 2.0}
@@ -25,17 +29,24 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 class Check:
     """Relative error (Frobenius) of one tensor against fp64, plain PyTorch's, and the allowed one.
 
-    Beside the margin, an error measured on n values scatters by 1/√n of a rounding step.
+    Beside the margin, an error measured on n values scatters by 1/√n of a rounding step; with
+    outliers n may be 1. `slices`
+    are the same for the median and the 90th percentile of its tokens, rows or columns. `wrong` of
+    them had to be exactly zero or finite; `skipped` ones overflow in plain PyTorch or fp64.
     """
 
     tensor: str
     error: float
     plain: float
     allowed: float
+    slices: list["Check"] = field(default_factory=list)
+    wrong: int = 0
+    skipped: int = 0
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.allowed  # False for NaN
+        within = self.error <= self.allowed  # False for NaN
+        return within and self.wrong == 0 and passed(self.slices)
 
 
 def passed(checks: list[Check]) -> bool:
@@ -53,9 +64,11 @@ def verify(
     """One check for the output (`out`) and one for each leaf's gradient.
 
     A peer may break ties of the router as it likes, and may round more often: tokens whose choice
-    hangs on a tie are left out, and its margin is wider. `linear` is what plain PyTorch computes
-    the experts' GEMMs with.
+    hangs on a tie are left out, its margin is wider, and single slices are not judged. `linear` is
+    what plain PyTorch computes the experts' GEMMs with.
     """
+    by_slice = not peer and margin is None
+    outliers = inputs.values != "gaussian"
     if margin is None:
         margin = PEER_MARGIN if peer else MARGIN[inputs.x.element_size()]
     dout = inputs.dout
@@ -67,22 +80,23 @@ def verify(
     got = candidate.gradients(out, dout)
     out, got["x"] = out.detach()[judged], got["x"][judged]
 
-    errors: dict[str, _Error] = {}
+    names = ("out", *candidate.leaves)
+    errors = {name: _Error(name, by_slice and name in ALONG, outliers) for name in names}
     with _honest_products():
         exact = _Pass(candidate, inputs, dout, torch.float64)
         plain = _Pass(candidate, inputs, dout, inputs.x.dtype, linear)
         for e in range(inputs.case.problem.E):
             true, rounded = exact.expert(e), plain.expert(e)
             for name in true:
-                errors.setdefault(name, _Error()).add(got[name][e], rounded[name], true[name])
+                errors[name].add(got[name][e], rounded[name], true[name])
         true, rounded = exact.finish(), plain.finish()
     for name in true:
         mine = out if name == "out" else got[name]
         if name in ("out", "x"):
             true[name], rounded[name] = true[name][judged], rounded[name][judged]
-        errors.setdefault(name, _Error()).add(mine, rounded[name], true[name])
+        errors[name].add(mine, rounded[name], true[name])
     step = torch.finfo(inputs.x.dtype).eps
-    return [errors[name].check(name, margin, step) for name in ("out", *candidate.leaves)]
+    return [errors[name].check(margin, step) for name in names]
 
 
 @contextlib.contextmanager
@@ -115,23 +129,62 @@ def _untied(inputs: Inputs) -> torch.Tensor:
 
 
 class _Error:
-    """Sums of squares: ours less the truth, plain PyTorch's less the truth, the truth."""
+    """Sums of squares: ours less the truth, plain PyTorch's less the truth, the truth.
 
-    def __init__(self) -> None:
+    With outliers, slices that overflow in plain PyTorch or fp64 are left out.
+    """
+
+    def __init__(self, name: str, by_slice: bool = False, outliers: bool = False) -> None:
+        self.name, self.by_slice, self.outliers = name, by_slice, outliers
         self.squares: torch.Tensor | float = 0.0
         self.values = 0
+        self.parts: list[Slices] = []
 
     def add(self, got: torch.Tensor, plain: torch.Tensor, true: torch.Tensor) -> None:
+        if self.by_slice or self.outliers:
+            along = ALONG.get(self.name, -1)
+            self.parts.append(slices(got, plain, true, along))
+            if self.outliers:
+                judged = self.parts[-1].judged
+                got, plain, true = (
+                    t.movedim(along, -1).reshape(-1, t.shape[along])[judged]
+                    for t in (got, plain, true)
+                )
         deviations = (got.double() - true, plain.double() - true, true)
-        squares = torch.stack([d.square().sum() for d in deviations])
-        self.squares = self.squares + squares
+        self.squares = self.squares + torch.stack([d.square().sum() for d in deviations])
         self.values += true.numel()
 
-    def check(self, tensor: str, margin: float, step: float) -> Check:
+    def check(self, margin: float, step: float) -> Check:
         got, plain, true = torch.as_tensor(self.squares).sqrt().tolist()
         scale = true or 1.0
-        allowed = margin * plain / scale + step * max(self.values, 1) ** -0.5
-        return Check(tensor, got / scale, plain / scale, allowed)
+        scatter = max(self.values, 1) ** -0.5
+        if self.outliers:  # the norm may hang on one value, in fp32 on the order of its sum
+            scatter = 1.0 if step > 1e-6 else 4.0
+        allowed = margin * plain / scale + step * scatter
+        found = Check(self.name, got / scale, plain / scale, allowed)
+        if not self.parts:
+            return found
+        every = Slices.cat(self.parts)
+        if self.outliers and not every.comparable:
+            found = replace(found, allowed=math.inf)
+        return replace(
+            found,
+            slices=self._slices(every, margin, step),
+            wrong=every.wrong(),
+            skipped=every.skipped if self.outliers else 0,
+        )
+
+    def _slices(self, every: Slices, margin: float, step: float) -> list[Check]:
+        if not self.by_slice or not every.comparable:
+            return []
+        scatter = max(len(every.judged), 1) ** -0.5
+        if self.outliers:  # errors of slices then differ by far more than a step
+            margin += 2 * scatter
+        what = NAMES[self.name]
+        return [
+            Check(f"{self.name}, {word} {what}", mine, plain, margin * plain + step * scatter)
+            for word, (mine, plain) in zip(QUANTILES.values(), every.quantiles(), strict=True)
+        ]
 
 
 class _Pass:
