@@ -40,9 +40,9 @@ def same(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
 
 
 def check_rows(x: torch.Tensor) -> None:
-    want = fp8.quantize_rows(x.cpu())
+    want = fp8.quantize_rows(x.cpu(), True)
     got = run_poisoned(
-        lambda: dict(zip(("q", "scale", "norm"), quantize.quantize_rows(x), strict=True)),
+        lambda: dict(zip(("q", "scale", "norm"), quantize.quantize_rows(x, True), strict=True)),
         x.device.type,
     )
     same(got["q"], want[0], "q")
@@ -215,6 +215,7 @@ def check_scales(
             near(getattr(got, name), getattr(want, name), name)
         if rows:
             near(got.column_factors, want.column_factors, "column_factors")
+            near(got.block_factors, want.block_factors, "block_factors")
     assert bad is None or any(t.isnan().any() for t in want), "nothing was bad"
 
 

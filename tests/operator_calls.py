@@ -154,7 +154,8 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     p = permute(given.ids, 4, backend=b)
     in_order = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
     rows = torch.randn(24, 16, dtype=torch.bfloat16)
-    (x8, x_scale, _), (rows8, rows_scale, _) = (reference.quantize_rows(t) for t in (x, rows))
+    x8, x_scale, _ = reference.quantize_rows(x, False)
+    rows8, rows_scale, _ = reference.quantize_rows(rows, False)
     of_w1, of_w2 = (Fp8Weight(*reference.quantize_weight(w, True, w is w2)) for w in (w1, w2))
     act = (ActivationType.SWIGLU, "interleaved")
     up = (x8, x_scale, *of_w1, *p, "swiglu", "interleaved")
@@ -177,7 +178,7 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     recomputed = (*p, "swiglu", "interleaved", b)
     ragged = torch.arange(0, 25, 2, dtype=torch.int32)
     return {
-        "quantize_rows": [(x, b), (x[:0], b)],
+        "quantize_rows": [(x, True, b), (x, False, b), (x[:0], True, b)],
         "quantize_weight": [(w1, True, False, b), (w1, False, False, b)]
         + [(w2_t.float(), transposed, True, b) for transposed in (True, False)],
         "checked_scales": [

@@ -91,7 +91,7 @@ def test_z_in_fp8_of_rows_of_other_sizes():
     x = (torch.randn(24, 256) * 2.0 ** torch.randint(-15, 15, (24, 1))).bfloat16()
     w1 = torch.randn(1, 256, 256).bfloat16()
     w1[:, 128:] *= 2.0**-15
-    x8, x_scale, _ = fp8.quantize_rows(x)
+    x8, x_scale, _ = fp8.quantize_rows(x, False)
     given = (x8, x_scale, Fp8Weight(*fp8.quantize_weight(w1, False, False)), p)
     act = (ActivationType.RELU, "interleaved")
     z, zmax, *_ = fp8.fp8_up(*given, *act, "fp8")

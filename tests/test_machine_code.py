@@ -289,7 +289,7 @@ def test_quantizers(arch):
         p = Permutation(maps, maps, maps, None, None, tiles[0, :3], tiles, 128)
         with compiling(arch) as compiled:
             for hidden in (77, 1536, 4096, 16384) if arch > 80 else ():
-                quantize.quantize_rows(new(tokens, hidden, dtype=torch.bfloat16))
+                quantize.quantize_rows(new(tokens, hidden, dtype=torch.bfloat16), True)
             for shape in ((512, 256), (256, 512), (76, 132)) if arch > 80 else ():
                 for transposed in (True, False):
                     options = (transposed, transposed)

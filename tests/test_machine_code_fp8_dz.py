@@ -35,7 +35,8 @@ def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype):
     scores = torch.zeros(tokens, rows // tokens)
     do8, w2_t = e4m3(tokens, hidden), e4m3(experts, inner, hidden)
     with compiling(90) as compiled:
-        scales = DzScales(torch.zeros(5, rows), torch.zeros(experts, 2, inner), *[None] * 3)
+        columns, blocks = torch.zeros(experts, inner), torch.zeros(experts, -(-inner // 128))
+        scales = DzScales(torch.zeros(5, rows), columns, blocks, torch.zeros(rows), None, None)
         fp8_dz.dz_gemm(do8, scales, z, zmax, w2_t, scores, p, activation, gate_up, needs)
     return compiled[0]
 

@@ -43,7 +43,7 @@ class Fp8Up(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.main, ctx.tile_m, ctx.options = with_main_grad(w1), p.tile_m, options
         keep_z, backend = options.keep_z, options.backend
-        x8, x_scale, _ = ops.quantize_rows(x, backend)
+        x8, x_scale, _ = ops.quantize_rows(x, False, backend)
         z, zmax, zmax_columns, a8, a_scale = ops.fp8_up(
             x8, x_scale, w, p, options.activation, options.gate_up, keep_z, backend
         )

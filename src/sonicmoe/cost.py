@@ -147,8 +147,8 @@ def _fp8_peak_bytes(
     dz = p.R * p.N + p.R * SCALE + (0 if bf16_dw else (columns + p.E * SCALE) * p.N)
     partial = ceil_div(p.I, FP8_DZ_COLUMNS) * p.R * SCALE  # sums of dS
     a = max(2 * p.R * p.I, partial) if bf16_dw else columns * p.I + partial
-    factors = 5 * p.R * SCALE + (0 if bf16_dw else 3 * p.E * p.I * SCALE)  # and a_t_scale
-    rows8 = p.T * (p.H + 2 * SCALE)  # X or dO
+    factors = 5 * p.R * SCALE + (0 if bf16_dw else 2 * p.E * p.I * SCALE)  # and a_t_scale
+    x8 = p.T * (p.H + SCALE)
     a8 = p.R * p.I + (0 if "a_scale" in kept else p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE)
     gradients = dz + kept["scores"] + 2 * w2
     recomputed = w1_t = w2_t = 0
@@ -157,9 +157,10 @@ def _fp8_peak_bytes(
         names = ("z", "zmax", "zmax_columns", "a_scale", "x_scale", "w2_norm")
         recomputed = sum(again[name] for name in names)
         w1_t, w2_t = w1, w2
-    of_down = total + recomputed + w2_t + rows8 + factors + a + gradients
+    do8 = x8 + p.T * SCALE  # with norms
+    of_down = total + recomputed + w2_t + do8 + factors + a + gradients
     later = total - of_z + kept.get("w1_t", 0) - kept["row_slot"] + tokens_h + gradients
-    of_up = later + max(rows_h + w1_t, 2 * w1 + (2 * p.R * p.N if bf16_dw else rows8))
+    of_up = later + max(rows_h + w1_t, 2 * w1 + (2 * p.R * p.N if bf16_dw else x8))
     return Peak(
         forward=total + logits + w1 + w2 + a8 + rows_h + tokens_h,
         backward=tokens_h + max(of_down, of_up),

@@ -43,11 +43,13 @@ class DzScales(NamedTuple):
     """What the dZ GEMM multiplies by before it rounds, and the scales that undo it.
 
     row_factors (5, R): of the accumulator to dA', the score, and of rows of dZ, dZᵀ and A'ᵀ.
-    column_factors (E, 2, I): of columns of dZᵀ, where gate and up have the same, and A'ᵀ.
+    column_factors (E, I): of columns of dZᵀ; gate and up have the same.
+    block_factors (E, J): of blocks of 128 columns of A'ᵀ.
     """
 
     row_factors: torch.Tensor
     column_factors: torch.Tensor | None
+    block_factors: torch.Tensor | None
     dz_scale: torch.Tensor
     dz_t_scale: torch.Tensor | None
     a_t_scale: torch.Tensor | None

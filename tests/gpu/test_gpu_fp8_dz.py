@@ -54,12 +54,15 @@ def make(hidden, inner, activation, gathered, counts=COUNTS, per_token=5, z_dtyp
     if z_dtype == E4M3:
         z /= 4  # the scales of zmax multiply it by up to 2
     factors = torch.exp2(torch.randint(-2, 2, (5, rows), device=CUDA).float())
-    columns = torch.exp2(torch.randint(-2, 1, (experts, 2, inner), device=CUDA).float())
+    columns = torch.exp2(torch.randint(-2, 1, (experts, inner), device=CUDA).float())
+    blocks = torch.exp2(
+        torch.randint(-2, 1, (experts, math.ceil(inner / 128)), device=CUDA).float()
+    )
     factors[0] /= 4 * math.sqrt(hidden)
     factors[0] = torch.exp2(factors[0].log2().round())
     factors[1] = torch.rand(rows, device=CUDA) - 0.5  # scores
     weights = integers(experts, inner, hidden)
-    scales = DzScales(factors, columns, *[None] * 3)  # type: ignore[arg-type]
+    scales = DzScales(factors, columns, blocks, factors[0], None, None)
     return integers(tokens, hidden), scales, z.to(z_dtype), zmax, weights, scores, p
 
 

@@ -89,7 +89,7 @@ def tile_slot(expert, start, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _scale_of_column(bound):
+def _scale_to_max(bound):
     """`reference.fp8_scales.scale_to_max`."""
     scale = tl.maximum(bound * (1 / E4M3_MAX), MIN_SCALE)
     return tl.where(is_finite(bound), scale, float("nan"))
@@ -97,16 +97,17 @@ def _scale_of_column(bound):
 
 @triton.jit(do_not_specialize=["slots"])
 def column_scales_kernel(
-    amax, expert_start, zmax_columns, w2_norm, factors, dz_t_scale, a_t_scale,
-    slope, offset, limit, slots,
+    amax, expert_start, zmax_columns, w2_norm,
+    column_factors, block_factors, dz_t_scale, a_t_scale, slope, offset, limit, slots,
     I: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_M: tl.constexpr, GATE_UP: tl.constexpr,
     HAS_SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """dz_t_scale (E, N) and a_t_scale (E, I); factors (E, 2, I) are the inverse scales.
+    """dz_t_scale (E, N) and a_t_scale (E, I), and their inverses column_factors (E, I) and
+    block_factors (E, I/BLOCK_I).
 
     amax (3, slots) is that of `row_bounds_kernel`.
 
-    Grid: (I/BLOCK_I, E); a program owns BLOCK_I columns of an expert.
+    Grid: (I/BLOCK_I, E); a program owns one block of columns of an expert.
     """
     expert = tl.program_id(1)
     start, end = tl.load(expert_start + expert), tl.load(expert_start + expert + 1)
@@ -119,15 +120,17 @@ def column_scales_kernel(
     inside, base = i < I, expert.to(tl.int64) * I
     z = tl.load(zmax_columns + base + i, mask=inside, other=0.0)
     dz = dz_row * tl.load(w2_norm + base + i, mask=inside, other=0.0)
-    a = do_row * z
+    a = z
     if HAS_SLOPE:
         bound = _slope_bound(z, slope, offset, limit)
         dz *= bound
-        a = do_row * (bound * tl.minimum(z, limit, tl.PropagateNan.ALL))
-    dz_scale = _scale_of_column(dz)
-    a_scale = _scale_of_column(tl.minimum(a, a_row, tl.PropagateNan.ALL))
-    tl.store(factors + 2 * base + i, tl.div_rn(1.0, dz_scale), mask=inside)
-    tl.store(factors + 2 * base + I + i, tl.div_rn(1.0, a_scale), mask=inside)
+        a = bound * tl.minimum(z, limit, tl.PropagateNan.ALL)
+    a = tl.max(magnitude_bits(tl.where(inside, a, 0.0)), 0).to(tl.float32, bitcast=True)
+    dz_scale = _scale_to_max(dz)
+    a_scale = _scale_to_max(tl.minimum(do_row * a, a_row, tl.PropagateNan.ALL))
+    tl.store(column_factors + base + i, tl.div_rn(1.0, dz_scale), mask=inside)
+    block = expert * tl.num_programs(0) + tl.program_id(0)
+    tl.store(block_factors + block, tl.div_rn(1.0, a_scale))
     tl.store(a_t_scale + base + i, a_scale, mask=inside)
     if GATE_UP == "interleaved":
         tl.store(dz_t_scale + 2 * (base + i), dz_scale, mask=inside)

@@ -41,10 +41,9 @@ def power_of_two_scale(bound, FLOOR: tl.constexpr):
 
 
 @triton.jit
-def square_in_e4m3(value):
-    """A bound on the square of `value` rounded to e4m3: see `reference.quantize.norm_in_e4m3`."""
-    rounded = tl.abs(value) * 1.0625 + 0.0009765625
-    return rounded * rounded
+def norm_in_e4m3(squares, COUNT: tl.constexpr):
+    """See `reference.quantize.norm_in_e4m3`; of the sum of the squares of COUNT values."""
+    return tl.sqrt_rn(squares) * 1.0625 + COUNT**0.5 * 0.0009765625
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def quantize_rows_kernel(
     x, q, scale, norm, tokens, stride,
     H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """q (T, H) e4m3, the scale (T,) of each row of x, and a bound on the norm of the row of q (T,).
+    """q (T, H) e4m3, the scale (T,) of each row of x and, unless None, a bound on q's norm (T,).
 
     Grid: T/BLOCK_T; a program owns BLOCK_T rows, which stay in registers.
     """
@@ -73,8 +72,8 @@ def quantize_rows_kernel(
     scaled = values * tl.div_rn(1.0, s)[:, None]  # plain division is not exact
     tl.store(q + row * H + h, scaled.to(q.dtype.element_ty), mask=inside)
     tl.store(scale + t, s, mask=used)
-    squares = tl.where(inside, square_in_e4m3(scaled), 0.0)
-    tl.store(norm + t, s * tl.sqrt_rn(tl.sum(squares, 1)), mask=used)
+    if norm is not None:
+        tl.store(norm + t, s * norm_in_e4m3(tl.sum(scaled * scaled, 1), H), mask=used)
 
 
 @triton.jit
@@ -131,8 +130,8 @@ def quantize_weight_kernel(
 
     The transpose is given as `words` (E, K, N/4) of four bytes: transposing words takes a quarter
     of the accesses to shared memory. N is a multiple of 4. What is None is not stored. `squares`
-    gets the sums of `square_in_e4m3` over each tile's rows, (E, N/BLOCK_N, K), if SUM is "n", or
-    over its columns, (E, K/BLOCK_K, N), if it is "k".
+    gets the sums of the squares over each tile's rows, (E, N/BLOCK_N, K), if SUM is "n", or over
+    its columns, (E, K/BLOCK_K, N), if it is "k".
 
     Grid: (N/BLOCK_N · K/BLOCK_K, E); a program owns one tile of q and of its transpose.
     """
@@ -158,13 +157,13 @@ def quantize_weight_kernel(
     if SUM == "n":
         total = tl.zeros((BLOCK_N // 4, BLOCK_K), tl.float32)
         for j in tl.static_range(4):
-            total += tl.where(inside, square_in_e4m3(scaled[j]), 0.0)
+            total += scaled[j] * scaled[j]
         plane = squares + (expert * ((N + BLOCK_N - 1) // BLOCK_N) + index // k_tiles) * K
         tl.store(plane + k, tl.sum(total, 0), mask=k < K)
     elif SUM == "k":
         plane = squares + (expert * k_tiles + index % k_tiles) * N
         for j in tl.static_range(4):
-            total = tl.sum(tl.where(inside, square_in_e4m3(scaled[j]), 0.0), 1)
+            total = tl.sum(scaled[j] * scaled[j], 1)
             tl.store(plane + word * 4 + j, total, mask=word < N // 4)
     if words is not None:
         packed = _word(scaled[0], scaled[1], scaled[2], scaled[3])
@@ -175,18 +174,21 @@ def quantize_weight_kernel(
 
 @triton.jit
 def column_norms_kernel(
-    squares, scale, norm, C: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """norm (E, C) = scale · √ of the sum of `squares` (E, COUNT, C), added in order.
+    squares, scale, norm,
+    C: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """norm (E, C): `norm_in_e4m3` of COUNT values with the sums `squares` (E, TILES, C), added in
+    order.
 
     Grid: (C/BLOCK, E); a program owns BLOCK norms.
     """
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.program_id(1).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
-    for i in range(COUNT):
-        total += tl.load(squares + (expert * COUNT + i) * C + c, mask=c < C, other=0.0)
-    tl.store(norm + expert * C + c, tl.load(scale + expert) * tl.sqrt_rn(total), mask=c < C)
+    for i in range(TILES):
+        total += tl.load(squares + (expert * TILES + i) * C + c, mask=c < C, other=0.0)
+    bound = tl.load(scale + expert) * norm_in_e4m3(total, COUNT)
+    tl.store(norm + expert * C + c, bound, mask=c < C)
 
 
 @triton.jit(do_not_specialize=["sample"])

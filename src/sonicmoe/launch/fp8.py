@@ -105,7 +105,7 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
 
 
 def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
-    x8, x_scale, _ = quantize_rows(x)
+    x8, x_scale, _ = quantize_rows(x, False)
     w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False, False))
     *of_z, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
     return *of_z, a_scale, x_scale
@@ -187,7 +187,7 @@ def _down_backward(dout, kept, w, scores, p, act, needs, dw2, bf16_dw, add=False
     """The fields of `Fp8Dz`, None where not needed; dscores. dW2 goes to `dw2`."""
     z, zmax = kept.z, kept.zmax
     needs = needs._replace(dw2=dw2 is not None and not bf16_dw)
-    do8, do_scale, do_norm = quantize_rows(dout)
+    do8, do_scale, do_norm = quantize_rows(dout, True)
     columns = needs.dz_t or needs.dw2
     scales = dz_scales(scores, do_scale, do_norm, kept, w, p, *act, columns)
     dz8, dz_t, a_t, dscores = dz_gemm(do8, scales, z, zmax, w.w8_t, scores, p, *act, needs)
@@ -232,4 +232,4 @@ def _dw1(dz, x, dw1, p: Permutation, bf16_dw, add=False) -> None:
         rows = dequantize_rows(dz.dz8, dz.dz_scale)
         grouped_gemm.weight_gradient(rows, x, dw1, p, "right", add)
     else:
-        weight_gradient(quantize_rows(x)[0], dz.dz_t, dz.dz_t_scale, dw1.mT, p, add)
+        weight_gradient(quantize_rows(x, False)[0], dz.dz_t, dz.dz_t_scale, dw1.mT, p, add)

@@ -108,9 +108,12 @@ def dz_gemm(
     # What is not stored needs an address all the same.
     targets = [(do8 if t is None else t, boxes) for t, boxes in outputs]
     zmax = zmax if z.dtype == E4M3 else None
-    column_factors = scales.column_factors if needs.dz_t or needs.dw2 else None
-    args = (*sources, scales.row_factors, column_factors, rows, p.row_slot, (z, z_boxes), zmax)
-    args += tuple(targets)
+    factors = (
+        scales.row_factors,
+        scales.column_factors if needs.dz_t else None,
+        scales.block_factors if needs.dw2 else None,
+    )
+    args = (*sources, *factors, rows, p.row_slot, (z, z_boxes), zmax, *targets)
     programs = grouped_gemm.target_of(z).processors
     grid = (max(1, min((p.tiles.shape[0] - 1) * parts, programs)),)
     launch(kernel, grid, *args, partial, plane, p.tiles)

@@ -13,16 +13,13 @@ from ..shapes import ceil_div
 from . import memory
 from .launcher import Bound, launch
 
-_COLUMNS = 256  # of a program of `column_scales_kernel`
-
 
 @cache
 def _kernels(inner: int, tile_m: int, gate_up: str | None, has_slope: bool) -> tuple[Bound, Bound]:
-    options = {"I": inner, "BLOCK_M": tile_m, "num_warps": 4}
-    of_columns = {"BLOCK_I": _COLUMNS, "GATE_UP": gate_up, "HAS_SLOPE": has_slope}
+    options = {"I": inner, "BLOCK_M": tile_m, "BLOCK_I": FP8_COLUMNS, "num_warps": 4}
     return (
-        Bound(row_bounds_kernel, BLOCK_I=FP8_COLUMNS, **options),
-        Bound(column_scales_kernel, **of_columns, **options),
+        Bound(row_bounds_kernel, **options),
+        Bound(column_scales_kernel, GATE_UP=gate_up, HAS_SLOPE=has_slope, **options),
     )
 
 
@@ -38,26 +35,29 @@ def dz_scales(
     def new(*shape, dtype=torch.float32):
         return memory.empty(shape, dtype, device)
 
-    factors, dz_scale = new(5, rows), new(rows)
-    of_columns = amax = column_factors = dz_t_scale = a_t_scale = None
-    slots = rows // p.tile_m + experts
+    scales = DzScales(new(5, rows), None, None, new(rows), None, None)
+    blocks, slots, amax = ceil_div(inner, FP8_COLUMNS), rows // p.tile_m + experts, None
     if columns:
-        column_factors = new(experts, 2, inner)
-        dz_t_scale, a_t_scale = new(experts, kept.z.shape[1]), new(experts, inner)
         amax = new(3, slots, dtype=torch.int32)
-    scales = DzScales(factors, column_factors, dz_scale, dz_t_scale, a_t_scale)
+        scales = scales._replace(
+            column_factors=new(experts, inner),
+            block_factors=new(experts, blocks),
+            dz_t_scale=new(experts, kept.z.shape[1]),
+            a_t_scale=new(experts, inner),
+        )
     if rows == 0:
-        for t in (dz_t_scale, a_t_scale) if columns else ():
+        for t in (scales.dz_t_scale, scales.a_t_scale) if columns else ():
             t.fill_(MIN_SCALE)
         return scales
     slope = slope_of(activation)
-    bounds, of_columns = _kernels(inner, p.tile_m, gate_up, slope is not None)
+    of_rows, of_columns = _kernels(inner, p.tile_m, gate_up, slope is not None)
     numbers = slope or Slope()
     args = (do_scale, do_norm, x_scale, scores, p.row_token, p.row_slot)
-    args += (zmax if slope else None, a_scale, w.w_scale, w.w_norm, p.tiles, factors, dz_scale)
-    launch(bounds, (p.tiles.shape[0] - 1,), *args, amax, slots, SLACK, *numbers, rows)
+    args += (zmax if slope else None, a_scale, w.w_scale, w.w_norm, p.tiles)
+    args += (scales.row_factors, scales.dz_scale, amax, slots, SLACK, *numbers, rows)
+    launch(of_rows, (p.tiles.shape[0] - 1,), *args)
     if columns:
-        given = (amax, p.expert_start, zmax_columns, w.w_norm)
-        grid = (ceil_div(inner, _COLUMNS), experts)
-        launch(of_columns, grid, *given, column_factors, dz_t_scale, a_t_scale, *numbers, slots)
+        args = (amax, p.expert_start, zmax_columns, w.w_norm, scales.column_factors)
+        args += (scales.block_factors, scales.dz_t_scale, scales.a_t_scale, *numbers, slots)
+        launch(of_columns, (blocks, experts), *args)
     return scales

@@ -35,11 +35,12 @@ def _rows_kernel(hidden: int) -> tuple[int, Bound]:
     return rows, Bound(kernel, H=hidden, BLOCK_T=rows, BLOCK_H=columns, num_warps=warps)
 
 
-def quantize_rows(x):
+def quantize_rows(x, norms):
     """Rows may have any stride; their values are adjacent."""
     tokens, hidden = x.shape
     q = memory.empty((tokens, hidden), E4M3, x.device)
-    scale, norm = (memory.empty((tokens,), torch.float32, x.device) for _ in range(2))
+    scale = memory.empty((tokens,), torch.float32, x.device)
+    norm = memory.empty((tokens,), torch.float32, x.device) if norms else None
     if tokens:
         rows, kernel = _rows_kernel(hidden)
         launch(kernel, (ceil_div(tokens, rows),), x, q, scale, norm, tokens, x.stride(0))
@@ -60,7 +61,8 @@ def _weight_kernels(n: int, k: int, sum_over: str | None) -> tuple[Bound, Bound,
 
 @cache
 def _norms_kernel(columns: int, count: int) -> Bound:
-    return Bound(kernels.column_norms_kernel, C=columns, COUNT=count, BLOCK=128, num_warps=4)
+    options = {"TILES": ceil_div(count, _TILE), "COUNT": count, "BLOCK": 128}
+    return Bound(kernels.column_norms_kernel, C=columns, **options, num_warps=4)
 
 
 def quantize_weight(w, transposed, norms):
@@ -75,15 +77,16 @@ def quantize_weight(w, transposed, norms):
     bits = memory.empty((experts,), torch.int32, w.device).zero_()
     squares = norm = sum_over = None
     if norms:
-        count, sum_over = ceil_div(summed, _TILE), "n" if in_order else "k"
-        squares = memory.empty((experts, count, columns), torch.float32, w.device)
+        sum_over = "n" if in_order else "k"
+        shape = (experts, ceil_div(summed, _TILE), columns)
+        squares = memory.empty(shape, torch.float32, w.device)
         norm = memory.empty((experts, columns), torch.float32, w.device)
     amax, quantize, tiles = _weight_kernels(n, k, sum_over)
     launch(amax, (ceil_div(n * k, _STEPS * _BLOCK), experts), w, bits)
     words = None if q_t is None else q_t.view(torch.int32)
     launch(quantize, (tiles, experts), w, bits, q, words, scale, squares)
     if norms:
-        kernel = _norms_kernel(columns, count)
+        kernel = _norms_kernel(columns, summed)
         launch(kernel, (ceil_div(columns, 128), experts), squares, scale, norm)
     return (q, q_t, scale, norm) if in_order else (q_t, q, scale, norm)
 

@@ -34,9 +34,10 @@ def _rows(s) -> int:
 
 
 @operator(reference, "fp8")
-def quantize_rows(x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x in e4m3 (T, H), the scale (T,) of each row, a bound on its norm in e4m3 (T,)."""
-    return _e4m3(x, *x.shape), _fp32(x, x.shape[0]), _fp32(x, x.shape[0])
+def quantize_rows(x: Tensor, norms: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x in e4m3 (T, H), the scale (T,) of each row and, if `norms`, a bound on its norm (T,)."""
+    norm = _fp32(x, x.shape[0]) if norms else None
+    return _e4m3(x, *x.shape), _fp32(x, x.shape[0]), norm  # type: ignore
 
 
 @operator(reference, "fp8")

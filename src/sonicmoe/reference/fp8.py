@@ -88,7 +88,7 @@ def z_in_fp32(z, zmax, activation: ActivationType, gate_up) -> torch.Tensor:
 
 def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
     """The fields of `Fp8Kept` once more."""
-    x8, x_scale, _ = quantize_rows(x)
+    x8, x_scale, _ = quantize_rows(x, False)
     w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False, False))
     *of_z, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
     return *of_z, a_scale, x_scale
@@ -166,7 +166,8 @@ def dz_gemm(do8, scales, z, zmax, w2_t, scores, p: Permutation, activation, gate
     dz_t = a_t = None
     if needs.dz_t or needs.dw2:
         expert = row_experts(p, len(z)).clamp(max=len(w2_t) - 1)
-        of_dz, of_a = scales.column_factors[expert].unbind(1)
+        of_dz, of_a = scales.column_factors[expert], scales.block_factors[expert]
+        of_a = of_a.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
         if activation.is_gated:
             interleaved = gate_up == "interleaved"
             of_dz = of_dz.repeat_interleave(2, 1) if interleaved else of_dz.repeat(1, 2)
@@ -211,7 +212,7 @@ def fp8_down_backward(dout, kept, w2, w, scores, p, activation, gate_up, needs, 
     """dZ e4m3, dz_scale, dZᵀ, dz_t_scale, dW2 with the strides and dtype of W2, dscores."""
     z, zmax = kept.z, kept.zmax
     w = _with_transpose(w, w2, norms=True)
-    do8, do_scale, do_norm = quantize_rows(dout)
+    do8, do_scale, do_norm = quantize_rows(dout, True)
     columns = needs.dz_t or (needs.dw2 and not bf16_dw)
     scales = dz_scales(scores, do_scale, do_norm, kept, w, p, activation, gate_up, columns)
     made = needs._replace(dw2=needs.dw2 and not bf16_dw)
@@ -262,7 +263,7 @@ def fp8_up_backward(dz, x, w1, w, p: Permutation, needs, fp32_dw, bf16_dw, slice
             rows = (dz.dz8.float() * dz.dz_scale[:, None]).to(torch.bfloat16)  # exact
             dw1.copy_(bf16_weight_gradient(x, rows, p).mT)
         else:
-            dw1.copy_(weight_gradient(quantize_rows(x)[0], dz.dz_t, dz.dz_t_scale, p).mT)
+            dw1.copy_(weight_gradient(quantize_rows(x, False)[0], dz.dz_t, dz.dz_t_scale, p).mT)
     return dx, dw1
 
 

@@ -3,7 +3,9 @@
 dZ is rounded before the largest value of its row or column is known, so its scales come from
 bounds. |dA'ᵢ| ≤ ‖dO‖·‖W2ᵢ‖ for column i of W2 (Cauchy–Schwarz), times the score and the slope of
 the activation, which follows from the largest |Z|: of 128 columns of the row for dX, of the column
-over all rows of the expert for dW1. A row's scale depends on that row and the weights alone, so dX
+over all rows of the expert for dW1. A has an exact maximum for each row, and a bound for each block
+of an expert's columns, which keeps one outlier from making the other blocks subnormal. A row's
+scale depends on that row and the weights alone, so dX
 is independent of the batch.
 """
 
@@ -96,7 +98,7 @@ def dz_scales(
     ])  # fmt: skip
     factors = torch.where(used, factors, 0.0)
     if not columns:
-        return DzScales(factors, None, dz_scale, None, None)
+        return DzScales(factors, None, None, dz_scale, None, None)
 
     def largest(values: torch.Tensor) -> torch.Tensor:
         """Of the rows of each expert: (E, 1)."""
@@ -105,14 +107,16 @@ def dz_scales(
         return zeros.scatter_reduce_(0, e, values, "amax")[:, None]
 
     of_dz = largest(do_norm * x_scale[token]) * w.w_norm
-    of_a = largest(do_row) * zmax_columns
+    of_a = zmax_columns
     if slope is not None:
         of_dz = of_dz * slope.bound(zmax_columns)
-        of_a = largest(do_row) * slope.value_bound(zmax_columns)
+        of_a = slope.value_bound(zmax_columns)
+    of_a = largest(do_row) * blocks(of_a).amax(-1)
     of_a = torch.minimum(of_a, largest(do_row * (E4M3_MAX * a_scale.amax(0))))
     dz_t_scale, a_t_scale = scale_to_max(of_dz), scale_to_max(of_a)
-    column_factors = 1 / torch.stack([dz_t_scale, a_t_scale], 1)
+    factors_t = (1 / dz_t_scale, 1 / a_t_scale)
     if activation.is_gated:
         interleaved = gate_up == "interleaved"
         dz_t_scale = dz_t_scale.repeat_interleave(2, 1) if interleaved else dz_t_scale.repeat(1, 2)
-    return DzScales(factors, column_factors, dz_scale, dz_t_scale, a_t_scale)
+    a_t_scale = a_t_scale.repeat_interleave(BLOCK, 1)[:, : zmax_columns.shape[1]].contiguous()
+    return DzScales(factors, *factors_t, dz_scale, dz_t_scale, a_t_scale)

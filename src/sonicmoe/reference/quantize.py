@@ -25,18 +25,19 @@ def to_e4m3(value: torch.Tensor) -> torch.Tensor:
 
 
 def norm_in_e4m3(value: torch.Tensor, dim: int) -> torch.Tensor:
-    """A bound on the Euclidean norm of `to_e4m3(value)`, at most 6% above it for normal numbers.
+    """A bound on the Euclidean norm of `to_e4m3(value)`, about 6% above that of `value`.
 
-    Rounding adds at most 1/16 of a normal number, and half a step of 2⁻⁹ to a subnormal one.
+    Rounding adds at most 1/16 to a normal number and half a step, 2⁻¹⁰, to a subnormal one.
     """
-    return (value.abs() * (17 / 16) + 2.0**-10).square().sum(dim).sqrt()
+    return value.square().sum(dim).sqrt() * (17 / 16) + 2.0**-10 * math.sqrt(value.shape[dim])
 
 
-def quantize_rows(x):
-    """e4m3 (T, H), the scale (T,) of each row, and a bound on its Euclidean norm in e4m3 (T,)."""
+def quantize_rows(x, norms):
+    """e4m3 (T, H), the scale (T,) of each row, and a bound on its Euclidean norm in e4m3 (T,) or
+    None."""
     scale = power_of_two_scale(x.float().abs().amax(-1))
     scaled = x.float() / scale[:, None]
-    return to_e4m3(scaled), scale, scale * norm_in_e4m3(scaled, 1)
+    return to_e4m3(scaled), scale, scale * norm_in_e4m3(scaled, 1) if norms else None
 
 
 def quantize_weight(w, transposed, norms):

@@ -4,9 +4,9 @@ As in `dz`, a consumer warpgroup walks over slices of 32 columns, and Z arrives 
 ahead. Once a slice of Z is in registers, its buffer takes dZ and dZᵀ, which have half its bytes
 each, and is free again when their stores have been waited for. Z in e4m3 takes the first half.
 
-All scales are known before: a row has five factors and a column two, see `DzScales`, and a row has
-zmax, which the scales of Z in e4m3 follow from. They wait in shared memory, because the epilogue
-has no registers for them. In dZᵀ and A'ᵀ the rows of a tile are in the order of
+All scales are known before: `DzScales` has factors of rows, columns and blocks of columns, and the
+scales of Z in e4m3 follow from zmax. They wait in shared memory, because the epilogue has no
+registers for them. In dZᵀ and A'ᵀ the rows of a tile are in the order of
 `reference.fp8.row_of_place`.
 """
 
@@ -47,7 +47,8 @@ class Epilogue:
     """What a consumer's epilogue reads and writes."""
 
     factors: gl.tensor
-    column_factors: gl.tensor | gl.constexpr  # None if neither dZᵀ nor A'ᵀ is stored
+    column_factors: gl.tensor | gl.constexpr  # None unless STORE_T
+    block_factors: gl.tensor | gl.constexpr  # None unless STORE_A
     rows: gl.tensor
     zmax: gl.tensor | gl.constexpr  # None unless Z is in e4m3
     z: ZSlices
@@ -59,7 +60,8 @@ class Epilogue:
     plane: gl.tensor
     a_smem: gl.shared_memory_descriptor  # two slices of A'ᵀ for each consumer
     f_smem: gl.shared_memory_descriptor  # the factors of each consumer's rows
-    c_smem: gl.shared_memory_descriptor  # of slices of columns, for dZᵀ, then for A'ᵀ
+    c_smem: gl.shared_memory_descriptor  # of slices of columns
+    b_smem: gl.shared_memory_descriptor  # of their blocks, a lap after the other, for each row
     zmax_smem: gl.shared_memory_descriptor  # and their zmax, a lap after the other
     slot_smem: gl.shared_memory_descriptor  # and their slots
     ROUNDS: gl.constexpr  # how often a tile fills all buffers of Z
@@ -82,13 +84,6 @@ def _view(smem, dtype: gl.constexpr, COUNT: gl.constexpr, SHAPE: gl.constexpr):
 @gluon.jit
 def _factor(smem, index):
     return smem.index(index).load(gl.SliceLayout(1, L))[:, None]
-
-
-@gluon.jit
-def _column_factor(CONSUMER: gl.constexpr, e, KIND: gl.constexpr, index):
-    """The factors of slice `index` of a tile's columns: of dZᵀ (KIND 0) or A'ᵀ (KIND 1)."""
-    first: gl.constexpr = (2 * CONSUMER + KIND) * e.ROUNDS * BUFFERS
-    return e.c_smem.index(first + index).load(gl.SliceLayout(0, L))[None, :]
 
 
 @gluon.jit
@@ -150,9 +145,8 @@ def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, lap, i: gl.const
     even, odd = pairs(left + right)
     if e.STORE_A:
         pairs_a = _view(e.a_smem, gl.int16, 4, [SLICE, CONSUMER_M // 2]).index(A_BUFFER)
-        scaled = value * _factor(e.f_smem, FIRST + 4)
-        scaled *= _column_factor(CONSUMER, e, 1, lap * BUFFERS + i)
-        pairs_a.permute((1, 0)).store(_row_pairs(scaled))
+        factor = _factor(e.f_smem, FIRST + 4) * _factor(e.b_smem, CONSUMER * e.ROUNDS + lap)
+        pairs_a.permute((1, 0)).store(_row_pairs(value * factor))
     if e.STORE_DZ:
         factor = _factor(e.f_smem, FIRST + 2)
         if GATE_UP is None:
@@ -164,8 +158,8 @@ def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, lap, i: gl.const
             both = gl.reshape(gl.join(dgate * factor, dup * factor), (CONSUMER_M, 2 * SLICE))
             wide.store(trivially(both, PAIRS).to(F8))
     if e.STORE_T:
-        factor = _factor(e.f_smem, FIRST + 3)
-        factor *= _column_factor(CONSUMER, e, 0, lap * BUFFERS + i)
+        of_columns = e.c_smem.index((CONSUMER * e.ROUNDS + lap) * BUFFERS + i)
+        factor = _factor(e.f_smem, FIRST + 3) * of_columns.load(gl.SliceLayout(0, L))[None, :]
         both_t = _row_pairs(dgate * factor)
         if GATE_UP is not None:
             both_t = gl.join(both_t, _row_pairs(dup * factor))
@@ -211,12 +205,17 @@ def _load_factors(CONSUMER: gl.constexpr, e, tile):
     if e.column_factors is not None:
         WIDTH: gl.constexpr = e.ROUNDS * BUFFERS * SLICE
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        kinds = reinterpreted(e.c_smem, gl.float32, [4, WIDTH], plain)
+        target = reinterpreted(e.c_smem, gl.float32, [2, WIDTH], plain).index(CONSUMER)
         column = gl.arange(0, WIDTH, gl.BlockedLayout([WIDTH // 128], [32], [4], [0]))
         column = tile.n * WIDTH + column
-        source = e.column_factors + tile.expert.to(gl.int64) * (2 * e.I) + column
-        for kind in gl.static_range(2):
-            copy_gathered(kinds.index(2 * CONSUMER + kind), source + kind * e.I, mask=column < e.I)
+        source = e.column_factors + tile.expert.to(gl.int64) * e.I + column
+        copy_gathered(target, source, mask=column < e.I)
+    if e.block_factors is not None:
+        BLOCKS: gl.constexpr = (e.I + 127) // 128
+        for lap in gl.static_range(e.ROUNDS):
+            block = tile.n * e.ROUNDS + lap + gl.zeros_like(each)
+            source = e.block_factors + tile.expert * BLOCKS + block
+            copy_gathered(e.b_smem.index(CONSUMER * e.ROUNDS + lap), source, mask=block < BLOCKS)
     if e.STORE_PARTIAL and e.row_slot is not None:
         copy_gathered(e.slot_smem.index(CONSUMER), e.row_slot + mine, mask=mine < tile.end)
     async_copy.commit_group()
@@ -277,7 +276,7 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
 
 @gluon.jit(do_not_specialize=["rows", "plane"])
 def hopper_fp8_dz_kernel(
-    do8, row_token, w2_t, factors, column_factors, rows, row_slot, z, zmax,
+    do8, row_token, w2_t, factors, column_factors, block_factors, rows, row_slot, z, zmax,
     dz, dz_t, a_t, partial, plane, tiles,
     H: gl.constexpr, I: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -287,9 +286,9 @@ def hopper_fp8_dz_kernel(
 ):  # fmt: skip
     """dZ (R, N), dZᵀ (N, P), A'ᵀ (I, P), all e4m3, and partial sums of dS (I/BLOCK_N, plane ≥ S).
 
-    w2_t is W2 as (E, I, H). The factors are (5, R), R = `rows`, those of columns (E, 2, I). zmax
-    (⌈I/128⌉, R) is given if Z is in e4m3. GATE_UP is as in `triton.gemm.up_kernel`. Rows of dO are
-    gathered if GATHER.
+    w2_t is W2 as (E, I, H). The factors are those of `DzScales`, with R = `rows`. zmax (⌈I/128⌉, R)
+    is given if Z is in e4m3. GATE_UP is as in `triton.gemm.up_kernel`. Rows of dO are gathered if
+    GATHER.
 
     Grid: one program per SM; each owns the tiles that it writes. The columns of a tile in dZᵀ and
     A'ᵀ past its expert's end become zeros; columns of no tile are not written.
@@ -300,12 +299,13 @@ def hopper_fp8_dz_kernel(
     a_smem = buffers(F8, 4, [SLICE, CONSUMER_M])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     f_smem = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CONSUMER_M], plain)
-    c_smem = gl.allocate_shared_memory(gl.float32, [4 * ROUNDS * BUFFERS, SLICE], plain)
+    c_smem = gl.allocate_shared_memory(gl.float32, [2 * ROUNDS * BUFFERS, SLICE], plain)
+    b_smem = gl.allocate_shared_memory(gl.float32, [2 * ROUNDS, CONSUMER_M], plain)
     zmax_smem = gl.allocate_shared_memory(gl.float32, [2 * ROUNDS, CONSUMER_M], plain)
     slot_smem = gl.allocate_shared_memory(gl.int32, [2, CONSUMER_M], plain)
     epilogue = Epilogue(
-        factors, column_factors, rows, zmax, z_slices, dz, dz_t, a_t, row_slot, partial, plane,
-        a_smem, f_smem, c_smem, zmax_smem, slot_smem, ROUNDS, I, BACKWARD,
+        factors, column_factors, block_factors, rows, zmax, z_slices, dz, dz_t, a_t, row_slot,
+        partial, plane, a_smem, f_smem, c_smem, b_smem, zmax_smem, slot_smem, ROUNDS, I, BACKWARD,
         STORE_DZ, STORE_T, STORE_A, STORE_PARTIAL,
     )  # fmt: skip
     gl.warp_specialize(
