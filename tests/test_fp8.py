@@ -369,12 +369,19 @@ def test_the_layer_differs_in_precision_alone():
     assert torch.equal(out, inference) and no_loss is None
 
 
-@pytest.mark.parametrize(("major", "backend"), [(8, "torch"), (9, "triton"), (10, "torch")])
-def test_kernels_are_for_hopper(major, backend, monkeypatch):
+@pytest.mark.parametrize(("major", "hip"), [(8, None), (9, None), (10, None), (12, None), (9, "7")])
+def test_kernels_are_for_hopper(major, hip, monkeypatch):
+    """On another GPU FP8 raises: plain PyTorch must be asked for."""
     found = SimpleNamespace(major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.version, "hip", hip)
     on_gpu: Any = SimpleNamespace(is_cuda=True, is_meta=False, device="cuda:0")
-    assert fp8_backend("triton", on_gpu) == backend
+    if major == 9 and hip is None:
+        assert fp8_backend("triton", on_gpu) == "triton"
+    else:
+        got = "an AMD GPU" if hip else f"compute capability {major}.0"
+        with pytest.raises(ValueError, match=rf"^precision: .* FP8 on {got}.*backend='torch'"):
+            fp8_backend("triton", on_gpu)
     assert fp8_backend("torch", on_gpu) == "torch"
     assert fp8_backend("triton", torch.empty(1)) == "torch"
     assert fp8_backend("triton", torch.empty(1, device="meta")) == "triton"

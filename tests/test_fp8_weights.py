@@ -183,7 +183,7 @@ def test_other_changes_are_an_error_without_a_refresh(change, name):
     before = moe(tokens())[0]
     UNSEEN[change](getattr(moe, name).weight)
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"^{name}\.weight: expected changes that PyTorch"):
+        with pytest.raises(ValueError, match=rf"^{name}\.weight: expected the values it had"):
             moe(tokens())
     moe.refresh_fp8_weights()
     after = moe(tokens())[0]
@@ -197,6 +197,18 @@ def test_weights_that_are_not_finite_are_no_error():
         moe.c_proj.weight[2, 0, 1] = torch.inf
     for _ in range(2):
         assert moe(tokens())[0].isnan().any()
+
+
+def test_an_expert_that_was_not_finite_and_is_repaired_unseen():
+    moe = layer()
+    with torch.no_grad():
+        moe.c_fc.weight[1, 2, 3] = torch.nan
+    moe(tokens())
+    moe.c_fc.weight.data[1, 2, 3] = 0.01
+    with pytest.raises(ValueError, match=r"^c_fc\.weight: expected the values it had"):
+        moe(tokens())
+    moe.refresh_fp8_weights()
+    assert not moe(tokens())[0].isnan().any()
 
 
 def test_weights_in_the_other_order_of_memory():

@@ -6,15 +6,11 @@
 from .errors import bad_argument
 
 
-def runs_fp8_experts(arch: int) -> bool:
-    """Whether the kernels of precision="fp8" are for such a GPU."""
-    return arch == 90
-
-
-def check_fp8_experts(arch: int) -> None:
-    if not runs_fp8_experts(arch):
+def check_fp8_experts(arch: int, remedy: str = "Leave precision out.") -> None:
+    """For precision="fp8", whose kernels are for Hopper. The arch of AMD GPUs is 0."""
+    if arch != 90:
         expected = "None on a GPU other than Hopper (compute capability 9.0)"
-        got, remedy = f"FP8 on compute capability {arch / 10}", "Leave precision out."
+        got = f"FP8 on compute capability {arch / 10}" if arch else "FP8 on an AMD GPU"
         raise bad_argument("precision", expected, got, remedy)
 
 

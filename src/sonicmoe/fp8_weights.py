@@ -77,20 +77,24 @@ class Fp8WeightCache:
         with torch.no_grad():
             scale1, scale2 = ops.checked_scales(*of_w1, *of_w2, self._sample, backend)
         if w1.device.type == "cpu":
-            _refuse_stale("c_fc.weight", q1, scale1)
-            _refuse_stale("c_proj.weight", q2, scale2)
+            _refuse_stale("c_fc.weight", w1, q1, scale1)
+            _refuse_stale("c_proj.weight", w2, q2, scale2)
         return q1._replace(w_scale=scale1), q2._replace(w_scale=scale2)
 
 
-def _refuse_stale(name: str, cached: Fp8Weight, checked: torch.Tensor) -> None:
-    """Raise if `checked` has a NaN more than the cached scales."""
+def _refuse_stale(
+    name: str, weight: torch.Tensor, cached: Fp8Weight, checked: torch.Tensor
+) -> None:
+    """Raise if `checked` has a NaN more than the cached scales, or these have one for an expert
+    that is finite now."""
     assert cached.w_scale is not None
-    if not torch.equal(checked.isnan(), cached.w_scale.isnan()):
+    was_finite, is_finite = ~cached.w_scale.isnan(), weight.isfinite().flatten(1).all(1)
+    if (was_finite & checked.isnan()).any() or (~was_finite & is_finite).any():
         raise bad_argument(
             name,
-            "changes that PyTorch sees, with cache_fp8_weights",
-            "another one, such as a write through .data",
-            "Call refresh_fp8_weights() after it.",
+            "the values it had when its FP8 copy was made (cache_fp8_weights=True)",
+            "others, written without PyTorch noticing, for example through .data",
+            "Call refresh_fp8_weights() after such a write.",
         )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from .capability import runs_fp8_experts
+from .capability import check_fp8_experts
 from .enums import ActivationType
 from .errors import bad_argument
 from .shapes import check_size
@@ -62,10 +62,14 @@ def check_precision(precision: str | None) -> None:
 
 
 def fp8_backend(backend: str, x: torch.Tensor) -> str:
-    """The backend of the experts in FP8: their kernels are for Hopper."""
-    if backend == "triton" and x.is_cuda and torch.version.hip is None:
+    """The backend of the experts in FP8. Plain PyTorch on a GPU must be asked for: it loops over
+    the experts."""
+    if backend == "triton" and x.is_cuda:
         gpu = torch.cuda.get_device_properties(x.device)
-        return "triton" if runs_fp8_experts(10 * gpu.major + gpu.minor) else "torch"
+        arch = 10 * gpu.major + gpu.minor if torch.version.hip is None else 0
+        remedy = "Leave precision out, or pass backend='torch' (KernelBackendMoE.torch to MoE)"
+        check_fp8_experts(arch, f"{remedy}, which is slow.")
+        return "triton"
     return backend if x.is_meta else "torch"
 
 

@@ -1,0 +1,112 @@
+"""precision="fp8" on values like those of trained models, and the bounds of its scales."""
+
+import pytest
+import torch
+from fp8_value_checks import check_fp8_values
+from helpers import ACTIVATIONS, Case, make_inputs, plain, relative_error, run
+
+import sonicmoe
+from sonicmoe import ActivationType
+from sonicmoe.bench.values import VALUES
+from sonicmoe.reference import fp8
+
+SHAPE = "320,2048,272,2,1"
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_as_with_exact_maxima(values):
+    check_fp8_values(Case(SHAPE, values=values, routing="uniform"))
+
+
+@pytest.mark.parametrize("values", ["rows_100", "log_normal"])
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU_CLAMPED, ActivationType.RELU_SQ])
+def test_other_activations(values, activation, gate_up):
+    case = Case("320,512,272,2,1", activation=activation, gate_up=gate_up, values=values)
+    check_fp8_values(case)
+
+
+def in_fp8(case: Case, inputs) -> dict[str, torch.Tensor]:
+    def layer(**given):
+        return sonicmoe.experts(**given, precision="fp8", **case.options)
+
+    return run(layer, inputs)
+
+
+def largest_values(case: Case, inputs, monkeypatch) -> tuple[float, float, float]:
+    """The largest values of dZ, dZᵀ and A'ᵀ before they are rounded to e4m3."""
+    found, saturated = [], fp8._saturated
+
+    def recorded(value):
+        found.append(value.abs().max().item())
+        return saturated(value)
+
+    monkeypatch.setattr(fp8, "_saturated", recorded)
+    in_fp8(case, inputs)
+    monkeypatch.undo()
+    return tuple(found)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
+def test_the_bounds_hold_where_they_are_attained(activation, monkeypatch):
+    """dO is parallel to a column of W2, and every Z where the slope is largest.
+
+    Powers of two hide a factor of 2, so the scale of dO sweeps over them. In dZᵀ nothing is hidden:
+    the largest value is a fixed part of 448.
+    """
+    case = Case("16,32,16,1,1", activation=activation, routing="one_expert")
+    inputs = make_inputs(case)
+    column = torch.tensor([1.0, -2.0] * 16)
+    inputs.w2 = (column[:, None] * torch.ones(16)).bfloat16()[None]
+    # Gates of 2.4, where the derivatives of SiLU and GELU are 1.1; ups as large, of either sign.
+    inputs.w1 = torch.full_like(inputs.w1, 2.4 / 32)
+    inputs.x = torch.ones_like(inputs.x)
+    largest = []
+    for step in range(9):
+        inputs.dout = (column * 2.0 ** (step / 8)).bfloat16().expand(16, 32)
+        values = largest_values(case, inputs, monkeypatch)
+        assert max(values) <= 448, values
+        largest.append(values)
+    of_rows, of_columns, _ = (max(each) for each in zip(*largest, strict=True))
+    assert of_rows > 224 and of_columns > 224  # and the bounds are tight
+
+
+@pytest.mark.parametrize("offset", [1.0, -3.0])
+def test_small_z_of_an_activation_with_an_offset(offset):
+    """The slope of a clamped SwiGLU is the offset, however small Z is."""
+    activation = ActivationType.clamped_swiglu(7.0, alpha=1.702, offset=offset)
+    case = Case("256,256,192,4,2", activation=activation)
+    inputs = make_inputs(case)
+    inputs.x *= 2.0**-6
+    got, exact = in_fp8(case, inputs), run(plain(case), inputs.double())
+    for name in got:
+        assert relative_error(got[name], exact[name]) < 0.075, name
+
+
+def test_scores_below_zero():
+    case = Case("256,256,192,4,2")
+    inputs = make_inputs(case)
+    inputs.scores = -inputs.scores.abs()
+    got, exact = in_fp8(case, inputs), run(plain(case), inputs.double())
+    for name in got:
+        assert relative_error(got[name], exact[name]) < 0.075, name
+
+
+@pytest.mark.parametrize("size", [1e20, 1e-25, 1e-34])
+def test_range_of_the_gradient(size):
+    """dO as large or small as bf16 can take it through the layer."""
+    case = Case("256,256,192,4,2")
+    inputs = make_inputs(case)
+    inputs.dout = (inputs.dout.double() * size).bfloat16()
+    got, exact = in_fp8(case, inputs), run(plain(case), inputs.double())
+    for name in got:
+        assert relative_error(got[name], exact[name]) < 0.075, name
+
+
+def test_one_neuron_does_not_drown_the_others():
+    """A is ten thousand times larger in one column: other blocks of 128 keep their dW2."""
+    case = Case("256,256,384,1,1", routing="one_expert")
+    inputs = make_inputs(case)
+    inputs.w1[0, 10:12] *= 100  # its gate and its up
+    got, exact = in_fp8(case, inputs), run(plain(case), inputs.double())
+    assert relative_error(got["dw2"][..., 128:], exact["dw2"][..., 128:]) < 0.075
