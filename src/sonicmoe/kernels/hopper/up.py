@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..quantize import scale_and_inverse
+from ..quantize import BLOCK_FLOOR, scale_and_inverse
 from .epilogue import halves, pairs, quarters, stage_and_store, trivially, z_buffer
 from .gluon_compat import aggregate
 from .ring import CONSUMER_M, accumulator_layout, buffers, make_ring, producer
@@ -38,7 +38,7 @@ def _biased(ring, part, b1, expert, column):
 @gluon.jit
 def _store_scale(ring, amax, e, tile, block, L: gl.constexpr):
     """Store the scales (64,) of a block of Z, return their inverses (64, 1)."""
-    scale, inverse = scale_and_inverse(amax)
+    scale, inverse = scale_and_inverse(amax, BLOCK_FLOOR)
     r = tile.row + gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
     inside = (r < tile.end) & (block < (ring.N + 127) // 128)
     gl.store(e.z_scale + block * e.num_rows.to(gl.int64) + r, scale, mask=inside)
