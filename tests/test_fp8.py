@@ -125,14 +125,19 @@ def test_zeros(zero):
 
 def test_nothing_saturates(monkeypatch):
     """What is rounded to e4m3 is at most its largest number: the scales are true bounds."""
-    largest, to_e4m3 = [], fp8.to_e4m3
+    largest: dict[str, list[float]] = {"to_e4m3": [], "_saturated": []}
 
-    def recorded(value):
-        largest.append(value.abs().max().item())
-        return to_e4m3(value)
+    def record(module, name):
+        original = getattr(module, name)
 
-    for module in (fp8, quantize):
-        monkeypatch.setattr(module, "to_e4m3", recorded)
+        def recorded(value):
+            largest[name].append(value.abs().max().item())
+            return original(value)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    for module, name in ((fp8, "to_e4m3"), (quantize, "to_e4m3"), (fp8, "_saturated")):
+        record(module, name)
     for activation in ACTIVATIONS:
         case = Case(SHAPE, activation=activation)
         inputs = make_inputs(case)
@@ -140,8 +145,9 @@ def test_nothing_saturates(monkeypatch):
         inputs.dout = inputs.x.roll(1, 0)  # correlated with what it meets
         inputs.scores *= torch.exp2(3 * torch.randn(512, 2))
         run(in_fp8(case), inputs)
-    assert len(largest) == 9 * len(ACTIVATIONS)  # X twice
-    assert 224 < max(largest) <= 448
+    assert len(largest["to_e4m3"]) == 9 * len(ACTIVATIONS)  # X twice
+    assert len(largest["_saturated"]) == 3 * len(ACTIVATIONS)  # dZ, dZᵀ, A'ᵀ
+    assert all(224 < max(values) <= 448 for values in largest.values())
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -47,28 +47,44 @@ def largest_values(case: Case, inputs, monkeypatch) -> tuple[float, float, float
     return tuple(found)
 
 
+def parallel(case: Case, gate: float, up: float, size: float):
+    """Inputs where dO is parallel to every column of W2, and Z has the same values everywhere."""
+    inputs = make_inputs(case)
+    column = size * torch.tensor([1.0, -2.0] * 16)
+    inputs.w2 = (column[:, None] * torch.ones(16)).bfloat16()[None]
+    inputs.w1 = torch.full_like(inputs.w1, gate / 32)
+    if case.activation.is_gated:
+        inputs.w1[:, 1::2] = up / 32
+    inputs.x, inputs.dout = torch.ones_like(inputs.x), column.bfloat16().expand(16, 32)
+    return inputs
+
+
+# 1.07 becomes 1.125 in e4m3, in dO and in W2.
+@pytest.mark.parametrize("size", [1.0, 1.0703125])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
-def test_the_bounds_hold_where_they_are_attained(activation, monkeypatch):
-    """dO is parallel to a column of W2, and every Z where the slope is largest.
+def test_the_bounds_hold_where_they_are_attained(activation, size, monkeypatch):
+    """Z is 2.4, where the derivatives of SiLU and GELU are 1.1.
 
     Powers of two hide a factor of 2, so the scale of dO sweeps over them. In dZᵀ nothing is hidden:
     the largest value is a fixed part of 448.
     """
     case = Case("16,32,16,1,1", activation=activation, routing="one_expert")
-    inputs = make_inputs(case)
-    column = torch.tensor([1.0, -2.0] * 16)
-    inputs.w2 = (column[:, None] * torch.ones(16)).bfloat16()[None]
-    # Gates of 2.4, where the derivatives of SiLU and GELU are 1.1; ups as large, of either sign.
-    inputs.w1 = torch.full_like(inputs.w1, 2.4 / 32)
-    inputs.x = torch.ones_like(inputs.x)
-    largest = []
+    inputs = parallel(case, 2.4, 2.4, size)
+    dout, largest = inputs.dout.float(), []
     for step in range(9):
-        inputs.dout = (column * 2.0 ** (step / 8)).bfloat16().expand(16, 32)
+        inputs.dout = (dout * 2.0 ** (step / 8)).bfloat16()
         values = largest_values(case, inputs, monkeypatch)
         assert max(values) <= 448, values
         largest.append(values)
     of_rows, of_columns, _ = (max(each) for each in zip(*largest, strict=True))
     assert of_rows > 224 and of_columns > 224  # and the bounds are tight
+
+
+def test_a_clamp_that_does_not_bound_the_slope(monkeypatch):
+    """With alpha < 0 a gate far below zero is not damped, and is clamped from above only."""
+    activation = ActivationType.clamped_swiglu(0.5, alpha=-1.0)
+    case = Case("16,32,16,1,1", activation=activation, routing="one_expert")
+    assert max(largest_values(case, parallel(case, -40.0, 0.25, 1.0), monkeypatch)) <= 448
 
 
 @pytest.mark.parametrize("offset", [1.0, -3.0])

@@ -45,15 +45,13 @@ def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype):
     ("sizes", "activation", "gate_up", "gathered", "needs", "spills", "transposed", "z_dtype"),
     [
         ((2048, 1024), ActivationType.SWIGLU, "interleaved", True, ALL, 0, 24, BF16),
-        # A register of one warpgroup: the number of programs, loaded once per tile.
-        ((2048, 1024), ActivationType.SWIGLU, "concatenated", True, ALL, 8, 24, BF16),
+        ((2048, 1024), ActivationType.SWIGLU, "concatenated", True, ALL, 0, 24, BF16),
         ((272, 144), ActivationType.SWIGLU_CLAMPED, "concatenated", False, ALL, 0, 24, BF16),
         ((1536, 256), ActivationType.RELU, "interleaved", True, ALL, 0, 16, BF16),
         ((1536, 256), ActivationType.SWIGLU, "interleaved", True, FROZEN, 0, 0, BF16),
         ((2048, 1024), ActivationType.SWIGLU, "interleaved", True, ALL, 0, 24, E4M3),
         ((2048, 1024), ActivationType.SWIGLU, "concatenated", True, ALL, 0, 24, E4M3),
-        # Six registers: the clamped activation has no room for the scale of Z.
-        ((272, 144), ActivationType.SWIGLU_CLAMPED, "concatenated", False, ALL, 24, 24, E4M3),
+        ((272, 144), ActivationType.SWIGLU_CLAMPED, "concatenated", False, ALL, 0, 24, E4M3),
     ],
     ids=str,
 )

@@ -14,7 +14,12 @@ from sonicmoe import ActivationType, MemoryPolicy, MoE, cost
 from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.layer import permute
 from sonicmoe.memory_policy import memory_policy, slice_width
-from sonicmoe.reference.quantize import dequantize_blocks, power_of_two_scale, quantize_blocks
+from sonicmoe.reference.quantize import (
+    BLOCK_FLOOR,
+    dequantize_blocks,
+    power_of_two_scale,
+    quantize_blocks,
+)
 from sonicmoe.shapes import Problem
 
 ROUTINGS = ("uniform", "empty_experts", "one_expert", "dropped")
@@ -48,11 +53,12 @@ def test_slices_are_multiples_of_64_columns():
 def test_scale_is_the_least_power_of_two():
     values = torch.tensor([448.0, 448.01, 1.75, 1.76, 1e-18, 0.0, 3e38])
     scale = power_of_two_scale(values)
+    assert scale[5] == 2.0**-126 and power_of_two_scale(values, BLOCK_FLOOR)[5] == 2.0**-70
     mantissa, _ = torch.frexp(scale)
     assert (mantissa == 0.5).all()
     assert (values <= 448 * scale.double()).all()
     assert (values > 224 * scale.double())[[0, 1, 2, 3, 4, 6]].all()
-    assert scale[0] == 1 and scale[1] == 2 and scale[2] == 2**-8 and scale[5] == 2.0**-70
+    assert scale[0] == 1 and scale[1] == 2 and scale[2] == 2**-8
 
 
 @pytest.mark.parametrize("concatenated", [False, True])

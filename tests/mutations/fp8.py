@@ -42,14 +42,65 @@ MUTATIONS = [
         "and not _fsdp2_is_used()", "", "tests/test_fp8_weights.py -k fsdp2",
     ),
     Mutation(
-        "FP8: one scale for all rows of dZ", "reference/fp8.py",
-        "dz_scale = power_of_two_scale(bound)",
-        "dz_scale = power_of_two_scale(bound.amax().expand_as(bound))",
+        "FP8: one scale for all rows of dZ", "reference/fp8_scales.py",
+        "    dz_scale = power_of_two_scale(do_norm * of_block.amax(0))\n",
+        "    dz_scale = power_of_two_scale((do_norm * of_block).amax().expand_as(do_norm))\n",
         "tests/test_fp8.py -k worst",
     ),
     Mutation(
-        "FP8: a bound of dZ that does not hold", "reference/fp8.py",
-        "SLACK = 1.6\n", "SLACK = 0.02\n", "tests/test_fp8.py -k saturates",
+        "FP8: a bound of dZ that does not hold", "reference/fp8_scales.py",
+        "SLACK = 1.15\n", "SLACK = 0.8\n", "tests/test_fp8_values.py -k attained",
+    ),
+    Mutation(
+        "FP8: the norms of dO and W2 before they are rounded", "reference/quantize.py",
+        " * (17 / 16) + ", " + ", "tests/test_fp8_values.py -k attained",
+    ),
+    Mutation(
+        "FP8: the slope of a clamped SwiGLU without its offset", "reference/fp8_scales.py",
+        "Slope(offset=abs(offset), ", "Slope(", "tests/test_fp8_values.py -k offset",
+    ),
+    Mutation(
+        "FP8: a clamp bounds every slope", "reference/fp8_scales.py",
+        "limit if bounded else math.inf", "limit", "tests/test_fp8_values.py -k clamp",
+    ),
+    Mutation(
+        "FP8: half the slope of ReLU²", "reference/fp8_scales.py",
+        "Slope(factor=2.0)", "Slope()", "tests/test_fp8_values.py -k attained",
+    ),
+    Mutation(
+        "FP8: the bound of A' without |score|", "reference/fp8_scales.py",
+        "    do_row = do_scale[token] * s.abs()\n", "    do_row = do_scale[token] * s\n",
+        "tests/test_fp8_values.py -k below_zero",
+    ),
+    Mutation(
+        "FP8: the kernel's bound of A' without |score|", "kernels/fp8_scales.py",
+        "do_row = do * tl.abs(s)", "do_row = do * s",
+        "tests/interpreted/test_interpreted_quantize.py -k test_scales", interpreted=True,
+    ),
+    Mutation(
+        "FP8: the mean of a column of |Z|", "reference/fp8.py",
+        "zmax_columns[e] = largest[r].amax(0)", "zmax_columns[e] = largest[r].mean(0)",
+        "tests/test_fp8.py -k saturates",
+    ),
+    Mutation(
+        "FP8: one scale for all columns of dZᵀ", "reference/fp8_scales.py",
+        "scale_to_max(of_dz), scale_to_max(of_a)",
+        "scale_to_max(of_dz.amax(1, True).expand_as(of_dz)), scale_to_max(of_a)",
+        "tests/test_fp8_values.py -k exact_maxima",
+    ),
+    Mutation(
+        "FP8: one scale for all columns of A'ᵀ", "reference/fp8_scales.py",
+        "scale_to_max(of_dz), scale_to_max(of_a)",
+        "scale_to_max(of_dz), scale_to_max(of_a.amax(1, True).expand_as(of_a))",
+        "tests/test_fp8_values.py -k drown",
+    ),
+    Mutation(
+        "FP8: a repaired expert stays NaN", "fp8_weights.py",
+        " or (~was_finite & is_finite).any()", "", "tests/test_fp8_weights.py -k repaired",
+    ),
+    Mutation(
+        "FP8 on a GPU other than Hopper", "validation.py",
+        "        check_fp8_experts(arch, ", "        str(", "tests/test_fp8.py -k hopper",
     ),
     Mutation(
         "FP8: the transposed operand of frozen weights", "autograd_fp8.py",
@@ -62,7 +113,8 @@ MUTATIONS = [
     ),
     Mutation(
         "FP8: one scale of Z for all blocks of a row", "reference/fp8.py",
-        "power_of_two_scale(zmax).T", "power_of_two_scale(zmax.amax(0).expand_as(zmax)).T",
+        "power_of_two_scale(zmax, BLOCK_FLOOR)",
+        "power_of_two_scale(zmax.amax(0).expand_as(zmax), BLOCK_FLOOR)",
         "tests/test_fp8_memory.py -k other_sizes",
     ),
     Mutation(

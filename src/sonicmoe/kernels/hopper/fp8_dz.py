@@ -127,7 +127,6 @@ def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, lap, i: gl.const
     pairs_t = _view(e.z.smem, gl.int16, N, [HALVES * SLICE, CONSUMER_M // 2]).index(2 * BUFFER + 1)
 
     gate, up = read_slice(e.z.source, e.z.smem, BUFFER, L, GATE_UP)
-    barrier()  # Z has been read: from here on, what is computed can be stored at once
     # The first factor is a power of two, so dS can be multiplied by it after the sum.
     acc = trivially(acc, L)
     weighted = acc * (_factor(e.f_smem, FIRST) * _factor(e.f_smem, FIRST + 1))
@@ -136,6 +135,7 @@ def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, lap, i: gl.const
         zmax = _factor(e.zmax_smem, CONSUMER * e.ROUNDS + lap)
         z_scale = power_of_two_scale(zmax, BLOCK_FLOOR)
         gate, up = gate * z_scale, up * z_scale
+    barrier()  # Z has been read: from here on, what is computed can be stored at once
     if GATE_UP is None:
         value, dgate = e.BACKWARD(gate, weighted)
     else:
@@ -147,6 +147,15 @@ def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, lap, i: gl.const
         pairs_a = _view(e.a_smem, gl.int16, 4, [SLICE, CONSUMER_M // 2]).index(A_BUFFER)
         factor = _factor(e.f_smem, FIRST + 4) * _factor(e.b_smem, CONSUMER * e.ROUNDS + lap)
         pairs_a.permute((1, 0)).store(_row_pairs(value * factor))
+    # dZᵀ before dZ: the other way round two registers spill if gate and up are concatenated.
+    if e.STORE_T:
+        of_columns = e.c_smem.index((CONSUMER * e.ROUNDS + lap) * BUFFERS + i)
+        factor = _factor(e.f_smem, FIRST + 3) * of_columns.load(gl.SliceLayout(0, L))[None, :]
+        both_t = _row_pairs(dgate * factor)
+        if GATE_UP is not None:
+            both_t = gl.join(both_t, _row_pairs(dup * factor))
+            both_t = gl.reshape(gl.permute(both_t, (0, 2, 1)), (CONSUMER_M // 2, 2 * SLICE))
+        pairs_t.permute((1, 0)).store(both_t)
     if e.STORE_DZ:
         factor = _factor(e.f_smem, FIRST + 2)
         if GATE_UP is None:
@@ -157,14 +166,6 @@ def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, lap, i: gl.const
         else:
             both = gl.reshape(gl.join(dgate * factor, dup * factor), (CONSUMER_M, 2 * SLICE))
             wide.store(trivially(both, PAIRS).to(F8))
-    if e.STORE_T:
-        of_columns = e.c_smem.index((CONSUMER * e.ROUNDS + lap) * BUFFERS + i)
-        factor = _factor(e.f_smem, FIRST + 3) * of_columns.load(gl.SliceLayout(0, L))[None, :]
-        both_t = _row_pairs(dgate * factor)
-        if GATE_UP is not None:
-            both_t = gl.join(both_t, _row_pairs(dup * factor))
-            both_t = gl.reshape(gl.permute(both_t, (0, 2, 1)), (CONSUMER_M // 2, 2 * SLICE))
-        pairs_t.permute((1, 0)).store(both_t)
     fence_async_shared()
     if e.STORE_DZ:
         if GATE_UP == "concatenated":
