@@ -74,7 +74,7 @@ MUTATIONS = [
     ),
     Mutation(
         "FP8: the kernel's bound of A' without |score|", "kernels/fp8_scales.py",
-        "do_row = do * tl.abs(s)", "do_row = do * s",
+        "magnitude_bits(s * do)", "(s * do).to(tl.int32, bitcast=True)",
         "tests/interpreted/test_interpreted_quantize.py -k test_scales", interpreted=True,
     ),
     Mutation(

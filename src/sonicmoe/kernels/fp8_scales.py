@@ -74,11 +74,10 @@ def row_bounds_kernel(
         tl.store(factors + 3 * plane + row, x, mask=used)
         tl.store(factors + 4 * plane + row, s * do, mask=used)
         if amax is not None:
-            do_row = do * tl.abs(s)
-            a_row = do_row * (E4M3_MAX * a_bits.to(tl.float32, bitcast=True))
+            a_row = s * do * (E4M3_MAX * a_bits.to(tl.float32, bitcast=True))
             amax += tile_slot(expert, start, BLOCK_M) + number
             tl.store(amax, tl.max(magnitude_bits(norm * x), 0))
-            tl.store(amax + slots, tl.max(magnitude_bits(do_row), 0))
+            tl.store(amax + slots, tl.max(magnitude_bits(s * do), 0))
             tl.store(amax + 2 * slots, tl.max(magnitude_bits(a_row), 0))
 
 
