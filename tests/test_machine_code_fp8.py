@@ -84,6 +84,10 @@ def test_up(keep_z, gathered):
     (kernel,) = compiled
     check(kernel)
     assert "st.shared.b8" not in kernel.asm["ptx"]
+    # Maxima of columns: each of two consumers has four slices of 7 shuffles and an atomic maximum.
+    slices = 0 if keep_z == "no" else 2 * 4
+    assert count(kernel, r"\batom\.global\.\S*\.max\.s32") == slices
+    assert count(kernel, r"\bshfl\.") <= 17 + 7 * slices
 
 
 def test_order_of_rows_in_weight_gradients():
