@@ -67,7 +67,7 @@ def check_weight(w: torch.Tensor) -> None:
 
 
 def near(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
-    """Equal but for the order of summation in fp32."""
+    """Equal but for the order of operations in fp32."""
     assert got.is_contiguous(), name
     torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=0, equal_nan=True, msg=name)
 
@@ -208,8 +208,9 @@ def check_scales(
     assert list(found) == [name for name, t in want._asdict().items() if t is not None]
     got = DzScales(*[found.get(name) for name in DzScales._fields])
     used = sum(counts)
-    same(got.row_factors[:, :used].contiguous(), want.row_factors[:, :used].contiguous(), "rows")
-    same(got.dz_scale[:used], want.dz_scale[:used], "dz_scale")
+    for i, (mine, theirs) in enumerate(zip(got.row_factors, want.row_factors, strict=True)):
+        (near if i == 2 else same)(mine[:used], theirs[:used], f"row factor {i}")
+    near(got.dz_scale[:used], want.dz_scale[:used], "dz_scale")
     if columns:
         for name in ("dz_t_scale", "a_t_scale"):
             near(getattr(got, name), getattr(want, name), name)

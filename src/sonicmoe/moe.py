@@ -319,7 +319,7 @@ class MoE(nn.Module):
         if not fp32:
             return self._call_router(x), x
         check_floating("hidden_states", x)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        logits_dtype = torch.promote_types(x.dtype, torch.float32)
         narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.router.parameters())
         if narrow and not (is_linear(self.router) and self.router.bias is None):
             raise bad_argument(
@@ -329,7 +329,7 @@ class MoE(nn.Module):
                 "Call moe.router.float().",
             )
         with torch.autocast(x.device.type, enabled=False):
-            return self._call_router(x.to(wide), wide if narrow else None), x
+            return self._call_router(x.to(logits_dtype), logits_dtype if narrow else None), x
 
     def _call_router(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The router as a module, its hooks included; its parameters in `dtype` if given."""

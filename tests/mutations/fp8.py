@@ -43,8 +43,8 @@ MUTATIONS = [
     ),
     Mutation(
         "FP8: one scale for all rows of dZ", "reference/fp8_scales.py",
-        "    dz_scale = power_of_two_scale(do_norm * of_block.amax(0))\n",
-        "    dz_scale = power_of_two_scale((do_norm * of_block).amax().expand_as(do_norm))\n",
+        "    dz_scale = scale_to_max(do_norm * of_block.amax(0))\n",
+        "    dz_scale = scale_to_max((do_norm * of_block).amax().expand_as(do_norm))\n",
         "tests/test_fp8.py -k worst",
     ),
     Mutation(

@@ -30,9 +30,9 @@ class Check:
     """Relative error (Frobenius) of one tensor against fp64, plain PyTorch's, and the allowed one.
 
     Beside the margin, an error measured on n values scatters by 1/√n of a rounding step; with
-    outliers n may be 1. `slices`
-    are the same for the median and the 90th percentile of its tokens, rows or columns. `wrong` of
-    them had to be exactly zero or finite; `skipped` ones overflow in plain PyTorch or fp64.
+    outliers n may be 1. `slices` are the same for the median and the 90th percentile of its tokens,
+    rows or columns. `wrong` of them had to be exactly zero or finite; `skipped` ones overflow in
+    plain PyTorch or fp64.
     """
 
     tensor: str

@@ -12,7 +12,7 @@ from .triton.tile import pairs
 def dequantize_rows_kernel(
     q, scale, out, rows, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """out (R, N) bf16 = q e4m3 times the scale (R,) of its row, a power of two: exact.
+    """out (R, N) bf16 = q e4m3 times the scale (R,) of its row.
 
     Grid: (R/BLOCK_M, N/BLOCK_N); a program owns one block.
     """

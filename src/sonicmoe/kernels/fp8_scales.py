@@ -6,7 +6,7 @@ Largest magnitudes are compared as the integers that encode them, so that NaN is
 import triton
 import triton.language as tl
 
-from .quantize import ROW_FLOOR, is_finite, magnitude_bits, power_of_two_scale
+from .quantize import is_finite, magnitude_bits
 from .tile_order import load_tile
 
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
@@ -66,7 +66,7 @@ def row_bounds_kernel(
         else:
             s = tl.load(scores + slot, mask=used, other=0.0).to(tl.float32)
         norm = slack * tl.load(do_norm + token, mask=used, other=0.0) * tl.abs(s)
-        scale = power_of_two_scale(norm * bits.to(tl.float32, bitcast=True), ROW_FLOOR)
+        scale = _scale_to_max(norm * bits.to(tl.float32, bitcast=True))
         tl.store(dz_scale + row, scale, mask=used)
         tl.store(factors + row, do * tl.load(w2_scale + expert), mask=used)
         tl.store(factors + plane + row, s, mask=used)

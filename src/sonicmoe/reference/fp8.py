@@ -1,18 +1,21 @@
 """The experts in FP8: quantizers, and the grouped GEMMs of e4m3 operands, one expert at a time.
 
 Functions without an underscore have the names, parameters and results of the operators in
-`ops.fp8`. Scales are powers of two, so that multiplying by them is exact, but for the last two:
+`ops.fp8`. Scales from maxima are powers of two, so that multiplying by them is exact:
 
 x_scale   (T,)    rows of X; likewise do_scale of dO
 w1_scale  (E,)    W1; likewise w2_scale
 a_scale   (J, R)  blocks of 128 columns of a row of A, J = ⌈I/128⌉
 z_scale   (J, R)  Z in e4m3, of the blocks of A: the smallest that zmax, its largest |Z|, allows
-dz_scale  (R,)    rows of dZ, as dX needs it
-dz_t_scale (E, N), a_t_scale (E, I)  columns of dZ and A', transposed for the weight gradients
+
+Scales from bounds, see `fp8_scales`, are not:
+
+dz_scale    (R,)    rows of dZ, as dX needs it
+dz_t_scale  (E, N)  columns of dZᵀ, for dW1
+a_t_scale   (E, I)  A'ᵀ, for dW2: 128 columns have the same
 
 dZᵀ is multiplied by x_scale before it is quantized, A'ᵀ by do_scale: so the weight gradients sum
 X and dO as they were quantized.
-The last three come from bounds: see `fp8_scales`.
 """
 
 import torch
@@ -260,7 +263,7 @@ def fp8_up_backward(dz, x, w1, w, p: Permutation, needs, fp32_dw, bf16_dw, slice
     if needs.dw1:
         dw1 = torch.empty_like(w1, dtype=torch.float32 if fp32_dw else w1.dtype)
         if bf16_dw:
-            rows = (dz.dz8.float() * dz.dz_scale[:, None]).to(torch.bfloat16)  # exact
+            rows = (dz.dz8.float() * dz.dz_scale[:, None]).to(torch.bfloat16)
             dw1.copy_(bf16_weight_gradient(x, rows, p).mT)
         else:
             dw1.copy_(weight_gradient(quantize_rows(x, False)[0], dz.dz_t, dz.dz_t_scale, p).mT)

@@ -18,7 +18,7 @@ from ..enums import ActivationType
 from ..fp8_tensors import E4M3_MAX, DzScales
 from ..permutation import Permutation
 from .grouped_gemm import _slots
-from .quantize import BLOCK, power_of_two_scale
+from .quantize import BLOCK
 
 # Covers the derivative of the activations, at most 1.13 (GELU), and rounding in fp32 and bf16.
 SLACK = 1.15
@@ -64,7 +64,10 @@ def row_experts(p: Permutation, rows: int) -> torch.Tensor:
 
 
 def scale_to_max(bound: torch.Tensor) -> torch.Tensor:
-    """The scale, no power of two, that takes `bound` to 448; NaN unless finite."""
+    """The scale that takes `bound` to 448; NaN unless finite.
+
+    No power of two: a bound is looser than a maximum and cannot afford up to a factor of 2 more.
+    """
     scale = (bound * (1 / E4M3_MAX)).clamp(min=MIN_SCALE)
     return torch.where(bound.isfinite(), scale, math.nan)
 
@@ -92,7 +95,7 @@ def dz_scales(
         of_block = of_block * slope.bound(zmax)
     do_norm = SLACK * do_norm[token] * s.abs()
     do_row = do_scale[token] * s.abs()
-    dz_scale = power_of_two_scale(do_norm * of_block.amax(0))
+    dz_scale = scale_to_max(do_norm * of_block.amax(0))
     factors = torch.stack([
         do_scale[token] * w.w_scale[e], s, 1 / dz_scale, x_scale[token], s * do_scale[token]
     ])  # fmt: skip

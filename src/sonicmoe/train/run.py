@@ -24,7 +24,7 @@ from .presets import preset
 _SCHEDULE = {"steps", "learning_rate", "final_learning_rate_ratio", "warmup_steps"}
 # What leaves the goal of a preset meaningful.
 _HARMLESS = {"device", "tensorboard", "log_every", "validate_every", "checkpoint_every", "keep"}
-# What another value of would need other weights.
+# Settings that decide the shapes of the weights.
 _WEIGHT_SIZES = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads",
                  "head_dim", "num_experts", "intermediate_size")  # fmt: skip
 _CHANGEABLE = _SCHEDULE | _HARMLESS | {"gradient_clip", "expert_parallel"}
