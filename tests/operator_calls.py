@@ -160,12 +160,13 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     act = (ActivationType.SWIGLU, "interleaved")
     up = (x8, x_scale, *of_w1, *p, "swiglu", "interleaved")
     up_rows = (rows8, rows_scale, *of_w1._replace(w8_t=None), *in_order)
-    *of_z, a8, a_scale = reference.fp8_up(x8, x_scale, of_w1, p, *act, "keep")
+    found = reference.fp8_up(x8, x_scale, of_w1, p, *act, "keep")
+    of_z, (a8, a_scale) = found[:3], found[3:]
     every, without_scores = (Fp8DownGradients(True, True, True, scores) for scores in (True, False))
     dx_alone, dw1_alone, dw2_alone = (
         Fp8DownGradients(*(i == needed for i in range(4))) for needed in range(3)
     )
-    kept, of_rows = Fp8Kept(*of_z, a_scale, x_scale), (*of_z, a_scale, rows_scale)
+    kept, of_rows = Fp8Kept._make((*of_z, a_scale, x_scale)), (*of_z, a_scale, rows_scale)
     in_e4m3 = (*reference.fp8_up(x8, x_scale, of_w1, p, *act, "fp8")[:3], a_scale, x_scale)
     down = (dout, kept, w2, of_w2, given.scores, p, *act, every)
     dz = reference.fp8_down_backward(*down, False, False)[:4]

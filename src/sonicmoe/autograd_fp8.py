@@ -103,8 +103,8 @@ class Fp8Down(torch.autograd.Function):
             x, w1, w_1 = source
             source = (x, w1, *_kept_weight(w_1, keep_z))
         elif source:
-            *of_z, x_scale = source
-            source = Fp8Kept(*of_z, a_scale, x_scale)
+            z, zmax, zmax_columns, x_scale = source
+            source = Fp8Kept(z, zmax, zmax_columns, a_scale, x_scale)
         maps = p._replace(token_start=None, counts=None).tensors
         ctx.save_for_backward(scores, w2, *_kept_weight(w, keep_z), *maps, *source)
 

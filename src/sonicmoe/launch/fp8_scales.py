@@ -23,9 +23,7 @@ def _kernels(inner: int, tile_m: int, gate_up: str | None, has_slope: bool) -> t
     )
 
 
-def dz_scales(
-    scores, do_scale, do_norm, kept, w, p: Permutation, activation, gate_up, columns
-) -> DzScales:  # fmt: skip
+def dz_scales(scores, do_scale, do_norm, kept, w, p: Permutation, activation, gate_up, columns):
     """As `reference.fp8_scales.dz_scales`, but factors and scales of rows past the last expert are
     not written."""
     _, zmax, zmax_columns, a_scale, x_scale = kept
@@ -46,18 +44,19 @@ def dz_scales(
             a_t_scale=new(experts, inner),
         )
     if rows == 0:
-        for t in (scales.dz_t_scale, scales.a_t_scale) if columns else ():
-            t.fill_(MIN_SCALE)
+        for t in (scales.dz_t_scale, scales.a_t_scale):
+            if t is not None:
+                t.fill_(MIN_SCALE)
         return scales
     slope = slope_of(activation)
     of_rows, of_columns = _kernels(inner, p.tile_m, gate_up, slope is not None)
     numbers = slope or Slope()
-    args = (do_scale, do_norm, x_scale, scores, p.row_token, p.row_slot)
-    args += (zmax if slope else None, a_scale, w.w_scale, w.w_norm, p.tiles)
-    args += (scales.row_factors, scales.dz_scale, amax, slots, SLACK, *numbers, rows)
+    args: list = [do_scale, do_norm, x_scale, scores, p.row_token, p.row_slot]
+    args += [zmax if slope else None, a_scale, w.w_scale, w.w_norm, p.tiles]
+    args += [scales.row_factors, scales.dz_scale, amax, slots, SLACK, *numbers, rows]
     launch(of_rows, (p.tiles.shape[0] - 1,), *args)
     if columns:
-        args = (amax, p.expert_start, zmax_columns, w.w_norm, scales.column_factors)
-        args += (scales.block_factors, scales.dz_t_scale, scales.a_t_scale, *numbers, slots)
+        args = [amax, p.expert_start, zmax_columns, w.w_norm, scales.column_factors]
+        args += [scales.block_factors, scales.dz_t_scale, scales.a_t_scale, *numbers, slots]
         launch(of_columns, (blocks, experts), *args)
     return scales

@@ -72,10 +72,8 @@ def scale_to_max(bound: torch.Tensor) -> torch.Tensor:
     return torch.where(bound.isfinite(), scale, math.nan)
 
 
-def dz_scales(
-    scores, do_scale, do_norm, kept, w, p: Permutation, activation, gate_up, columns
-) -> DzScales:  # fmt: skip
-    """`kept` is a `Fp8Kept`, `w` the `Fp8Weight` of W2; of columns only if `columns`.
+def dz_scales(scores, do_scale, do_norm, kept, w, p, activation, gate_up, columns):
+    """A `DzScales`. `kept` is a `Fp8Kept`, `w` the `Fp8Weight` of W2; columns only if `columns`.
 
     Rows past the last expert have factors of zero.
     """
