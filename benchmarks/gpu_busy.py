@@ -4,7 +4,7 @@
     python benchmarks/gpu_busy.py ../before/src src
 
 Busy time is the sum of the kernels' durations in a training step, as PyTorch's profiler reports
-them: the host does not count. One process per checkout holds the layer; they take turns.
+them: the host does not count. One process per checkout holds the layer; they run alternately.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from before_after import LARGE
 
-STEPS, WARMUP = 6, 12  # training steps of a turn, and before the first turn
+STEPS, WARMUP = 6, 12  # training steps of a round, and before the first round
 
 
 # --- a worker: one checkout -----------------------------------------------------------------------
@@ -89,15 +89,15 @@ def compare(workers: dict[str, Worker], name: str, cached: bool, rounds: int) ->
     for worker in workers.values():
         worker.ask(f"{name} {cached}")
     found: dict[str, list[dict[str, float]]] = {label: [] for label in workers}
-    for turn in range(rounds):
+    for number in range(rounds):
         order = list(workers.items())
-        for label, worker in order if turn % 2 == 0 else reversed(order):
+        for label, worker in order if number % 2 == 0 else reversed(order):
             found[label].append(worker.ask("again"))
     record: dict[str, Any] = {"layer": name, "weights kept": cached}
-    for label, turns in found.items():
-        record[label] = round(statistics.median(sum(kernels.values()) for kernels in turns), 4)
-        names = {kernel for kernels in turns for kernel in kernels}
-        each = {k: statistics.median(kernels.get(k, 0.0) for kernels in turns) for k in names}
+    for label, measured in found.items():
+        record[label] = round(statistics.median(sum(kernels.values()) for kernels in measured), 4)
+        names = {kernel for kernels in measured for kernel in kernels}
+        each = {k: statistics.median(kernels.get(k, 0.0) for kernels in measured) for k in names}
         largest = sorted(each.items(), key=lambda item: -item[1])[:14]
         record[f"kernels {label}"] = {kernel[:60]: round(ms, 4) for kernel, ms in largest}
     record["after ÷ before"] = round(record["after"] / record["before"], 4)

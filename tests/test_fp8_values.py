@@ -8,7 +8,7 @@ from helpers import ACTIVATIONS, Case, make_inputs, plain, relative_error, run
 import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.bench.values import VALUES
-from sonicmoe.reference import fp8
+from sonicmoe.reference import fp8, quantize
 
 SHAPE = "256,1024,272,2,1"
 
@@ -45,6 +45,33 @@ def largest_values(case: Case, inputs, monkeypatch) -> tuple[float, float, float
     in_fp8(case, inputs)
     monkeypatch.undo()
     return tuple(found)
+
+
+def test_nothing_saturates(monkeypatch):
+    """What is rounded to e4m3 is at most its largest number: the scales are true bounds."""
+    largest: dict[str, list[float]] = {"to_e4m3": [], "_saturated": []}
+
+    def record(module, name):
+        original = getattr(module, name)
+
+        def recorded(value):
+            largest[name].append(value.abs().max().item())
+            return original(value)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    for module, name in ((fp8, "to_e4m3"), (quantize, "to_e4m3"), (fp8, "_saturated")):
+        record(module, name)
+    for activation in ACTIVATIONS:
+        case = Case("512,256,192,8,2", activation=activation)
+        inputs = make_inputs(case)
+        inputs.x *= torch.exp2(3 * torch.randn(512, 1)).bfloat16()
+        inputs.dout = inputs.x.roll(1, 0)  # correlated with what it meets
+        inputs.scores *= torch.exp2(3 * torch.randn(512, 2))
+        in_fp8(case, inputs)
+    assert len(largest["to_e4m3"]) == 9 * len(ACTIVATIONS)  # X twice
+    assert len(largest["_saturated"]) == 3 * len(ACTIVATIONS)  # dZ, dZᵀ, A'ᵀ
+    assert all(224 < max(values) <= 448 for values in largest.values())
 
 
 def parallel(case: Case, gate: float, up: float, size: float):

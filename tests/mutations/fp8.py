@@ -80,7 +80,7 @@ MUTATIONS = [
     Mutation(
         "FP8: the mean of a column of |Z|", "reference/fp8.py",
         "zmax_columns[e] = largest[r].amax(0)", "zmax_columns[e] = largest[r].mean(0)",
-        "tests/test_fp8.py -k saturates",
+        "tests/test_fp8_values.py -k saturates",
     ),
     Mutation(
         "FP8: one scale for all columns of dZᵀ", "reference/fp8_scales.py",
