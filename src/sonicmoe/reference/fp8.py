@@ -24,7 +24,7 @@ from ..enums import ActivationType
 from ..fp8_tensors import E4M3, E4M3_MAX, Z_DTYPE, Fp8Weight
 from ..permutation import Permutation
 from .activation import activate, activate_backward, split_gate_up
-from .fp8_scales import blocks, dz_scales, row_experts
+from .fp8_scales import blocks, dz_scales, row_experts, z_columns
 from .grouped_gemm import _expert_rows, _gather, _slots, combine, gemm
 from .quantize import (
     BLOCK,
@@ -77,9 +77,7 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
 def _z_scale(zmax, activation: ActivationType, gate_up, inner) -> torch.Tensor:
     """The scale of each element of Z (R, N)."""
     scale = power_of_two_scale(zmax, BLOCK_FLOOR).T.repeat_interleave(BLOCK, 1)[:, :inner]
-    if not activation.is_gated:
-        return scale
-    return scale.repeat_interleave(2, 1) if gate_up == "interleaved" else scale.repeat(1, 2)
+    return z_columns(scale, activation, gate_up)
 
 
 def z_in_fp32(z, zmax, activation: ActivationType, gate_up) -> torch.Tensor:
@@ -171,9 +169,7 @@ def dz_gemm(do8, scales, z, zmax, w2_t, scores, p: Permutation, activation, gate
         expert = row_experts(p, len(z)).clamp(max=len(w2_t) - 1)
         of_dz, of_a = scales.column_factors[expert], scales.block_factors[expert]
         of_a = of_a.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
-        if activation.is_gated:
-            interleaved = gate_up == "interleaved"
-            of_dz = of_dz.repeat_interleave(2, 1) if interleaved else of_dz.repeat(1, 2)
+        of_dz = z_columns(of_dz, activation, gate_up)
         dz_t = _transposed(_saturated(dz * (f[3] * of_dz)), p) if needs.dz_t else None
         a_t = _transposed(_saturated(a * (f[4] * of_a)), p) if needs.dw2 else None
     return dz8, dz_t, a_t, dscores

@@ -30,6 +30,13 @@ def blocks(value: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(value, (0, -value.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
 
 
+def z_columns(value: torch.Tensor, activation: ActivationType, gate_up: str) -> torch.Tensor:
+    """(R, I) as (R, N): gate and up have the value of their column of A."""
+    if not activation.is_gated:
+        return value
+    return value.repeat_interleave(2, 1) if gate_up == "interleaved" else value.repeat(1, 2)
+
+
 class Slope(NamedTuple):
     """|∂A/∂Z| ≤ factor · min(|Z|, limit) + offset, up to the factor 1.13 that SLACK has."""
 
@@ -116,8 +123,6 @@ def dz_scales(scores, do_scale, do_norm, kept, w, p, activation, gate_up, column
     of_a = torch.minimum(of_a, largest(do_row * (E4M3_MAX * a_scale.amax(0))))
     dz_t_scale, a_t_scale = scale_to_max(of_dz), scale_to_max(of_a)
     factors_t = (1 / dz_t_scale, 1 / a_t_scale)
-    if activation.is_gated:
-        interleaved = gate_up == "interleaved"
-        dz_t_scale = dz_t_scale.repeat_interleave(2, 1) if interleaved else dz_t_scale.repeat(1, 2)
+    dz_t_scale = z_columns(dz_t_scale, activation, gate_up)
     a_t_scale = a_t_scale.repeat_interleave(BLOCK, 1)[:, : zmax_columns.shape[1]].contiguous()
     return DzScales(factors, *factors_t, dz_scale, dz_t_scale, a_t_scale)
