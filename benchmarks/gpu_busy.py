@@ -79,20 +79,26 @@ class Worker:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
-    def ask(self, line: str) -> dict[str, float]:
-        assert self.process.stdin is not None and self.process.stdout is not None
+    def send(self, line: str) -> None:
+        assert self.process.stdin is not None
         print(line, file=self.process.stdin, flush=True)
+
+    def answer(self) -> dict[str, float]:
+        assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
 
 def compare(workers: dict[str, Worker], name: str, cached: bool, rounds: int) -> dict[str, Any]:
     for worker in workers.values():
-        worker.ask(f"{name} {cached}")
+        worker.send(f"{name} {cached}")  # both compile at once
+    for worker in workers.values():
+        worker.answer()
     found: dict[str, list[dict[str, float]]] = {label: [] for label in workers}
     for number in range(rounds):
         order = list(workers.items())
         for label, worker in order if number % 2 == 0 else reversed(order):
-            found[label].append(worker.ask("again"))
+            worker.send("again")
+            found[label].append(worker.answer())
     record: dict[str, Any] = {"layer": name, "weights kept": cached}
     for label, measured in found.items():
         record[label] = round(statistics.median(sum(kernels.values()) for kernels in measured), 4)

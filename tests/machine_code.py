@@ -107,29 +107,39 @@ def _code_size(cubin: bytes) -> int:
 
 
 def bounds_from_outside(compiled) -> list[str]:
-    """Inner loops with a bound that is neither a constant nor made in the loop around them.
+    """Inner loops whose bound depends on a value that was loaded before the loop around them.
 
-    The kernels have none. Triton 3.6 makes one where it takes a carried bound for its first value:
-    then one warpgroup walks over other rows than the next, and both wait for ever.
+    The kernels have none. Triton 3.6 drops a carried value that only the bound of an inner loop
+    reads, and uses its first value: then one warpgroup walks over other rows than the next, and
+    both wait for ever.
     """
-    constants = set(re.findall(r"(%[\w#]+) = arith\.constant", compiled.asm["ttgir"]))
+    operands: dict[str, tuple[list[str], bool]] = {}  # of each value; whether it is loaded
     loops: list[tuple[int, set[str]]] = []  # indentation, and what is made inside
     found = []
+
+    def loaded_outside(value: str, inside: set[str]) -> bool:
+        sources, is_loaded = operands.get(value, ([], False))
+        if value not in inside:
+            return is_loaded or any(loaded_outside(source, inside) for source in sources)
+        return not is_loaded and any(loaded_outside(source, inside) for source in sources)
+
     for line in compiled.asm["ttgir"].splitlines():
         indent = len(line) - len(line.lstrip())
         while loops and line.strip() and indent <= loops[-1][0]:
             loops.pop()
-        loop = re.search(r"scf\.for (%\w+) = (%[\w#]+) to (%[\w#]+) step", line)
-        made = set(re.findall(r"^\s*(%\w+)(?::\d+)? = ", line))
-        for _, inside in loops:
-            inside |= made
-        if not loop:
-            continue
-        known = constants.union(*(inside for _, inside in loops))
-        if loops and not {name.split("#")[0] for name in loop.group(2, 3)} <= known:
-            found.append(line.strip())
-        carried = re.findall(r"(%\w+) = %", line.partition("iter_args(")[2])
-        for _, inside in loops:
-            inside |= {loop.group(1), *carried}
-        loops.append((indent, {loop.group(1), *carried}))
+        loop = re.search(r"scf\.for (%\w+) = (%\w+)(?:#\d+)? to (%\w+)(?:#\d+)? step", line)
+        if loop:
+            if loops and any(loaded_outside(bound, loops[-1][1]) for bound in loop.group(2, 3)):
+                found.append(line.strip())
+            carried = re.findall(r"(%\w+) = %", line.partition("iter_args(")[2])
+            inner = {loop.group(1), *carried}
+            loops.append((indent, set()))
+            for _, inside in loops:
+                inside |= inner
+            operands |= dict.fromkeys(inner, ([], False))
+        elif made := re.match(r"\s*(%\w+)(?::\d+)? = (\S+) ?([^:{]*)", line):
+            name, operation, arguments = made.groups()
+            for _, inside in loops:
+                inside.add(name)
+            operands[name] = re.findall(r"%\w+", arguments), operation == "tt.load"
     return found

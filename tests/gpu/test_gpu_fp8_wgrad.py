@@ -142,6 +142,14 @@ def test_several_tiles_for_each_program(transposed):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["mn", "nm"])
+def test_experts_with_tiles_for_all_programs(transposed, dtype):
+    """Then there are no spans: another kernel."""
+    problem = Problem((300, 0, 129, 1000), 4096, 2064)
+    problem.check(problem.run(dtype, transposed))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_no_rows(dtype):
     problem = Problem((0, 0, 0), 272, 144)
     assert (problem.run(dtype) == 0).all()

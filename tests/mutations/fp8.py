@@ -14,6 +14,11 @@ MUTATIONS = [
         "tests/gpu/test_gpu_fp8_wgrad.py -k nan", gpu=True,
     ),
     Mutation(
+        "the first row of an FP8 weight gradient's experts is not carried",
+        "kernels/hopper/fp8_wgrad.py", "scale, expert, n, end > start,", "scale, expert, n, True,",
+        "tests/test_machine_code_fp8.py -k weight_gradient",
+    ),
+    Mutation(
         "FP8 weights outlive the step of a fused optimizer", "fp8_weights.py",
         "    _optimizer_steps += 1\n", "    pass\n", "tests/test_fp8_weights.py -k fused",
     ),

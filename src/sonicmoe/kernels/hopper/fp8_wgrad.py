@@ -170,13 +170,14 @@ def _store(
 
 
 @gluon.jit
-def _load_scales(CONSUMER: gl.constexpr, smem, scale, expert, n, N: gl.constexpr):
-    """Start the copy of the scales (E, N) of a tile's columns to a consumer's shared memory."""
+def _load_scales(CONSUMER: gl.constexpr, smem, scale, expert, n, any_row, N: gl.constexpr):
+    """Start the copy of the scales (E, N) of a tile's columns to a consumer's shared memory; zeros
+    unless `any_row`."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     smem = reinterpreted(smem, gl.float32, [2, BLOCK_N], plain).index(CONSUMER)
     column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
     source = scale + expert.to(gl.int64) * N + column
-    copy_gathered(smem, source, mask=(column < N) & (expert >= 0))
+    copy_gathered(smem, source, mask=(column < N) & any_row)
     async_copy.commit_group()
 
 
@@ -196,7 +197,9 @@ def _consumer(
         m, n = work.tile(index)
         m0 = m * BLOCK_M + CONSUMER * CONSUMER_M
         next_start, next_end = work.load_rows(index + stride)
-        _load_scales(CONSUMER, scale_smem, scale, expert, n, work.N)
+        # `end > start` is read here so that Triton 3.6 sees that `start` is carried: it looks for
+        # readers everywhere but in bounds of inner loops, and the consumers would deadlock.
+        _load_scales(CONSUMER, scale_smem, scale, expert, n, end > start, work.N)
         even = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
         odd = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
         for _ in range(gl.cdiv(end - start, BLOCK_K)):
