@@ -9,7 +9,7 @@ from .functional import (
     moe_TC_softmax_topk_layer,
     topk_scores,
 )
-from .memory_policy import MemoryPolicy
+from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
 from .warmup import warmup
 from .watch import watch

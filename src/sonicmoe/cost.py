@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .capability import check_fp8_experts, check_z_in_fp8
 from .errors import bad_argument
-from .memory_policy import FP8_COLUMNS, KEEP, MemoryPolicy, slice_width
+from .layer.memory import BLOCK, KEEP, MemoryPolicy, slice_width
 from .shapes import Problem, ceil_div, max_tiles
 
 INDEX = 4  # bytes of an index
@@ -77,14 +77,14 @@ def _kept_z(
         return {}
     kept = {"z": p.R * p.N * (1 if memory.z == "fp8" else itemsize)}
     if precision is not None:
-        blocks = p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE
+        blocks = p.R * ceil_div(p.I, BLOCK) * SCALE
         columns = p.E * p.I * SCALE
         weights = {"w1_t": p.E * p.N * p.H, "w2_t": p.E * p.H * p.I}
         weights |= {"w_scales": 2 * p.E * SCALE, "w2_norm": columns}
         kept |= {"zmax": blocks, "zmax_columns": columns, "a_scale": blocks}
         kept |= {"x_scale": p.T * SCALE} | weights
     elif memory.z == "fp8":
-        kept["z_scale"] = p.R * ceil_div(p.N, FP8_COLUMNS) * SCALE
+        kept["z_scale"] = p.R * ceil_div(p.N, BLOCK) * SCALE
     return kept
 
 
@@ -142,14 +142,14 @@ def _fp8_peak_bytes(
     logits = 0 if router is None or "logits" in kept else p.T * p.E * 2
     rows_h, tokens_h = 2 * p.R * slice_width(p.H, memory.slices), 2 * p.T * p.H
     w1, w2 = p.E * p.N * p.H, p.E * p.H * p.I
-    columns = FP8_COLUMNS * (p.R // FP8_COLUMNS + p.E)  # of dZᵀ and A'ᵀ
+    columns = BLOCK * (p.R // BLOCK + p.E)  # of dZᵀ and A'ᵀ
     bf16_dw = precision == "fp8_bf16_dw"
     dz = p.R * p.N + p.R * SCALE + (0 if bf16_dw else (columns + p.E * SCALE) * p.N)
     partial = ceil_div(p.I, FP8_DZ_COLUMNS) * p.R * SCALE  # sums of dS
     a = max(2 * p.R * p.I, partial) if bf16_dw else columns * p.I + partial
     factors = 5 * p.R * SCALE + (0 if bf16_dw else 2 * p.E * p.I * SCALE)  # and a_t_scale
     x8 = p.T * (p.H + SCALE)
-    a8 = p.R * p.I + (0 if "a_scale" in kept else p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE)
+    a8 = p.R * p.I + (0 if "a_scale" in kept else p.R * ceil_div(p.I, BLOCK) * SCALE)
     gradients = dz + kept["scores"] + 2 * w2
     recomputed = w1_t = w2_t = 0
     if memory.z == "recompute":

@@ -4,15 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import bad_argument
-from .memory_policy import memory_policy
+from .layer.memory import memory_policy
+from .layer.operands import kind_of
 from .shapes import check_size
-from .validation import FP8_ALIGNMENT, check_activation, check_gate_up, check_precision
+from .validation import FP8_ALIGNMENT, check_activation, check_gate_up
 
 
 def check_layer_precision(
     precision: str | None, hidden_size: int, intermediate_size: int, add_bias: bool
 ) -> None:
-    check_precision(precision)
+    kind_of(precision)
     multiple = 8 if precision is None else FP8_ALIGNMENT
     check_size("hidden_size", hidden_size, multiple=multiple)
     check_size("intermediate_size", intermediate_size, multiple=multiple)

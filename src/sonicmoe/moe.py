@@ -7,20 +7,18 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from .autograd import Down, Options, Up
-from .autograd_fp8 import Fp8Down, Fp8Up
-from .checkpoint import deferred_output, finish
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .fp8_tensors import Z_DTYPE, Fp8Weight
-from .fp8_weights import Fp8WeightCache, quantize_weights
 from .gate_up_order import check_order, note_order
-from .layer import experts, options_of, permute, prepare, router_logits, score_dtype
+from .layer import prepare
+from .layer.fp8_weights import Fp8WeightCache
+from .layer.memory import MemoryPolicy, memory_policy
+from .layer.run import run
+from .layer.weights import ExpertWeights, Projection
 from .layer_options import OPTIONS, check_layer_precision
-from .memory_policy import MemoryPolicy, memory_policy
 from .plain_linear import is_linear, is_plain_linear
-from .precompile import precompile_step
 from .routing import Router, Routing, auxiliary_loss, make_router
+from .routing.scores import router_logits
 from .shapes import check_size
 from .shared import SharedExpert
 from .validation import (
@@ -29,11 +27,8 @@ from .validation import (
     check_gate_up,
     check_k,
     check_num_experts,
-    check_pairs,
     check_router_dtype,
-    check_slots,
 )
-from .weights import ExpertWeights
 
 
 class Experts(nn.Module):
@@ -232,39 +227,37 @@ class MoE(nn.Module):
             shared = None if self.shared_expert is None else self._shared_output(x)
             logits, x = self._router_logits(x)
             r = self.routing(logits, backend=name)
-            ids, scores = _checked_slots(x, r)
-            x, weights, backend = prepare(x, self._weights(), name, self.precision)
-            scores = score_dtype(scores, x)
-            of_layer = (r.logits.dtype, self.precision, self.memory)
-            precompile_step(experts, x, ids, weights, backend, *of_layer)
-            p = permute(
-                ids,
-                self.num_experts,
-                slot_token=r.slot_token,
-                tokens=x.shape[0],
-                token_start=r.token_start,
-                dtype=x.dtype,
-                backend=backend,
-            )
-            # Before the experts, so that a checkpoint need not run them again to get at it.
-            aux_loss = None if is_inference_mode else self._aux_loss(logits, r, p.counts, name)
-            w1, w2, b1, b2 = weights[:4]
-            options = options_of(x, scores, weights, self.memory, self.precision, backend)
-            recompute, deferred = options.keep_z == "recompute", deferred_output()
-            common = (p, x.shape[0], options, deferred)
-            if self.precision is not None:
-                q1, q2 = self._fp8_weights(w1, w2, options)
-                found = Fp8Up.apply(x, w1, q1, p, options)
-                source = (x, w1, q1) if recompute else ()
-                out = Fp8Down.apply(scores, w2, q2, *common, *found, *source)
-            else:
-                z, a, *z8 = Up.apply(x, w1, b1, p, options)
-                source = (x, w1, b1) if recompute else tuple(z8)
-                out = Down.apply(z, a, scores, w2, b2, *common, *source)
-            out = finish(out, deferred)
+            out, aux_loss = self._run_experts(x, r, logits, name, is_inference_mode)
             if shared is not None:
                 out = out + shared
         return out if is_flat else out.view(*hidden_states.shape), aux_loss
+
+    def _run_experts(
+        self,
+        x: torch.Tensor,
+        r: Routing,
+        logits: torch.Tensor,
+        backend: str | None,
+        is_inference_mode: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output of the routed experts, and the auxiliary loss."""
+        call = prepare.routed(
+            x,
+            r.ids,
+            r.scores,
+            self._weights(),
+            slot_token=r.slot_token,
+            token_start=r.token_start,
+            trusted=r.token_start is not None,  # which our own routers know
+            precision=self.precision,
+            memory=self.memory,
+            backend=backend,
+            cache=self._fp8_cache,
+            logits=r.logits.dtype,
+        )
+        # Before the experts, so that a checkpoint need not run them again to get at it.
+        loss = None if is_inference_mode else self._aux_loss(logits, r, call.counts, backend)
+        return run(call), loss
 
     def _checked_backend(
         self, hidden_states: torch.Tensor, backend: KernelBackendMoE | None
@@ -288,16 +281,8 @@ class MoE(nn.Module):
         return _backend_name(backend)
 
     def _weights(self) -> ExpertWeights:
-        up, down = self.c_fc, self.c_proj
-        act, gate_up = self.activation_function, self.gate_up
-        return ExpertWeights(up.weight, down.weight, up.bias, down.bias, act, gate_up)
-
-    def _fp8_weights(
-        self, w1: torch.Tensor, w2: torch.Tensor, options: Options
-    ) -> tuple[Fp8Weight, Fp8Weight]:
-        cache = self._fp8_cache
-        quantized = quantize_weights if cache is None else cache.quantized
-        return quantized(w1, w2, options.keep_z in Z_DTYPE, options.backend)
+        up, down = (Projection(m.weight, m.bias) for m in (self.c_fc, self.c_proj))
+        return ExpertWeights(up, down, self.activation_function, self.gate_up)
 
     def refresh_fp8_weights(self) -> None:
         """Quantize the weights again in the next forward pass, if they are cached."""
@@ -380,15 +365,6 @@ class MoE(nn.Module):
             f"experts={self.num_experts}, top_k={self.top_k}, router={self.router_kind}"
             + (f", precision={self.precision}" if self.precision else "")
         )
-
-
-def _checked_slots(x: torch.Tensor, r: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and scores; their values are trusted with `token_start`, which our own routers know."""
-    if r.token_start is None:
-        ids, scores, _ = check_slots(x, r.ids, r.scores, r.slot_token, None)
-        return ids, scores
-    check_pairs(x, r.ids, r.scores, r.slot_token, r.token_start)
-    return r.ids, r.scores
 
 
 def _backend_name(backend: KernelBackendMoE | None) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import cost
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..memory_policy import Z_POLICIES, MemoryPolicy, memory_policy
+from ..layer.memory import Z_POLICIES, MemoryPolicy, memory_policy
 from ..shapes import check_size
 from ..validation import FP8_PRECISIONS, LAYOUTS, check_writable
 from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case

@@ -4,7 +4,7 @@ from typing import Any
 
 from .. import cost
 from ..cost import Gpu, Stage
-from ..memory_policy import KEEP, MemoryPolicy
+from ..layer.memory import KEEP, MemoryPolicy
 from ..moe import MoE
 from .cases import Case
 from .tables import table

@@ -31,7 +31,7 @@ def products(inputs: Inputs, gate_up: str) -> tuple[list[Product], Target]:
     """The GEMMs of one case on its inputs, and the GPU they are tuned for."""
     from ..launch import grouped_gemm as launches
     from ..launch import memory
-    from ..layer import permute
+    from ..layer.run import permute
 
     problem, activation = inputs.case.problem, inputs.case.activation
     x, w1, w2 = inputs.x.detach(), inputs.w1.detach(), inputs.w2.detach()

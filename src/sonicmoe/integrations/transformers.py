@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from ..errors import bad_argument
 from ..extras import missing
 from ..functional import experts
-from ..memory_policy import KEEP, MemoryPolicy, memory_policy
-from ..validation import check_precision
-from .lora import LowRank, lora_experts
+from ..layer.lora import LowRank
+from ..layer.memory import KEEP, MemoryPolicy, memory_policy
+from ..layer.operands import kind_of
 from .recognition import activation_of, gate_up_of
 
 try:
@@ -43,13 +43,13 @@ def register(
     "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
     package behind that name, for this process. Models whose experts do not use transformers'
     interface, or are loaded quantized, would ignore the name: asking for it raises a ValueError
-    from now on. `precision` and `memory` are those of `sonicmoe.experts`; adapters always keep Z.
+    from now on. `precision` and `memory` are those of `sonicmoe.experts`.
     They stay those of `name`: transformers looks a name up in every call, so other ones would
     change models that exist already. Register another name for them.
     """
     if not isinstance(name, str) or not name:
         raise bad_argument("name", "a string that is not empty", repr(name), _KEEP)
-    check_precision(precision)
+    kind_of(precision)
     policy = memory_policy(memory)
     function: Any = experts_forward
     if policy != KEEP or precision:
@@ -124,15 +124,10 @@ def experts_forward(
     if module.is_transposed:
         w1, w2 = w1.mT, w2.mT
     options: dict[str, Any] = {"activation": activation_of(module), "gate_up": gate_up_of(module)}
-    if precision is not None and (lora1 is not None or lora2 is not None):
-        remedy = "Register another name without precision for models with LoRA."
-        raise bad_argument("precision", "None with LoRA on the experts", repr(precision), remedy)
+    options |= {"lora1": lora1, "lora2": lora2, "precision": precision, "memory": memory}
 
     def run(x, ids, scores):
-        if lora1 is None and lora2 is None:
-            policies = {"precision": precision, "memory": memory}
-            return experts(x, ids, scores, w1, w2, b1, b2, **options, **policies)
-        return lora_experts(x, ids, scores, w1, w2, lora1, lora2, b1, b2, **options)
+        return experts(x, ids, scores, w1, w2, b1, b2, **options)
 
     if getattr(module, "has_post_expert_norm", False):
         norm = module.post_expert_norm

@@ -10,14 +10,11 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ..enums import ActivationType
-from ..fp8_tensors import E4M3, Z_DTYPE, Fp8Weight
 from ..kernels.activation import value_of
 from ..kernels.hopper.fp8_gemm import fp8_gemm_kernel
 from ..kernels.hopper.fp8_up import SLICE, fp8_up_kernel
-from ..memory_policy import FP8_COLUMNS as BLOCK
-from ..memory_policy import slice_width
-from ..permutation import Permutation
-from ..shapes import ceil_div
+from ..shapes import BLOCK, ceil_div, slice_width
+from ..tensors import E4M3, Fp8Weight, Permutation
 from . import grouped_gemm, memory
 from .descriptors import Boxes
 from .fp8_dz import dz_gemm
@@ -34,7 +31,13 @@ from .quantize import (
     scored_activation,
 )
 
-__all__ = ["checked_scales", "quantize_rows", "quantize_weight"]  # operators too
+__all__ = [  # operators too
+    "checked_scales",
+    "dequantize_rows",
+    "quantize_rows",
+    "quantize_weight",
+    "scored_activation",
+]
 
 _CONSUMER_M = 64
 
@@ -60,29 +63,29 @@ def _gate_up_boxes(shape, gate_up) -> Boxes:
 
 
 @lru_cache(maxsize=1024)
-def _up(shape, strides, activation: ActivationType, gate_up, keep_z):
+def _up(shape, strides, activation: ActivationType, gate_up, z_dtype):
     """The kernel; boxes of W1, Z and A; columns of Z in a tile."""
     _, columns, hidden = shape
     inner = activation.intermediate_size(columns)
     options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation)}
-    options |= {"KEEP_Z": keep_z in Z_DTYPE}
+    options |= {"KEEP_Z": z_dtype is not None}
     kernel = Bound(fp8_up_kernel, H=hidden, N=columns, STAGES=4, **options, num_warps=4)
     gated = activation.is_gated
     weights = _gate_up_boxes(shape, gate_up) if gated else _weight_boxes(shape, strides, BLOCK)
     width = 2 * SLICE.value if gate_up == "interleaved" else SLICE.value
-    z = _z_boxes(Z_DTYPE.get(keep_z, torch.bfloat16), columns, width, gate_up)
+    z = _z_boxes(z_dtype or torch.bfloat16, columns, width, gate_up)
     a = _row_boxes(E4M3, (inner,), (inner, 1), (_CONSUMER_M, BLOCK))
     return kernel, weights, z, a, BLOCK * (1 + gated)
 
 
-def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, keep_z):
+def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, z_dtype):
     w8, w_scale = w.w8, w.w_scale
     rows, device = p.rows_of(x8), x8.device
     inner = activation.intermediate_size(w8.shape[1])
     blocks = ceil_div(inner, BLOCK)
     z = zmax = zmax_columns = column_bits = None
-    if keep_z in Z_DTYPE:
-        z = memory.empty((rows, w8.shape[1]), Z_DTYPE[keep_z], device)
+    if z_dtype is not None:
+        z = memory.empty((rows, w8.shape[1]), z_dtype, device)
         zmax = memory.empty((blocks, rows), torch.float32, device)
         column_bits = memory.empty((w8.shape[0], inner), torch.int32, device).zero_()
         zmax_columns = column_bits.view(torch.float32)
@@ -92,7 +95,7 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
         return z, zmax, zmax_columns, a, a_scale
     gate_up = gate_up if activation.is_gated else None
     kernel, weights, z_boxes, a_boxes, width = _up(
-        w8.shape, w8.stride(), activation, gate_up, keep_z
+        w8.shape, w8.stride(), activation, gate_up, z_dtype
     )
     source = x8 if p.is_gathered else row_boxes(x8, _CONSUMER_M, BLOCK)
     # If Z is not stored, any address of the right dtype will do.
@@ -107,7 +110,7 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
 def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
     x8, x_scale, _ = quantize_rows(x, False)
     w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False, False))
-    *of_z, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
+    *of_z, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, torch.bfloat16)
     return *of_z, a_scale, x_scale
 
 
@@ -164,40 +167,23 @@ def fp8_down_and_combine(a8, a_scale, w, scores, p: Permutation, tokens, slices)
     return out
 
 
-def fp8_down_backward(
-    dout, kept, w2, w, scores, p: Permutation, activation, gate_up, needs, fp32_dw, bf16_dw
-):
-    dw2 = memory.empty_like(w2, torch.float32 if fp32_dw else w2.dtype) if needs.dw2 else None
-    w, act = _with_transpose(w, w2, norms=True), (activation, gate_up)
-    of_dz, dscores = _down_backward(dout, kept, w, scores, p, act, needs, dw2, bf16_dw)
-    return *of_dz, dw2, dscores
-
-
-def fp8_down_backward_into(
-    main_grad, dout, kept, w2, w, scores, p: Permutation, activation, gate_up, needs, bf16_dw
-):
-    w, act = _with_transpose(w, w2, norms=True), (activation, gate_up)
-    of_dz, dscores = _down_backward(
-        dout, kept, w, scores, p, act, needs, main_grad, bf16_dw, add=True
-    )
-    return *of_dz, dscores
-
-
-def _down_backward(dout, kept, w, scores, p, act, needs, dw2, bf16_dw, add=False):
-    """The fields of `Fp8Dz`, None where not needed; dscores. dW2 goes to `dw2`."""
+def fp8_dz(dout, kept, w2, w, scores, p: Permutation, activation, gate_up, needs):
     z, zmax = kept.z, kept.zmax
-    needs = needs._replace(dw2=dw2 is not None and not bf16_dw)
+    w, act = _with_transpose(w, w2, norms=True), (activation, gate_up)
     do8, do_scale, do_norm = quantize_rows(dout, True)
-    columns = needs.dz_t or needs.dw2
+    columns = needs.dz_t or needs.a_t
     scales = dz_scales(scores, do_scale, do_norm, kept, w, p, *act, columns)
     dz8, dz_t, a_t, dscores = dz_gemm(do8, scales, z, zmax, w.w8_t, scores, p, *act, needs)
-    if needs.dw2:
-        weight_gradient(do8, a_t, scales.a_t_scale, dw2, p, add)
-    elif dw2 is not None:
-        a = scored_activation(z, zmax, scores, p, *act)
-        grouped_gemm.weight_gradient(dout, a, dw2, p, "left", add)
-    dz_scale = scales.dz_scale if needs.dz else None
-    return (dz8, dz_scale, dz_t, scales.dz_t_scale if needs.dz_t else None), dscores
+    return (
+        dz8,
+        scales.dz_scale if needs.dz else None,
+        dz_t,
+        scales.dz_t_scale if needs.dz_t else None,
+        a_t,
+        scales.a_t_scale if needs.a_t else None,
+        do8 if needs.a_t else None,
+        dscores,
+    )
 
 
 def _with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
@@ -207,29 +193,21 @@ def _with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
     return Fp8Weight(*quantize_weight(parameter, True, norms))._replace(w8=None)
 
 
-def fp8_up_backward(dz, x, w1, w, p: Permutation, needs, fp32_dw, bf16_dw, slices):
-    dx = dw1 = None
-    if needs.dx:
-        w_t, tokens = _with_transpose(w, w1).mT, x.shape[0]
-        dx = fp8_down_and_combine(dz.dz8, dz.dz_scale[None], w_t, None, p, tokens, slices)
-        del w_t  # before dW1 is allocated
-    if needs.dw1:
-        dw1 = memory.empty_like(w1, torch.float32 if fp32_dw else w1.dtype)
-        _dw1(dz, x, dw1, p, bf16_dw)
-    return dx, dw1
+def fp8_dx(dz8, dz_scale, w1, w, p: Permutation, tokens, slices):
+    w_t = _with_transpose(w, w1).mT
+    return fp8_down_and_combine(dz8, dz_scale[None], w_t, None, p, tokens, slices)
 
 
-def fp8_up_backward_into(main_grad, dz, x, w1, w, p: Permutation, needs, bf16_dw, slices):
-    _dw1(dz, x, main_grad, p, bf16_dw, add=True)
-    if not needs.dx:
-        return None
-    w_t, tokens = _with_transpose(w, w1).mT, x.shape[0]
-    return fp8_down_and_combine(dz.dz8, dz.dz_scale[None], w_t, None, p, tokens, slices)
+def fp8_weight_gradient(rows, other_t, scale, w, p: Permutation, transposed, fp32):
+    dw = memory.empty_like(w, torch.float32 if fp32 else w.dtype)
+    _write_weight_gradient(rows, other_t, scale, dw, p, transposed, add=False)
+    return dw
 
 
-def _dw1(dz, x, dw1, p: Permutation, bf16_dw, add=False) -> None:
-    if bf16_dw:
-        rows = dequantize_rows(dz.dz8, dz.dz_scale)
-        grouped_gemm.weight_gradient(rows, x, dw1, p, "right", add)
-    else:
-        weight_gradient(quantize_rows(x, False)[0], dz.dz_t, dz.dz_t_scale, dw1.mT, p, add)
+def fp8_weight_gradient_into(main_grad, rows, other_t, scale, p: Permutation, transposed):
+    _write_weight_gradient(rows, other_t, scale, main_grad, p, transposed, add=True)
+
+
+def _write_weight_gradient(rows, other_t, scale, dw, p, transposed, add) -> None:
+    rows8 = rows if rows.dtype == E4M3 else quantize_rows(rows, False)[0]
+    weight_gradient(rows8, other_t, scale, dw.mT if transposed else dw, p, add)

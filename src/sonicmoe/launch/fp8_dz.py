@@ -6,14 +6,11 @@ from typing import NamedTuple
 import torch
 from triton.experimental.gluon import language as gl
 
-from ..fp8_tensors import E4M3
-from ..gradients import Fp8DownGradients
 from ..kernels.activation import derivative_of
 from ..kernels.hopper.dz import SLICE
 from ..kernels.hopper.fp8_dz import hopper_fp8_dz_kernel
-from ..permutation import Permutation
-from ..reference.fp8 import padded_rows
-from ..shapes import ceil_div
+from ..shapes import ceil_div, padded_rows
+from ..tensors import E4M3, Fp8DzResults, Permutation
 from . import grouped_gemm, memory
 from .descriptors import Boxes
 from .grouped_gemm_hopper import _ENDLESS, _ORIGIN, _z_boxes
@@ -46,12 +43,12 @@ def _row_boxes(columns, strides, block) -> Boxes:
 
 
 @lru_cache(maxsize=1024)
-def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DownGradients, gather, ring: Ring):
+def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DzResults, gather, ring: Ring):
     """The kernel; boxes of sorted rows of dO, of W2, Z and dZ."""
     _, inner, hidden = shape
     n, k, stages = ring
     options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), "GATHER": gather}
-    options |= {"STORE_DZ": needs.dz, "STORE_T": needs.dz_t, "STORE_A": needs.dw2}
+    options |= {"STORE_DZ": needs.dz, "STORE_T": needs.dz_t, "STORE_A": needs.a_t}
     options |= {"STORE_PARTIAL": needs.dscores}
     sizes = {"H": hidden, "I": inner, "BLOCK_N": n, "BLOCK_K": k, "STAGES": stages}
     kernel = Bound(hopper_fp8_dz_kernel, **sizes, **options, num_warps=4)
@@ -90,7 +87,7 @@ def dz_gemm(
     padded = padded_rows(rows, experts)
     dz = memory.empty(z.shape, E4M3, device) if needs.dz else None
     dz_t = memory.empty((z.shape[1], padded), E4M3, device) if needs.dz_t else None
-    a_t = memory.empty((inner, padded), E4M3, device) if needs.dw2 else None
+    a_t = memory.empty((inner, padded), E4M3, device) if needs.a_t else None
     dscores = memory.empty(scores.shape, torch.float32, device) if needs.dscores else None
     if rows == 0:
         return dz, dz_t, a_t, dscores
@@ -111,7 +108,7 @@ def dz_gemm(
     factors = (
         scales.row_factors,
         scales.column_factors if needs.dz_t else None,
-        scales.block_factors if needs.dw2 else None,
+        scales.block_factors if needs.a_t else None,
     )
     args = (*sources, *factors, rows, p.row_slot, (z, z_boxes), zmax, *targets)
     programs = grouped_gemm.target_of(z).processors

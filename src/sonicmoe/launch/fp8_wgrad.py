@@ -5,7 +5,6 @@ from functools import lru_cache
 import torch
 from triton.experimental.gluon import language as gl
 
-from ..fp8_tensors import E4M3
 from ..kernels.hopper.fp8_wgrad import (
     BLOCK_K,
     BLOCK_M,
@@ -13,8 +12,8 @@ from ..kernels.hopper.fp8_wgrad import (
     CONSUMER_M,
     hopper_fp8_wgrad_kernel,
 )
-from ..permutation import Permutation
 from ..shapes import ceil_div
+from ..tensors import E4M3, Permutation
 from . import grouped_gemm
 from .descriptors import Boxes
 from .launcher import Bound, launch

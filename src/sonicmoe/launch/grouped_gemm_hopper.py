@@ -14,10 +14,10 @@ from ..kernels.hopper.dz import SLICE, hopper_dz_kernel
 from ..kernels.hopper.gemm import hopper_gemm_kernel
 from ..kernels.hopper.up import hopper_up_kernel
 from ..kernels.hopper.wgrad import hopper_wgrad_kernel
-from ..permutation import Permutation
+from ..tensors import Lora, Permutation
 from ..tuning import RowConfig, WeightConfig
 from .descriptors import Boxes
-from .grouped_gemm import Lora, Spans, weight_layout
+from .grouped_gemm import Spans, weight_layout
 from .launcher import Bound
 
 _ROWS = 64  # rows of one consumer warpgroup

@@ -10,12 +10,11 @@ from functools import cache
 import torch
 
 from ..enums import ActivationType
-from ..fp8_tensors import E4M3
 from ..kernels import bf16_operands
 from ..kernels import quantize as kernels
 from ..kernels.activation import value_of
-from ..permutation import Permutation
 from ..shapes import ceil_div
+from ..tensors import E4M3, Permutation
 from . import memory
 from .grouped_gemm import weight_layout
 from .launcher import Bound, launch, power_of_two
@@ -92,7 +91,7 @@ def quantize_weight(w, transposed, norms):
     return (q, q_t, scale, norm) if in_order else (q_t, q, scale, norm)
 
 
-def dequantize_rows(q, scale):
+def dequantize_rows(dout, q, scale):
     """(R, N) in bf16."""
     rows, n = q.shape
     out = memory.empty((rows, n), torch.bfloat16, q.device)
@@ -102,7 +101,7 @@ def dequantize_rows(q, scale):
     return out
 
 
-def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
+def scored_activation(dout, z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
     """A' = score · act(Z) in bf16 (R, I); rows of no expert are not written."""
     rows, inner = z.shape[0], activation.intermediate_size(z.shape[1])
     a = memory.empty((rows, inner), torch.bfloat16, z.device)

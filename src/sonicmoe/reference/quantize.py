@@ -4,8 +4,7 @@ import math
 
 import torch
 
-from ..memory_policy import FP8_COLUMNS as BLOCK
-from ..shapes import ceil_div
+from ..shapes import BLOCK, ceil_div
 
 ROW_FLOOR = 1  # exponent of the smallest scale of a row or a weight: 2⁻¹²⁶
 # Of a block of a row: 2⁻⁷⁰. The accumulator of `down` is multiplied by quotients of such scales.

@@ -3,9 +3,8 @@
 import torch
 
 from .. import ops
-from ..autograd import refuse_second_derivatives
 from ..errors import bad_argument
-from ..layer import topk_scores
+from ..layer.nodes import refuse_second_derivatives
 from ..notices import say_once
 from ..reference.token_rounding import STOCHASTIC, SUBROUTINES, spread_pairs
 from ..shapes import check_size
@@ -18,6 +17,7 @@ from ..validation import (
     resolve_backend,
 )
 from .base import Router, Routing, widened
+from .scores import topk_scores
 
 
 class TokenRounding(Router):

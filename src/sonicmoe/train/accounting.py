@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .. import cost
-from ..memory_policy import memory_policy
+from ..layer.memory import memory_policy
 from ..shapes import Problem
 from .config import ModelConfig, TrainConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import bad_argument
-from ..memory_policy import memory_policy
+from ..layer.memory import memory_policy
 from ..validation import FP8_ALIGNMENT
 
 PRECISIONS = {

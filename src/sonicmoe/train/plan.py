@@ -12,7 +12,7 @@ from typing import Any
 
 from ..bench.tables import table
 from ..errors import bad_argument
-from ..memory_policy import memory_policy
+from ..layer.memory import memory_policy
 from . import accounting
 from .backends import LAYER_BACKENDS
 from .config import PRECISIONS, ModelConfig, TrainConfig, parse_assignments

@@ -6,9 +6,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import ops
-from .errors import bad_argument
-from .fp8_tensors import Fp8Weight
+from .. import ops
+from ..errors import bad_argument
+from ..tensors import Fp8Weight
 
 
 @torch.no_grad()
