@@ -9,12 +9,11 @@ import torch
 from helpers import run_poisoned
 
 from sonicmoe.enums import ActivationType
-from sonicmoe.fp8_tensors import Fp8Kept, Fp8Weight
 from sonicmoe.launch import fp8_scales, quantize
-from sonicmoe.layer import permute
-from sonicmoe.permutation import Permutation
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8, routing
 from sonicmoe.reference.fp8_scales import dz_scales
+from sonicmoe.tensors import Fp8Kept, Fp8Weight, Permutation
 
 E4M3 = torch.float8_e4m3fn
 # Of `check_scales`: what may hold NaN or infinity.
@@ -190,7 +189,7 @@ def check_scales(
 
     def arguments(device):
         there = {name: None if t is None else t.to(device) for name, t in given.items()}
-        maps = [None if t is None else t.to(device) for t in p.tensors]
+        maps = [None if t is None else t.to(device) for t in p[:-1]]
         z = torch.empty(rows, 2 * inner if activation.is_gated else inner, device=device)
         kept = Fp8Kept(z, *(there.pop(name) for name in Fp8Kept._fields[1:]))
         w = Fp8Weight(w_scale=there.pop("w_scale"), w_norm=there.pop("w_norm"))
@@ -223,7 +222,7 @@ def check_dequantized(rows: int, columns: int, device: str = "cpu") -> None:
     scale = torch.randint(-70, 30, (rows,)).float().exp2()
     scale[:1] = torch.nan
     got = run_poisoned(
-        lambda: {"rows": quantize.dequantize_rows(q.to(device), scale.to(device))}, device
+        lambda: {"rows": quantize.dequantize_rows(None, q.to(device), scale.to(device))}, device
     )["rows"].cpu()
     assert got.dtype == torch.bfloat16 and got.is_contiguous()
     torch.testing.assert_close(
@@ -232,21 +231,21 @@ def check_dequantized(rows: int, columns: int, device: str = "cpu") -> None:
 
 
 def check_scored_activation(
-    activation: ActivationType, gate_up: str, is_gathered: bool, keep_z: str = "keep",
-    with_scores: bool = True, device: str = "cpu",
+    activation: ActivationType, gate_up: str, is_gathered: bool,
+    z_dtype: torch.dtype = torch.bfloat16, with_scores: bool = True, device: str = "cpu",
 ) -> None:  # fmt: skip
     """A' of the rows of experts; what lies past them may be anything."""
     p, used, inner = make_permutation(COUNTS, is_gathered, dropped=15), sum(COUNTS), 144
     z = torch.randn(used + 15, 2 * inner if activation.is_gated else inner)
-    z = z.to(torch.float8_e4m3fn if keep_z == "fp8" else torch.bfloat16)
-    z.view(torch.uint8 if keep_z == "fp8" else torch.int16)[used:] = -1  # NaN
+    z = z.to(z_dtype)
+    z.view(torch.uint8 if z_dtype == E4M3 else torch.int16)[used:] = -1  # NaN
     zmax = torch.rand(2, used + 15) * 2.0 ** torch.randint(-9, 9, (2, used + 15))
     zmax[:, used:] = torch.nan
     scores = torch.randn(used + 15) if with_scores else None
-    want = fp8.scored_activation(z, zmax, scores, p, activation, gate_up)[:used]
-    maps = [None if t is None else t.to(device) for t in p.tensors]
+    want = fp8.scored_activation(None, z, zmax, scores, p, activation, gate_up)[:used]
+    maps = [None if t is None else t.to(device) for t in p[:-1]]
     there: list[Any] = [z.to(device), zmax.to(device)]
     there += [None if scores is None else scores.to(device)]
     there += [Permutation._make([*maps, p.tile_m]), activation, gate_up]
-    got = run_poisoned(lambda: {"a": quantize.scored_activation(*there)}, device)["a"].cpu()
+    got = run_poisoned(lambda: {"a": quantize.scored_activation(None, *there)}, device)["a"].cpu()
     torch.testing.assert_close(got[:used], want, rtol=2**-7, atol=1e-6)

@@ -8,7 +8,7 @@ import pytest
 from sonicmoe import cost
 from sonicmoe.bench import results
 from sonicmoe.bench.cases import ROUTERS
-from sonicmoe.memory_policy import MemoryPolicy
+from sonicmoe.layer.memory import MemoryPolicy
 from sonicmoe.shapes import Problem
 
 HAND = Problem(T=6, H=16, I=8, E=4, K=2)  # R = 12, N = 16
@@ -134,7 +134,7 @@ def test_bytes_of_fp8_by_hand(precision, dw_in_fp8):
         }.get(plain.name, (plain.read, plain.written, False))
         assert (read, written, fp8) == expected, plain.name
     assert not found
-    up = next(s for s in cost.forward_stages(HAND, precision=precision, memory=MemoryPolicy("fp8"))
+    up = next(s for s in cost.forward_stages(HAND, precision=precision, memory=MemoryPolicy("e4m3"))
               if s.name == "up")  # fmt: skip
     assert up.written == z + a
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sonicmoe import MoE, fp8_weights
+from sonicmoe import MoE
+from sonicmoe.layer import fp8_weights
 from sonicmoe.reference import fp8
 
 

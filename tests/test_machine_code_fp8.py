@@ -7,12 +7,11 @@ import torch
 from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe import ActivationType, KernelBackendMoE, MemoryPolicy, MoE, validation
-from sonicmoe.fp8_tensors import Fp8Weight
 from sonicmoe.kernels.hopper.fp8_wgrad import exchange
 from sonicmoe.launch import fp8, fp8_wgrad, grouped_gemm
-from sonicmoe.layer import permute
-from sonicmoe.permutation import Permutation
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
+from sonicmoe.tensors import Fp8Weight, Permutation
 from sonicmoe.tuning import Target
 
 CACHE = 128 * 1024  # of instructions
@@ -71,8 +70,8 @@ def test_weight_gradient(m, n, transposed, dtype, add, gathered):
 
 
 @pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
-@pytest.mark.parametrize("keep_z", ["keep", "fp8", "no"])
-def test_up(keep_z, gathered):
+@pytest.mark.parametrize("z_dtype", [torch.bfloat16, torch.float8_e4m3fn, None])
+def test_up(z_dtype, gathered):
     maps = torch.zeros(64, dtype=torch.int32) if gathered else None
     start, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
     p = Permutation(maps, maps, maps, None, None, start, tiles, 128)
@@ -80,12 +79,12 @@ def test_up(keep_z, gathered):
     w = Fp8Weight(w8, None, torch.ones(2))
     with compiling(90) as compiled:
         act = (ActivationType.SWIGLU, "interleaved")
-        fp8.fp8_up(x8, torch.ones(64), w, p, *act, keep_z)
+        fp8.fp8_up(x8, torch.ones(64), w, p, *act, z_dtype)
     (kernel,) = compiled
     check(kernel)
     assert "st.shared.b8" not in kernel.asm["ptx"]
     # Maxima of columns: each of two consumers has four slices of 7 shuffles and an atomic maximum.
-    slices = 0 if keep_z == "no" else 2 * 4
+    slices = 0 if z_dtype is None else 2 * 4
     assert count(kernel, r"\batom\.global\.\S*\.max\.s32") == slices
     assert count(kernel, r"\bshfl\.") <= 17 + 7 * slices
 
@@ -120,7 +119,7 @@ def test_slices_read_views_of_the_weights(monkeypatch):
 def test_steps_with_memory_policies(monkeypatch):
     """Nothing spills."""
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
-    monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
     memory = MemoryPolicy("recompute", 4)
     moe = MoE(8, 2, 512, 256, precision="fp8_bf16_dw", memory=memory, dtype=BF16)
     x = torch.zeros(300, 512, dtype=torch.bfloat16, requires_grad=True)

@@ -7,14 +7,12 @@ import torch
 from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe.enums import ActivationType
-from sonicmoe.fp8_tensors import DzScales
-from sonicmoe.gradients import Fp8DownGradients
 from sonicmoe.launch import fp8_dz
-from sonicmoe.permutation import Permutation
+from sonicmoe.tensors import DzScales, Fp8DzResults, Permutation
 from sonicmoe.tuning import Target
 
-ALL = Fp8DownGradients(dz=True, dz_t=True, dw2=True, dscores=True)
-FROZEN = Fp8DownGradients(dz=False, dz_t=False, dw2=False, dscores=True)
+ALL = Fp8DzResults(dz=True, dz_t=True, a_t=True, dscores=True)
+FROZEN = Fp8DzResults(dz=False, dz_t=False, a_t=False, dscores=True)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CACHE = 128 * 1024  # of instructions: see test_machine_code
 

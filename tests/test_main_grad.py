@@ -54,7 +54,10 @@ def test_the_same_as_adding_up_outside(dtype, transposed):
     for w, total in zip(added, sums, strict=True):
         assert w.grad is None
         assert w.main_grad.stride() == w.stride()
-        assert torch.equal(w.main_grad, total)
+        if dtype == torch.float32:
+            assert torch.equal(w.main_grad, total)
+        else:  # not rounded to 16 bits before it is added
+            assert (w.main_grad - total).norm() < 2**-8 * total.norm()
         assert (w.main_grad[-1] == 0.5).all()
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="launchers need Triton, which is for Linux"
 
 from sonicmoe import MemoryPolicy, cost, experts, validation
 from sonicmoe.launch import grouped_gemm, memory
-from sonicmoe.memory_policy import Z_POLICIES
+from sonicmoe.layer.memory import Z_POLICIES
 from sonicmoe.shapes import Problem
 from sonicmoe.tuning import Target
 
@@ -52,7 +52,7 @@ def live(monkeypatch):
     # The cost model leaves out the partial sums of weight gradients, at most 69 MB on an H200.
     monkeypatch.setattr(grouped_gemm, "_spans", lambda *args: grouped_gemm.Spans())
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
-    monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
     return found
 
 

@@ -17,7 +17,8 @@ from sonicmoe.bench.timing import median_ms
 from sonicmoe.bench.verify import Check, passed, verify
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import bad_argument
-from sonicmoe.layer import experts, permute
+from sonicmoe import experts
+from sonicmoe.layer.run import permute
 from sonicmoe.routing import Router, Routing, TokenRounding, TopK, statistics
 from sonicmoe.validation import resolve_backend
 

@@ -15,11 +15,11 @@ def check_fp8_experts(arch: int, remedy: str = "Leave precision out.") -> None:
 
 
 def check_z_in_fp8(arch: int) -> None:
-    """For `MemoryPolicy("fp8")`, where Z is rounded in the epilogue of a GEMM."""
+    """For `MemoryPolicy("e4m3")`, where Z is rounded in the epilogue of a GEMM."""
     if arch < 89:
         raise bad_argument(
             "memory",
             "'keep' or 'recompute' on a GPU without e4m3",
-            f"'fp8' on compute capability {arch / 10}",
+            f"'e4m3' on compute capability {arch / 10}",
             "'recompute' keeps less than 'fp8'.",
         )

@@ -79,7 +79,7 @@ class MoE(nn.Module):
     and the auxiliary loss, aux_loss_coef · (Switch load-balancing loss) + z_loss_coef ·
     mean(logsumexp(logits)²), for which `all_reduce_counts` may map a rank's rows of each expert to
     those of the global batch; a constant zero if both coefficients are 0. `memory` is "keep",
-    "fp8", "recompute" or a `MemoryPolicy`.
+    "e4m3", "recompute" or a `MemoryPolicy`.
 
     `precision="fp8"` is that of `experts`. The weights are then quantized in every forward pass, or
     with `cache_fp8_weights` when they are seen to have changed. The cache sees steps of optimizers

@@ -15,7 +15,7 @@ from sonicmoe import cost
 from sonicmoe.bench import results, run
 from sonicmoe.bench.values import TRAINED
 from sonicmoe.cli import main
-from sonicmoe.memory_policy import MemoryPolicy
+from sonicmoe.layer.memory import MemoryPolicy
 from sonicmoe.shapes import Problem
 from sonicmoe.train import hardware
 

@@ -65,7 +65,7 @@ def test_layer_with_other_options(two):
     two.run(ranks.layer_equals_one_process, [7, 0], options)
 
 
-@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("fp8", slices=2)], ids=str)
+@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("e4m3", slices=2)], ids=str)
 def test_layer_with_a_memory_policy(two, memory):
     two.run(ranks.layer_equals_one_process, [7, 4], {"memory": memory})
 

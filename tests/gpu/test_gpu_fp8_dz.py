@@ -8,18 +8,16 @@ import torch
 from helpers import ACTIVATIONS, GATED, poisoned
 
 from sonicmoe import ActivationType
-from sonicmoe.fp8_tensors import DzScales
-from sonicmoe.gradients import Fp8DownGradients
 from sonicmoe.launch import fp8_dz
-from sonicmoe.layer import permute
-from sonicmoe.permutation import Permutation
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
 from sonicmoe.reference.routing import tile_table
+from sonicmoe.tensors import DzScales, Fp8DzResults, Permutation
 
 pytestmark = pytest.mark.gpu
 CUDA, TILE = "cuda", 128
 E4M3 = torch.float8_e4m3fn
-ALL = Fp8DownGradients(dz=True, dz_t=True, dw2=True, dscores=True)
+ALL = Fp8DzResults(dz=True, dz_t=True, a_t=True, dscores=True)
 COUNTS = (0, 1, 127, 128, 0, 129, 1000)  # 1385 rows: 277 tokens in five experts each
 TAIL = 75  # sorted rows of no expert
 
@@ -139,7 +137,7 @@ def test_only_what_is_needed(needs, gathered):
     dz, _, _, dscores = needs
     activation = ActivationType.SWIGLU
     given = make(272, 144, activation, gathered)
-    needed = Fp8DownGradients(*needs)
+    needed = Fp8DzResults(*needs)
     got = check(given, activation, "interleaved", needed)
     every = fp8_dz.dz_gemm(*given, activation, "interleaved", ALL)
     end = int(given[-1].expert_start[-1])

@@ -259,8 +259,8 @@ def test_z_in_fp8(case, precision):
     inputs = make_inputs(case, CUDA)
     exact = run(plain(case), inputs.double())
     layer = in_fp8 if precision == "fp8" else in_bf16_dw
-    rough = run(layer(case, memory="fp8", backend="torch"), inputs)
-    got = run_poisoned(lambda: run(layer(case, memory="fp8"), inputs), CUDA)
+    rough = run(layer(case, memory="e4m3", backend="torch"), inputs)
+    got = run_poisoned(lambda: run(layer(case, memory="e4m3"), inputs), CUDA)
     assert torch.equal(got["out"], run(layer(case), inputs)["out"])
     for name, t in got.items():
         error, allowed = relative_error(t, exact[name]), relative_error(rough[name], exact[name])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, experts, ops
-from sonicmoe.permutation import Permutation
+from sonicmoe.tensors import Permutation
 from sonicmoe.tuning import tile_m
 
 pytestmark = pytest.mark.gpu

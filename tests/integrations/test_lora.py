@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.integrations.lora import LowRank, lora_experts
-from sonicmoe.permutation import Permutation
+from sonicmoe.tensors import Permutation
 from sonicmoe.tuning import Target, tile_m
 
 CASES = [

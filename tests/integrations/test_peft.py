@@ -60,18 +60,13 @@ def outermost(model):
 @pytest.fixture
 def calls(monkeypatch):
     """Which of our functions ran, and on how many adapters."""
-    seen, plain, lora = [], adapter.experts, adapter.lora_experts
+    seen, experts = [], adapter.experts
 
-    def with_lora(*args, **kwargs):
-        seen.append(sum(isinstance(a, adapter.LowRank) for a in args))
-        return lora(*args, **kwargs)
+    def recorded(*args, **kwargs):
+        seen.append(sum(isinstance(a, adapter.LowRank) for a in kwargs.values()))
+        return experts(*args, **kwargs)
 
-    def without(*args, **kwargs):
-        seen.append(0)
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(adapter, "lora_experts", with_lora)
-    monkeypatch.setattr(adapter, "experts", without)
+    monkeypatch.setattr(adapter, "experts", recorded)
     return seen
 
 

@@ -10,7 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sonicmoe import ActivationType, MemoryPolicy
 from sonicmoe.integrations import transformers as adapter
-from sonicmoe.memory_policy import memory_policy
+from sonicmoe.layer.memory import memory_policy
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_other_options_do_not_reach_models_that_use_the_name(options, replace):
             adapter.register("other", **changed)
 
 
-@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("fp8", slices=2)], ids=str)
+@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("e4m3", slices=2)], ids=str)
 def test_memory_policy_of_a_name(memory, calls):
     adapter.register("frugal", memory=memory)
     adapter.register("frugal", memory=memory)

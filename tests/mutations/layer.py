@@ -30,11 +30,11 @@ MUTATIONS = [
         "tests/integrations/test_checkpointing.py",
     ),
     Mutation(
-        'memory="fp8" below compute capability 8.9', "capability.py",
+        'memory="e4m3" below compute capability 8.9', "capability.py",
         "    if arch < 89:\n", "    if arch < 86:\n", "tests/tuning/test_select.py -k e4m3",
     ),
     Mutation(
-        'memory="fp8" on any GPU', "tuning/select.py",
+        'memory="e4m3" on any GPU', "tuning/select.py",
         "    check_z_in_fp8(target.arch)\n", "    pass\n", "tests/tuning/test_select.py -k e4m3",
     ),
     Mutation(

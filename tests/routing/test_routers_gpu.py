@@ -7,9 +7,9 @@ from helpers import budget, poisoned, same_bits, written_out_loss
 from score_matrices import SCORES, assert_softmax, top
 
 from sonicmoe import MoE, ops
-from sonicmoe.layer import router_logits
 from sonicmoe.reference.token_rounding import SUBROUTINES
 from sonicmoe.routing import ROUTERS, TokenRounding, auxiliary_loss, make_router
+from sonicmoe.routing.scores import router_logits
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(4096, 64, 4, 128), (1000, 20, 3, 96), (16384, 256, 4, 128), (50, 4, 2, 64)]

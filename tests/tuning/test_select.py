@@ -68,7 +68,7 @@ def test_z_in_e4m3_needs_a_gpu_that_has_it(arch, fits):
         if fits:
             fp8_row_config(*given)
             continue
-        with pytest.raises(ValueError, match=rf"got 'fp8' on compute capability {arch / 10}"):
+        with pytest.raises(ValueError, match=rf"got 'e4m3' on compute capability {arch / 10}"):
             fp8_row_config(*given)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..gradients import DownGradients
+from ..tensors import NO_LORA, DzResults
 from ..tuning import Target
 from ..tuning.candidates import default_config
 from ..tuning.table import Config, Key, RowKey, WeightKey
@@ -39,30 +39,30 @@ def products(inputs: Inputs, gate_up: str) -> tuple[list[Product], Target]:
     dout, scores = inputs.dout, inputs.scores.detach()
     p = permute(inputs.ids, problem.E, dtype=x.dtype, backend="triton")
     size, target = x.element_size(), launches.target_of(x)
-    needs = DownGradients(dz=True, dw2=True, db2=False, dscores=True)
+    needs = DzResults(dz=True, a=True, dscores=True)
 
     def up(config):
-        return launches.up(x, w1, b1, p, activation, gate_up, "keep", config)[:2]
+        return launches.up(x, w1, b1, NO_LORA, p, activation, gate_up, x.dtype, config)[:2]
 
     def dz(config):
-        return launches.dz_gemm(
-            dout, z, None, w2, b2, scores, p, activation, gate_up, needs, config
+        return launches.dz(
+            dout, z, None, w2, b2, scores, NO_LORA, p, activation, gate_up, needs, config
         )
 
     def down(config):
-        return (launches.down(a, w2, b2, None, p, config),)
+        return (launches.down(a, w2, b2, None, NO_LORA, p, config),)
 
     def dx(config):
-        return (launches.down(dz_rows, w1.mT, None, None, p, config, kernel="dx"),)
+        return (launches.down(dz_rows, w1.mT, None, None, NO_LORA, p, config, kernel="dx"),)
 
     def dw1(config):
         dw = memory.empty_like(w1, w1.dtype)
-        launches.weight_gradient(dz_rows, x, dw, p, gathered="right", config=config)
+        launches.write_weight_gradient(dz_rows, x, dw, p, gathered="right", config=config)
         return (dw,)
 
     def dw2(config):
         dw = memory.empty_like(w2, w2.dtype)
-        launches.weight_gradient(dout, scaled_a, dw, p, gathered="left", config=config)
+        launches.write_weight_gradient(dout, scaled_a, dw, p, gathered="left", config=config)
         return (dw,)
 
     small = 2 * problem.R * problem.H * problem.I

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..validation import LAYOUTS
+from ..validation import FP8_PRECISIONS, LAYOUTS
 
 _COUNTS = 2
 # A setting that is not a number is sent as -1 - (its index in this list), or as a checksum below.
@@ -28,7 +28,7 @@ _VOCABULARY: list[Any] = [
     torch.float64,
     *ActivationType,
     *LAYOUTS,
-    "fp8",
+    *FP8_PRECISIONS,
 ]
 
 

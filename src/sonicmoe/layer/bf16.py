@@ -97,10 +97,11 @@ class Bf16(Operands):
         lora = NO_LORA if v is None else Lora(v, w.lora_a.mT)
         results = DzResults(dz.dz, needs.weight or bool(needs.lora_a), needs.source)
         weight, act = operand.weight, (how.activation, how.gate_up)
-        found, a, dscores = ops.dz(
-            dout, *kept, weight, w.bias, scores, lora, p, *act, results, how.backend
-        )
-        dw = dbias = None
+        found = a = dscores = dw = dbias = None
+        if any(results):
+            found, a, dscores = ops.dz(
+                dout, *kept, weight, w.bias, scores, lora, p, *act, results, how.backend
+            )
         if needs.weight:
             dw = weight_gradient(dout, a, weight, p, "left", gradient, how)
         of_lora = low_rank_gradients(dout, v, a, u, w, scores, p, needs, how)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .. import ops
+from ..errors import bad_argument
 from ..shapes import padded_rows
 from ..tensors import E4M3, Fp8Dz, Fp8DzResults, Fp8Kept, Fp8Weight
 from ..validation import check_fp8, fp8_backend
@@ -39,7 +40,10 @@ class Fp8(Operands):
     bf16_dw = False
 
     @staticmethod
-    def check(x, weights, backend):
+    def check(x, weights, has_lora, backend):
+        if has_lora:
+            remedy = "Leave the adapters or precision='fp8' out."
+            raise bad_argument("precision", "None with LoRA on the experts", "'fp8'", remedy)
         (w1, b1, *_), (w2, b2, *_) = weights.up, weights.down
         check_fp8(x, w1, w2, b1, b2)
         return fp8_backend(backend, x)

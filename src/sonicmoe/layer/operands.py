@@ -82,7 +82,7 @@ class Operands:
     Dz: type  # named tuple: dZ on its way from Down to Up
 
     @staticmethod
-    def check(x: torch.Tensor, weights: ExpertWeights, backend: str) -> str:
+    def check(x: torch.Tensor, weights: ExpertWeights, has_lora: bool, backend: str) -> str:
         """Raise a ValueError for what this kind cannot compute; the backend that computes it."""
         return backend
 
@@ -157,7 +157,7 @@ def kind_of(precision: str | None) -> type[Operands]:
     if precision not in _kinds:
         raise bad_argument(
             "precision",
-            f"None, {', '.join(repr(name) for name in _kinds if name is not None)}",
+            f"{', '.join(repr(name) for name in _kinds if name is not None)} or None",
             repr(precision),
             "None computes in the dtype of the data.",
         )

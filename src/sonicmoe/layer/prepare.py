@@ -142,7 +142,8 @@ def check(
     up, down, activation, gate_up = weights
     x, b1, b2 = autocast(x, up.bias, down.bias)
     w1, w2 = up.weight, down.weight
-    if any(adapter is not None for adapter in lora):
+    has_lora = any(adapter is not None for adapter in lora)
+    if has_lora:
         w1, w2 = autocast(w1, w2)
         _check_frozen(w1=w1, w2=w2, b1=b1, b2=b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
@@ -150,7 +151,7 @@ def check(
         check_adapter(f"lora{number}", adapter, w)
     weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
     backend = resolve_backend(backend, x)
-    return x, weights, kind_of(precision).check(x, weights, backend)
+    return x, weights, kind_of(precision).check(x, weights, has_lora, backend)
 
 
 def _ready(x, weights, lora, precision, backend) -> tuple[torch.Tensor, ExpertWeights, str]:

@@ -74,8 +74,6 @@ def run(call: Call) -> torch.Tensor:
         operand1, operand2 = kind.operands(weights, x, how, call.cache)
         rows, kept, u1 = kind.up(x, up, operand1, p, how)
         u2 = None if down.lora_a is None else kind.low_rank(rows, down.lora_a, p, how)
-    if not how.backward:
-        return kind.down(rows, operand2, down, u2, scores, p, x.shape[0], how)
     source, deferred = None, deferred_output()
     if how.recompute:
         kept, source = None, Source(x, kind.kept_operand(operand1, how), up.bias, u1, up.lora_b)

@@ -74,7 +74,7 @@ class TrainConfig:
     """One training run. `batch` sequences a step, cut into micro-batches of `micro_batch`.
 
     `data` is "local" (text that this installation carries), files and folders, or a Hugging Face
-    dataset. `memory` is that of `MoE`: keep, fp8 or recompute. `target_loss` is checked against the
+    dataset. `memory` is keep, e4m3 or recompute, as in `MoE`. `target_loss` is checked against the
     validation loss at the end. `keep` checkpoints are kept; 0 writes none. `init_from` is the
     folder of a run whose weights and tokenizer this one starts with.
     """
