@@ -111,7 +111,7 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
         "dz": [
             (given.dout, *of_w2, *no_lora, *p, *interleaved, *everything, b),
             (given.dout, *of_w2, *no_lora, *p, *interleaved, *some, b),
-            (given.dout, *of_w2, low, down_factor.mT, *p, *interleaved, *everything, b),
+            (given.dout, *of_w2, low, down_factor, *p, *interleaved, *everything, b),
             (rows, z, None, given.w2, None, None, *no_lora, *in_order, *concatenated, *some, b),
         ],
         "dx": [

@@ -299,7 +299,7 @@ def test_precompiling_imports_nothing():
     """`backward()` and `empty_like` on the meta device would: sympy, which takes seconds."""
     code = """
 import sys
-from sonicmoe import experts, precompile
+from sonicmoe.layer import precompile
 from sonicmoe.launch import grouped_gemm, launcher
 from sonicmoe.launch import routing as launch_routing
 
@@ -307,7 +307,7 @@ for module in (launcher, grouped_gemm, launch_routing):
     module.launch = lambda *_, **__: None
 grouped_gemm.target_of = lambda t: launcher.Target(80, 108)
 assert "sympy" not in sys.modules
-precompile.run_step(precompile.Layer(64, 32, 4, 2, logits=precompile.torch.float32), experts)
+precompile.run_step(precompile.Layer(64, 32, 4, 2, logits=precompile.torch.float32))
 assert "sympy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -135,7 +135,7 @@ def _fp8_peak_bytes(
     """`peak_bytes` in FP8, with weights in bf16 that are not cached.
 
     Forward: the weights in e4m3 as well. Backward: dO in e4m3, the factors of dZ, dZ in both orders
-    and A'; then dX with dX̃, then dW1 with X in e4m3. Recomputing Z takes less: no dW2 exists yet.
+    and A'; then dW2; then dX with dX̃, then dW1 with X in e4m3. Recomputing Z takes less than dZ.
     """
     kept = kept_bytes(p, 2, tile_m, router, memory, precision)
     total, of_z = sum(kept.values()), sum(_kept_z(p, 2, memory, precision).values())
@@ -146,20 +146,22 @@ def _fp8_peak_bytes(
     bf16_dw = precision == "fp8_bf16_dw"
     dz = p.R * p.N + p.R * SCALE + (0 if bf16_dw else (columns + p.E * SCALE) * p.N)
     partial = ceil_div(p.I, FP8_DZ_COLUMNS) * p.R * SCALE  # sums of dS
-    a = max(2 * p.R * p.I, partial) if bf16_dw else columns * p.I + partial
+    a_t = 0 if bf16_dw else columns * p.I
     factors = 5 * p.R * SCALE + (0 if bf16_dw else 2 * p.E * p.I * SCALE)  # and a_t_scale
     x8 = p.T * (p.H + SCALE)
     a8 = p.R * p.I + (0 if "a_scale" in kept else p.R * ceil_div(p.I, BLOCK) * SCALE)
-    gradients = dz + kept["scores"] + 2 * w2
+    gradients = dz + kept["scores"]
     recomputed = w1_t = w2_t = 0
     if memory.recompute:
         again = _kept_z(p, 2, KEEP, precision)
-        names = ("z", "zmax", "zmax_columns", "a_scale", "x_scale", "w2_norm")
+        names = ("z", "zmax", "zmax_columns", "a_scale", "x_scale")
         recomputed = sum(again[name] for name in names)
-        w1_t, w2_t = w1, w2
+        w1_t, w2_t = w1, w2 + again["w2_norm"]
     do8 = x8 + p.T * SCALE  # with norms
-    of_down = total + recomputed + w2_t + do8 + factors + a + gradients
-    later = total - of_z + kept.get("w1_t", 0) - kept["row_slot"] + tokens_h + gradients
+    of_dz = w2_t + do8 + factors + a_t + partial
+    of_dw2 = 2 * w2 + (2 * p.R * p.I if bf16_dw else p.T * p.H + a_t + p.E * p.I * SCALE)
+    of_down = total + recomputed + gradients + max(of_dz, of_dw2)
+    later = total - of_z + kept.get("w1_t", 0) - kept["row_slot"] + tokens_h + gradients + 2 * w2
     of_up = later + max(rows_h + w1_t, 2 * w1 + (2 * p.R * p.N if bf16_dw else x8))
     return Peak(
         forward=total + logits + w1 + w2 + a8 + rows_h + tokens_h,

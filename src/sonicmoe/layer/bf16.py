@@ -47,10 +47,8 @@ class Bf16(Operands):
 
     @staticmethod
     def operands(weights, x, how, cache):
-        return (
-            Operand(weights.up.weight.detach().to(x.dtype)),
-            Operand(weights.down.weight.detach().to(x.dtype)),
-        )
+        w1, w2 = weights.up.weight, weights.down.weight
+        return Operand(w1.to(x.dtype)), Operand(w2.to(x.dtype))
 
     @staticmethod
     def up(x, w, operand, p, how):

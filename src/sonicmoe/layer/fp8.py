@@ -53,7 +53,7 @@ class Fp8(Operands):
         w1, w2 = weights.up.weight, weights.down.weight
         quantize = quantize_weights if cache is None else cache.quantized
         q1, q2 = quantize(w1, w2, how.z_dtype is not None, how.backend)
-        return Operand(w1.detach(), q1), Operand(w2.detach(), q2)
+        return Operand(w1, q1), Operand(w2, q2)
 
     @staticmethod
     def kept_operand(operand, how):

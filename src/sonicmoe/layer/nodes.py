@@ -175,13 +175,10 @@ class Down(torch.autograd.Function):
         of_w2 = (kind.kept_operand(operand, how), bias, lora_a, lora_b, u)
         _save(ctx, _DownSaved(scores, *of_w2, kept, source, maps))
         w = Projection(weight, bias, lora_a, lora_b)
-
-        def output():
-            return kind.down(rows, operand, w, u, scores, p, shape.tokens, how)
-
+        given_down = (rows, operand, w, u, scores, p, shape.tokens, how)
         if deferred is None:
-            return output()
-        deferred.append(output)
+            return kind.down(*given_down)
+        deferred.append(lambda: kind.down(*given_down))
         return placeholder(weight, shape.tokens, weight.shape[1], dtype=shape.dtype)
 
     @staticmethod

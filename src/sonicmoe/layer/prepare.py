@@ -147,11 +147,11 @@ def check(
         w1, w2 = autocast(w1, w2)
         _check_frozen(w1=w1, w2=w2, b1=b1, b2=b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
+    weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
+    backend = kind_of(precision).check(x, weights, has_lora, resolve_backend(backend, x))
     for number, (adapter, w) in enumerate(zip(lora, (w1, w2), strict=True), 1):
         check_adapter(f"lora{number}", adapter, w)
-    weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
-    backend = resolve_backend(backend, x)
-    return x, weights, kind_of(precision).check(x, weights, has_lora, backend)
+    return x, weights, backend
 
 
 def _ready(x, weights, lora, precision, backend) -> tuple[torch.Tensor, ExpertWeights, str]:

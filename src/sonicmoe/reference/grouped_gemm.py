@@ -88,6 +88,10 @@ def _of(bias, e: int):
 
 
 def down(a, w2, b2, row_scores, lora, p: Permutation):
+    return _sorted_gemm(a, w2, b2, row_scores, lora, p)
+
+
+def _sorted_gemm(a, w2, b2, row_scores, lora, p: Permutation):
     y = a.new_zeros(a.shape[0], w2.shape[1])
     for e, r in expert_rows(p):
         out = _add_lora(gemm(a[r], w2[e].mT, _of(b2, e)), lora, e, r)
@@ -113,7 +117,7 @@ def combine(y, scores, slot_row, token_start, tokens: int):
 
 def down_and_combine(a, w2, b2, scores, lora, p: Permutation, tokens: int, slices: int):
     """In one piece: slices bound the memory of the kernels and change no bit."""
-    y = down(a, w2, b2, None, lora, p)
+    y = _sorted_gemm(a, w2, b2, None, lora, p)
     return combine(y, scores, p.slot_row, p.token_start, tokens) if p.is_gathered else y
 
 
