@@ -19,16 +19,16 @@ MUTATIONS = [
         "tests/test_machine_code_fp8.py -k weight_gradient",
     ),
     Mutation(
-        "FP8 weights outlive the step of a fused optimizer", "fp8_weights.py",
+        "FP8 weights outlive the step of a fused optimizer", "layer/fp8_weights.py",
         "    _optimizer_steps += 1\n", "    pass\n", "tests/test_fp8_weights.py -k fused",
     ),
     Mutation(
-        "FP8 weights outlive their storage", "fp8_weights.py",
+        "FP8 weights outlive their storage", "layer/fp8_weights.py",
         "return storage, w.data_ptr(), w._version", "return w._version",
         "tests/test_fp8_weights.py -k assigned",
     ),
     Mutation(
-        "FP8 weights outlive a write through .data", "fp8_weights.py",
+        "FP8 weights outlive a write through .data", "layer/fp8_weights.py",
         "        q1, q2 = self._weights\n", "        return self._weights\n",
         "tests/test_fp8_weights.py -k refresh",
     ),
@@ -38,12 +38,12 @@ MUTATIONS = [
         "tests/interpreted/test_interpreted_quantize.py -k changed", interpreted=True,
     ),
     Mutation(
-        "each call compares the same sample of cached FP8 weights", "fp8_weights.py",
+        "each call compares the same sample of cached FP8 weights", "layer/fp8_weights.py",
         "(self._sample + 1)", "(self._sample + 0)",
         "tests/test_fp8_weights.py -k another_sample",
     ),
     Mutation(
-        "FP8 weights outlive an all-gather of FSDP2", "fp8_weights.py",
+        "FP8 weights outlive an all-gather of FSDP2", "layer/fp8_weights.py",
         "and not _fsdp2_is_used()", "", "tests/test_fp8_weights.py -k fsdp2",
     ),
     Mutation(
@@ -100,7 +100,7 @@ MUTATIONS = [
         "tests/test_fp8_values.py -k drown",
     ),
     Mutation(
-        "FP8: a repaired expert stays NaN", "fp8_weights.py",
+        "FP8: a repaired expert stays NaN", "layer/fp8_weights.py",
         " or (~was_finite & is_finite).any()", "", "tests/test_fp8_weights.py -k repaired",
     ),
     Mutation(
@@ -108,12 +108,13 @@ MUTATIONS = [
         "        check_fp8_experts(arch, ", "        str(", "tests/test_fp8.py -k hopper",
     ),
     Mutation(
-        "FP8: the transposed operand of frozen weights", "autograd_fp8.py",
-        "+ (() if need_dz_t else dz_t)", "", "tests/test_fp8.py -k not_needed",
+        "FP8: the transposed operand of frozen weights", "layer/fp8.py",
+        "of_columns = needs.weight and not cls.bf16_dw", "of_columns = not cls.bf16_dw",
+        "tests/test_fp8.py -k not_needed",
     ),
     Mutation(
-        "FP8: Z is kept though it is recomputed", "autograd_fp8.py",
-        "options.gate_up, keep_z, backend\n", 'options.gate_up, "keep", backend\n',
+        "FP8: Z is kept though it is recomputed", "layer/run.py",
+        "kept, source = None, Source(", "source = Source(",
         "tests/test_peak.py -k fp8",
     ),
     Mutation(
@@ -123,14 +124,14 @@ MUTATIONS = [
         "tests/test_fp8_memory.py -k other_sizes",
     ),
     Mutation(
-        "FP8: weights are kept though they are quantized again", "autograd_fp8.py",
-        "return w if w.w8_t is not None else Fp8Weight()", "return w",
+        "FP8: weights are kept though they are quantized again", "layer/fp8.py",
+        "return operand if q.w8_t is not None else operand._replace(quantized=Fp8Weight())",
+        "return operand",
         "tests/test_fp8_memory.py -k to_the_byte",
     ),
     Mutation(
-        "FP8: weight gradients in bf16 without the scores", "reference/fp8.py",
-        "scored_activation(z, zmax, scores, p, activation, gate_up)\n            dw2",
-        "scored_activation(z, zmax, None, p, activation, gate_up)\n            dw2",
+        "FP8: weight gradients in bf16 without the scores", "layer/fp8.py",
+        "kept.zmax, scores, p, *act", "kept.zmax, None, p, *act",
         "tests/test_fp8_memory.py -k weight_gradients_in_bf16",
     ),
     Mutation(
