@@ -44,9 +44,9 @@ def kept_bytes(
     memory: MemoryPolicy = KEEP,
     precision: str | None = None,
 ) -> dict[str, int]:
-    """Bytes kept from forward to backward beside X, tensor by tensor.
+    """Bytes kept from forward to backward in addition to X, tensor by tensor.
 
-    `router` None: the choice came from the caller, who holds the ids. In bf16 nothing here grows
+    `router` None: the caller chose the experts and keeps the ids. In bf16 nothing here grows
     with H, so at fixed K·I the sum does not depend on how fine the experts are; in FP8 transposed
     weights are kept too, unless Z is recomputed.
     """
