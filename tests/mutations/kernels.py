@@ -42,7 +42,7 @@ MUTATIONS = [
     ),
     Mutation(
         "main_grad of the wrong columns", "kernels/hopper/wgrad.py",
-        "        column = n0 + i * PIECE\n        if out_fp32",
+        "        column = n0 + i * QUARTER\n        if out_fp32",
         "        column = n0\n        if out_fp32",
         "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
     ),

@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..spans import any_is_split, rows_of
 from ..tile_order import in_bands
-from .epilogue import quarters, trivially
+from .epilogue import assume_layout, quarters
 from .gluon_compat import aggregate, copy_gathered, copy_out
 from .ragged import load_rows
-from .ring import accumulator_layout, ceil_div, make_slots
+from .ring import accumulator_layout, ceil_div, make_stages
 
 
 @aggregate
@@ -108,7 +108,7 @@ def _tokens(row_token, row, end, r):
 
 @gluon.jit
 def _producer(
-    left, right, row_token, work, left_smem, right_smem, slots,
+    left, right, row_token, work, left_smem, right_smem, stages,
     BLOCK_K: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = work.BLOCK_M
@@ -145,12 +145,12 @@ def _producer(
         for block in range(gl.cdiv(end - start, BLOCK_K)):
             k = start + block * BLOCK_K
             if GATHER:
-                # Load the next block's tokens while this block waits for its ring slot.
+                # Load the next block's tokens while this block waits for its stage.
                 token_next = _tokens(row_token, k + BLOCK_K, end, r)
-            slot, barrier = slots.acquire(step, BYTES)
+            stage, barrier = stages.acquire(step, BYTES)
             ok = k + r < end
-            upper = left_smem.index(2 * slot)
-            lower = left_smem.index(2 * slot + 1)
+            upper = left_smem.index(2 * stage)
+            lower = left_smem.index(2 * stage + 1)
             if GATHER_LEFT:
                 gather(upper, left, token, ok, m0, work.M, L)
                 gather(lower, left, token, ok, m0 + CONSUMER_M, work.M, L)
@@ -158,9 +158,9 @@ def _producer(
                 load_rows(left, end, k, m0, barrier, upper)
                 load_rows(left, end, k, m0 + CONSUMER_M, barrier, lower)
             if GATHER_RIGHT:
-                gather(right_smem.index(slot), right, token, ok, n0, work.N, L)
+                gather(right_smem.index(stage), right, token, ok, n0, work.N, L)
             else:
-                load_rows(right, end, k, n0, barrier, right_smem.index(slot))
+                load_rows(right, end, k, n0, barrier, right_smem.index(stage))
             if GATHER:
                 async_copy.mbarrier_arrive(barrier, increment_count=False)
                 token = token_next
@@ -174,45 +174,45 @@ def _producer(
 
 
 @gluon.jit
-def _write(work, buffer, piece, plane, m0, n0, ADD: gl.constexpr):
-    """Store `piece` in fp32, or add it if ADD: no two programs write the same element."""
-    L: gl.constexpr = accumulator_layout(piece.shape[1], gl.bfloat16)
-    m = m0 + gl.arange(0, piece.shape[0], gl.SliceLayout(1, L))
-    n = n0 + gl.arange(0, piece.shape[1], gl.SliceLayout(0, L))
+def _write(work, buffer, quarter, plane, m0, n0, ADD: gl.constexpr):
+    """Store `quarter` in fp32, or add it if ADD: no two programs write the same element."""
+    L: gl.constexpr = accumulator_layout(quarter.shape[1], gl.bfloat16)
+    m = m0 + gl.arange(0, quarter.shape[0], gl.SliceLayout(1, L))
+    n = n0 + gl.arange(0, quarter.shape[1], gl.SliceLayout(0, L))
     row = (plane.to(gl.int64) * work.M + m) * work.N
     ptr = buffer + row[:, None] + n[None, :]
     inside = (m < work.M)[:, None] & (n < work.N)[None, :]
     if ADD:
-        gl.atomic_add(ptr, trivially(piece, L), mask=inside, sem="relaxed")
+        gl.atomic_add(ptr, assume_layout(quarter, L), mask=inside, sem="relaxed")
     else:
-        gl.store(ptr, trivially(piece, L), mask=inside)
+        gl.store(ptr, assume_layout(quarter, L), mask=inside)
 
 
 @gluon.jit
 def _store(
-    CONSUMER: gl.constexpr, work, out, out_fp32, pieces, expert, m0, n0, out_smem, any_row,
+    CONSUMER: gl.constexpr, work, out, out_fp32, of_acc, expert, m0, n0, out_smem, any_row,
     ADD: gl.constexpr,
 ):  # fmt: skip
     """Store a consumer's half of the tile in quarters: by TMA, or in fp32 without it."""
-    PIECE: gl.constexpr = work.BLOCK_N // 4
+    QUARTER: gl.constexpr = work.BLOCK_N // 4
     for i in gl.static_range(4):
-        column = n0 + i * PIECE
+        column = n0 + i * QUARTER
         if out_fp32 is not None:
             if not ADD:
-                _write(work, out_fp32, pieces[i], expert, m0, column, False)
+                _write(work, out_fp32, of_acc[i], expert, m0, column, False)
             elif any_row:
-                _write(work, out_fp32, pieces[i], expert, m0, column, True)
+                _write(work, out_fp32, of_acc[i], expert, m0, column, True)
         else:
-            tma.store_wait(1)  # the last store from this buffer, two pieces ago, is done
-            staged = out_smem.index(2 * CONSUMER + i % 2)
-            staged.reshape([work.BLOCK_M // 2, PIECE]).store(pieces[i].to(out.dtype))
+            tma.store_wait(1)  # the last store from this buffer, two quarters ago, is done
+            out_buffer = out_smem.index(2 * CONSUMER + i % 2)
+            out_buffer.reshape([work.BLOCK_M // 2, QUARTER]).store(of_acc[i].to(out.dtype))
             fence_async_shared()
-            copy_out(out, [expert, m0, column], staged)
+            copy_out(out, [expert, m0, column], out_buffer)
 
 
 @gluon.jit
 def _consumer(
-    CONSUMER: gl.constexpr, out, out_fp32, partial, work, left_smem, right_smem, out_smem, slots,
+    CONSUMER: gl.constexpr, out, out_fp32, partial, work, left_smem, right_smem, out_smem, stages,
     BLOCK_K: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = work.BLOCK_N
@@ -230,27 +230,27 @@ def _consumer(
         next_start, next_end = work.load_rows(index + stride)
         acc = gl.zeros((CONSUMER_M, BLOCK_N), gl.float32, L)
         for k in range(start, end, BLOCK_K):
-            slot = slots.wait(step)
-            if slots.GATHER:
+            stage = stages.wait(step)
+            if stages.GATHER:
                 fence_async_shared()  # gathered rows were written by cp.async, not by TMA
-            a = left_smem.index(2 * slot + CONSUMER).reshape([BLOCK_K, CONSUMER_M]).permute((1, 0))
-            b = right_smem.index(slot).reshape([BLOCK_K, BLOCK_N])
+            a = left_smem.index(2 * stage + CONSUMER).reshape([BLOCK_K, CONSUMER_M]).permute((1, 0))
+            b = right_smem.index(stage).reshape([BLOCK_K, BLOCK_N])
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            slots.release_before(step, pred=k > start)
+            stages.release_before(step, pred=k > start)
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        slots.release_before(step, pred=end > start)
-        pieces = quarters(acc)
+        stages.release_before(step, pred=end > start)
+        of_acc = quarters(acc)
         group = work.group(index)
         if work.SPLIT and group >= work.num_experts:
             if end >= 0:
                 place = group - work.num_experts
                 for i in gl.static_range(4):
-                    _write(work, partial, pieces[i], place, m0, n0 + i * (BLOCK_N // 4), False)
+                    _write(work, partial, of_acc[i], place, m0, n0 + i * (BLOCK_N // 4), False)
         elif end >= 0:
             any_row = end > start
-            _store(CONSUMER, work, out, out_fp32, pieces, group, m0, n0, out_smem, any_row, ADD)
+            _store(CONSUMER, work, out, out_fp32, of_acc, group, m0, n0, out_smem, any_row, ADD)
         _, start, end = work.rows(index + stride, next_start, next_end)
     tma.store_wait(0)
 
@@ -286,21 +286,21 @@ def hopper_wgrad_kernel(
         out_smem = gl.allocate_shared_memory(dtype, [4] + out.block_shape, out.layout)
     else:
         out_smem = left_smem  # not used
-    slots = make_slots(STAGES, GATHER)
+    stages = make_stages(STAGES, GATHER)
     SPLIT: gl.constexpr = partial is not None
     work = make_work(expert_start, tiles, num_experts, span, places, SPLIT, M, N, BLOCK_M, BLOCK_N)
     gl.warp_specialize(
         [
             (_consumer, (
-                0, out, out_fp32, partial, work, left_smem, right_smem, out_smem, slots,
+                0, out, out_fp32, partial, work, left_smem, right_smem, out_smem, stages,
                 BLOCK_K, ADD,
             )),
             (_consumer, (
-                1, out, out_fp32, partial, work, left_smem, right_smem, out_smem, slots,
+                1, out, out_fp32, partial, work, left_smem, right_smem, out_smem, stages,
                 BLOCK_K, ADD,
             )),
             (_producer, (
-                left, right, row_token, work, left_smem, right_smem, slots,
+                left, right, row_token, work, left_smem, right_smem, stages,
                 BLOCK_K, GATHER_LEFT, GATHER_RIGHT,
             )),
         ],
