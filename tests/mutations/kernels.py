@@ -37,7 +37,7 @@ MUTATIONS = [
     ),
     Mutation(
         "another expert's rows in a weight gradient on Hopper", "kernels/hopper/wgrad.py",
-        "            ok = k + r < end\n", "            ok = k + r < end + BLOCK_K\n",
+        "            ok = k + r < rows.end\n", "            ok = k + r < rows.end + BLOCK_K\n",
         "tests/gpu/test_gpu_promises.py -k nan", gpu=True,
     ),
     Mutation(

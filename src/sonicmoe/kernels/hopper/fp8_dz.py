@@ -6,8 +6,8 @@ each, and is free again when their stores have been waited for. Z in e4m3 takes 
 
 All scales are known before: `DzScales` has factors of rows, columns and blocks of columns, and the
 scales of Z in e4m3 follow from zmax. They wait in shared memory, because the epilogue has no
-registers for them. In dZᵀ and A'ᵀ the rows of a tile are in the order of
-`reference.fp8.row_of_place`.
+registers for them. In dZᵀ and A'ᵀ the rows of a tile are in the order that
+`fp8_wgrad.exchange` explains.
 """
 
 from triton.experimental import gluon
@@ -108,6 +108,7 @@ def _packed_rows(value):
     """(64, 32) → (32, 32) int16: rows r and r + 8 of sixteen as e4m3. A thread holds both.
 
     They are stored transposed as 16-bit elements, because stmatrix cannot transpose single bytes.
+    This makes the order of rows in dZᵀ and A'ᵀ: see `fp8_wgrad.exchange`.
     """
     upper, lower = gl.split(gl.permute(gl.reshape(value, (4, 2, 8, SLICE)), (0, 2, 3, 1)))
     return gl.inline_asm_elementwise(

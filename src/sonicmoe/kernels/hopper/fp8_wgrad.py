@@ -32,10 +32,17 @@ CONSUMER_M = gl.constexpr(128)
 
 @gluon.jit
 def exchange(row):
-    """`row` with bits 0 and 3 exchanged: the row of a block that row `row` of shared memory holds.
+    """The row of a block that row `row` of shared memory holds: bits 0 and 3 exchanged.
 
-    Two orders meet at place k = 16c + 4t + 2h + p of K: a consumer finds row 16c + 8h + 2t + p of
-    shared memory there, and the transposed operand has row 16c + 8p + 2t + h of its tile.
+    Both operands must have the same row at every k = 16c + 4t + 2h + p of K (t < 4, h and p < 2):
+
+    - The transposed operand has row 16c + 8p + 2t + h of its tile in column k. A thread of the dZ
+      GEMM holds rows r and r + 8 of sixteen and stores them as neighbours: `fp8_dz._packed_rows`,
+      `reference.fp8.row_of_column`.
+    - A consumer finds row 16c + 8h + 2t + p of shared memory at k, because it loads 16-bit elements
+      and uses them as pairs of 8-bit ones: `_transposed`.
+
+    So the producer puts row 8p + 2t + h where the consumer looks for row 8h + 2t + p.
     """
     return (row & ~9) | ((row & 1) << 3) | ((row >> 3) & 1)
 
@@ -51,13 +58,19 @@ def _tokens(row_token, row, end, GATHER: gl.constexpr):
 
 @gluon.jit
 def _producer(rows8, row_token, other_t, work, rows_smem, other_smem, stages, GATHER: gl.constexpr):
+    """The producer warpgroup: fill the ring buffer for all work items of this program.
+
+    A stage has both consumers' columns of the gathered rows, with rows in the order of `exchange`,
+    then the block of the transposed operand. The look-ahead is that of `wgrad`, written out: with
+    `Work.first_two` ptxas orders the loads differently.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     r = exchange(gl.arange(0, BLOCK_K, gl.SliceLayout(1, L)))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     second = first + stride
-    start, end = work.load_rows(first)
-    next_start, next_end = work.load_rows(second)
+    start, end = work.load_entry(first)
+    next_start, next_end = work.load_entry(second)
     expert, start, end = work.rows(first, start, end)
     next_expert, next_start, next_end = work.rows(second, next_start, next_end)
     token = _tokens(row_token, start + r, end, GATHER)
@@ -66,7 +79,7 @@ def _producer(rows8, row_token, other_t, work, rows_smem, other_smem, stages, GA
         m, n = work.tile(index)
         m0 = m * BLOCK_M
         later = index + 2 * stride
-        later_start, later_end = work.load_rows(later)
+        later_start, later_end = work.load_entry(later)
         first_token = _tokens(row_token, next_start + r, next_end, GATHER)
         tile = start // BLOCK_K + expert  # of a span too: spans are multiples of BLOCK_K
         for block in range(gl.cdiv(end - start, BLOCK_K)):
@@ -188,16 +201,20 @@ def _consumer(
     rows_smem, other_smem, out_smem, scale_smem, stages,
     BUFFERS: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
+    """A consumer warpgroup: its half of the rows M of every tile of this program.
+
+    The wgmma reads the rows from registers, so a stage is released only when it has finished.
+    """
     L: gl.constexpr = accumulator_layout(BLOCK_N, rows_smem.dtype)
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    start, end = work.load_rows(first)
+    start, end = work.load_entry(first)
     expert, start, end = work.rows(first, start, end)
     step = 0
     for index in range(first, work.total, stride):
         m, n = work.tile(index)
         m0 = m * BLOCK_M + CONSUMER * CONSUMER_M
-        next_start, next_end = work.load_rows(index + stride)
+        next_start, next_end = work.load_entry(index + stride)
         # `end > start` is read here so that Triton 3.6 sees that `start` is carried: it looks for
         # readers everywhere but in bounds of inner loops, and the consumers would deadlock.
         _load_scales(CONSUMER, scale_smem, scale, expert, n, end > start, work.N)

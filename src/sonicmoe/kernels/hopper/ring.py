@@ -2,8 +2,11 @@
 
 A tile is 128 rows by BLOCK_N columns. The producer fills a ring buffer of `STAGES` blocks of
 BLOCK_K: weights by TMA, rows by TMA if they lie in order, else gathered row by row with cp.async.
-Each consumer owns 64 rows of the tile. The entry of a tile in the tile table is loaded long before
-it is used: that load takes as long as one step of the loop.
+Each consumer owns 64 rows of the tile.
+
+Look-ahead: a producer knows its next work item already and loads the table entry of the one after
+that (`later`), because such a load takes as long as one step of the loop. Consumers look one item
+ahead.
 
 With a LoRA adapter, U (R, r) and B (E, N, r) in the layout of the weights, the producer appends
 blocks of U and B to those of A and W. The consumers only see more steps.
@@ -19,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile_order import load_tile, place_of
+from ..tile_order import corner_of, load_tile
 from .gluon_compat import aggregate, copy_gathered, copy_in, reinterpreted
 from .ragged import load_rows
 
@@ -86,6 +89,7 @@ class Stages:
 
 @gluon.jit
 def make_stages(STAGES: gl.constexpr, GATHER: gl.constexpr):
+    """Barriers of STAGES stages, initialized."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ARRIVALS: gl.constexpr = 129 if GATHER else 1  # TMA, and each of the producer's 128 threads
@@ -143,23 +147,23 @@ class Ring:
         """The tile table's entry for work item `index`; past the last item its header, with end
         row 0.
 
-        Called well before `place`, which waits for the load.
+        Called well before `corner` and `locate`, which wait for the load.
         """
         n_tiles: gl.constexpr = ceil_div(self.N, self.BLOCK_N)
         return load_tile(self.tiles, gl.where(index < self.total, index // n_tiles, -1))
 
     @gluon.jit
-    def place(self, index, entry):
+    def corner(self, index, entry):
         """First row and N-tile of work item `index`; past the last item the row is not below the
         entry's end row."""
         _, start, end, number = entry
-        return place_of(index, start, end, number, self.K, self.N, 2 * CONSUMER_M, self.BLOCK_N)
+        return corner_of(index, start, end, number, self.K, self.N, 2 * CONSUMER_M, self.BLOCK_N)
 
     @gluon.jit
     def locate(self, index, entry, CONSUMER: gl.constexpr):
         """A consumer's rows of the tile of work item `index`."""
         expert, start, end, _ = entry
-        row, n = self.place(index, entry)
+        row, n = self.corner(index, entry)
         return Tile(expert, start, end, row + CONSUMER * CONSUMER_M, n)
 
     @gluon.jit
@@ -226,6 +230,7 @@ def make_ring(
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WEIGHT_LAYOUT: gl.constexpr, GATE_UP: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
+    """The ring buffer of a kernel; `dtype` is that of A, `w` the descriptor of the weights."""
     a_smem = buffers(dtype, 2 * STAGES, [CONSUMER_M, BLOCK_K])
     if WEIGHT_LAYOUT == "kn" and GATE_UP == "concatenated":
         w_smem = buffers(w.dtype, STAGES, [BLOCK_K, BLOCK_N])
@@ -275,10 +280,10 @@ def _tokens(row_token, row, end, r):
 
 
 @gluon.jit
-def _tokens_of_both(row_token, entry, place, r):
+def _tokens_of_both(row_token, entry, corner, r):
     """Tokens of both consumers' rows."""
     _, _, end, _ = entry
-    row, _ = place
+    row, _ = corner
     return _tokens(row_token, row, end, r), _tokens(row_token, row + CONSUMER_M, end, r)
 
 
@@ -306,14 +311,14 @@ def producer(ring, a, row_token, w, lora_u, lora_b):
     stride = gl.num_programs(0)
     entry = ring.load_entry(first)
     next_entry = ring.load_entry(first + stride)
-    place = ring.place(first, entry)
-    next_place = ring.place(first + stride, next_entry)
+    corner = ring.corner(first, entry)
+    next_corner = ring.corner(first + stride, next_entry)
     if GATHER:
-        upper, lower = _tokens_of_both(row_token, entry, place, r)
+        upper, lower = _tokens_of_both(row_token, entry, corner, r)
     step = 0
     for index in range(first, ring.total, stride):
         expert, _, end, _ = entry
-        row, n = place
+        row, n = corner
         column = n * (BLOCK_N // 2 if ring.GATE_UP == "concatenated" else BLOCK_N)
         later = index + 2 * stride
         later_entry = ring.load_entry(later)
@@ -322,7 +327,7 @@ def producer(ring, a, row_token, w, lora_u, lora_b):
             lower_ptr = a + (lower.to(gl.int64) * K)[:, None] + offs_k[None, :]
             upper_ok = (upper >= 0)[:, None]
             lower_ok = (lower >= 0)[:, None]
-            upper, lower = _tokens_of_both(row_token, next_entry, next_place, r)
+            upper, lower = _tokens_of_both(row_token, next_entry, next_corner, r)
         for k in range(0, K, BLOCK_K):
             stage, barrier = ring.stages.acquire(step, BYTES)
             _load_weights(ring, w, expert, column, k, barrier, stage)
@@ -342,7 +347,7 @@ def producer(ring, a, row_token, w, lora_u, lora_b):
                 if GATHER:
                     async_copy.mbarrier_arrive(barrier, increment_count=False)
                 step += 1
-        entry, place = next_entry, next_place
-        next_entry, next_place = later_entry, ring.place(later, later_entry)
+        entry, corner = next_entry, next_corner
+        next_entry, next_corner = later_entry, ring.corner(later, later_entry)
     if GATHER:
         async_copy.wait_group(0)
