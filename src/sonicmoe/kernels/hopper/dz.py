@@ -63,6 +63,7 @@ class ZSlices:
 
 @gluon.jit
 def make_z_slices(z, dtype: gl.constexpr, GATE_UP: gl.constexpr):
+    """Buffers of Z and their barriers; `dtype` is that of the buffers, `z` the descriptor of Z."""
     smem = slice_buffers(dtype, 2 * BUFFERS, GATE_UP)
     full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * BUFFERS):
