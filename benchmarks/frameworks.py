@@ -54,7 +54,7 @@ def main() -> int:
         if path is not None:
             print(f"kept {len(outcome.records)} records in {path}", file=sys.stderr)
         for failure in outcome.failures:
-            print(f"FAILED {failure}\nNo figure is given for it.", file=sys.stderr)
+            print(f"FAILED {failure}\nIt is not timed.", file=sys.stderr)
             failed = True
     return int(failed)
 

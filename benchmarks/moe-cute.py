@@ -60,7 +60,7 @@ def main() -> int:
     )
     failures = bench_case(case, "uniform", options).failures
     for failure in failures:
-        print(f"FAILED {failure}\nNo figure is given for it.", file=sys.stderr)
+        print(f"FAILED {failure}\nIt is not timed.", file=sys.stderr)
     return 1 if failures else 0
 
 

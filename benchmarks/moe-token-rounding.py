@@ -80,7 +80,7 @@ def main() -> int:
     )
     failures = sweep(args, options) if args.sweep else bench_rounding(case, options)
     for failure in failures:
-        print(f"FAILED {failure}\nNo figure is given for it.", file=sys.stderr)
+        print(f"FAILED {failure}\nIt is not timed.", file=sys.stderr)
     return 1 if failures else 0
 
 

@@ -35,6 +35,7 @@ SLOW = {
     "test_machine_code.py",
     "test_machine_code_fp8.py",
     "test_machine_code_fp8_dz.py",
+    "test_machine_code_memory.py",
     "test_package.py",
     "test_rounding_machine_code.py",
     "test_examples.py",

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -71,6 +72,25 @@ def test_what_is_named_exists(document):
         assert f"\n{target}:" in makefile, f"make {target}"
     for command in set(re.findall(r"(?:`|^)sonicmoe (\w+)", text, re.MULTILINE)):
         assert re.search(rf"\b{command}\b", sonicmoe_help()), f"sonicmoe {command}"
+
+
+def test_kernels_name_what_exists():
+    """Files, functions and arguments in docs/kernels.md."""
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").glob("*.py")]
+    words = set(re.findall(r"\w+", "".join(file.read_text() for file in files)))
+    for name in re.findall(r"`([A-Za-z_][\w.]*)(?=[`\[(: ])", text):
+        if name.endswith(".py"):
+            assert name in {file.name for file in files}, name
+        else:
+            assert set(name.split(".")) <= words | {file.stem for file in files}, name
+
+
+def test_pictures_are_up_to_date():
+    drawn = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
+    for name, draw in drawn["PICTURES"].items():
+        kept = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
+        assert kept == draw(), "run `python docs/pictures/draw.py`"
 
 
 def anchors(document: Path) -> list[str]:

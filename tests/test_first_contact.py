@@ -66,8 +66,8 @@ TINY = ["--device", "cpu", "--shape", "64,32,16,4,2"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench", *TINY[2:], "--device", "gpu"], "--device: expected cpu, or a GPU"),
-        (["bench", *TINY[2:], "--device", "mps"], "--device: expected cpu, or a GPU"),
+        (["bench", *TINY[2:], "--device", "gpu"], "--device: expected cpu or a GPU"),
+        (["bench", *TINY[2:], "--device", "mps"], "--device: expected cpu or a GPU"),
         (["bench", *TINY, "--results", "FILE/x"], "--results: expected a folder"),
         (["bench", *TINY, "--results", "/proc/x"], "--results: expected a folder that can be"),
         (["bench", *TINY, "--routing", "uniform", "warm"], "--routing: expected one of"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import MoE
 from sonicmoe.layer import fp8_weights
@@ -320,3 +321,14 @@ def test_collectives_need_a_refresh(process_group, collective):
     with torch.no_grad():
         dist.broadcast(w, 0) if collective == "broadcast" else dist.all_reduce(w)
     assert w._version == before
+
+
+def test_activation_checkpointing():
+    """The recomputation finds the weights in the cache, and keeps the same tensors."""
+    moe, x = layer(), tokens()
+    want = torch.autograd.grad(moe(x)[0].sum(), list(moe.parameters()))
+    moe.refresh_fp8_weights()
+    out, _ = checkpoint(moe, x, use_reentrant=False)
+    got = torch.autograd.grad(out.sum(), list(moe.parameters()))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)

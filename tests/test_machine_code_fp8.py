@@ -93,7 +93,7 @@ def test_order_of_rows_in_weight_gradients():
     """Where the consumers find a row of a block is where the transposed operand has it."""
     in_shared_memory = torch.arange(128).view(8, 2, 4, 2).permute(0, 2, 1, 3).flatten()
     found = [exchange.fn(row) for row in in_shared_memory.tolist()]
-    assert found == reference.row_of_place().tolist()
+    assert found == reference.row_of_column().tolist()
     assert found != in_shared_memory.tolist()
 
 

@@ -291,9 +291,9 @@ def test_stages_of_each_policy():
     assert again["dZ"] == keep["dZ"]
     assert sliced["down"].read - keep["down"].read == 3 * 2 * p.R * p.I
     assert sliced["dX rows"].read - keep["dX rows"].read == 3 * z
-    assert sliced["aggregation"].read - keep["aggregation"].read == 3 * (4 + 4) * p.R
-    assert sliced["dX aggregation"].read - keep["dX aggregation"].read == 3 * 4 * p.R
-    other = {"down", "dX rows", "aggregation", "dX aggregation"}
+    assert sliced["combine"].read - keep["combine"].read == 3 * (4 + 4) * p.R
+    assert sliced["dX combine"].read - keep["dX combine"].read == 3 * 4 * p.R
+    other = {"down", "dX rows", "combine", "dX combine"}
     assert {name for name in keep if sliced[name] != keep[name]} == other
 
 
@@ -307,7 +307,7 @@ def test_stages_and_peak_of_slices_in_fp8(precision):
     more = {name: sliced[name] - whole[name] for name in whole}
     assert more == dict.fromkeys(more, 0) | {
         "dX rows": 3 * p.R * p.N,
-        "dX aggregation": 3 * 4 * p.R,
+        "dX combine": 3 * 4 * p.R,
     }
     one, four = (
         cost.peak_bytes(p, memory=MemoryPolicy(slices=n), precision=precision) for n in (1, 4)

@@ -55,7 +55,7 @@ def bench_case(
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         records[name]["failed"] = reason
         calls.pop(name, None)
-        progress(case, f"{name} gives no figure: {reason}")
+        progress(case, f"{name} is not timed: {reason}")
 
     for name in names:
         try:

@@ -42,7 +42,7 @@ def with_peers(names: Sequence[str], sonicmoe_path: str | None) -> Peers:
             try:
                 yield from checked(make(inputs), inputs, options, outcome)
             except Exception as error:  # a peer that raises must not stop the benchmark
-                what = f"{name} gives no figure: {type(error).__name__}: {error}"
+                what = f"{name} is not timed: {type(error).__name__}: {error}"
                 progress(inputs.case, what)
         if sonicmoe_path:
             yield from _published(inputs, options, processes, sonicmoe_path)

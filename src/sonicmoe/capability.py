@@ -1,4 +1,4 @@
-"""What a GPU's compute capability allows: the one place for the layer and for the cost model.
+"""Which options a GPU's compute capability allows, for the layer and the cost model.
 
 `arch` is the compute capability × 10, 90 for Hopper.
 """
@@ -6,8 +6,8 @@
 from .errors import bad_argument
 
 
-def check_fp8_experts(arch: int, remedy: str = "Leave precision out.") -> None:
-    """For precision="fp8", whose kernels are for Hopper. The arch of AMD GPUs is 0."""
+def check_fp8_experts(arch: int, remedy: str = "Omit precision.") -> None:
+    """Raise unless precision="fp8" can run: it needs Hopper. AMD GPUs have arch 0."""
     if arch != 90:
         expected = "None on a GPU other than Hopper (compute capability 9.0)"
         got = f"FP8 on compute capability {arch / 10}" if arch else "FP8 on an AMD GPU"
@@ -15,7 +15,7 @@ def check_fp8_experts(arch: int, remedy: str = "Leave precision out.") -> None:
 
 
 def check_z_in_fp8(arch: int) -> None:
-    """For `MemoryPolicy("e4m3")`, where Z is rounded in the epilogue of a GEMM."""
+    """Raise unless `MemoryPolicy("e4m3")` can run: a GEMM's epilogue rounds Z to e4m3."""
     if arch < 89:
         raise bad_argument(
             "memory",

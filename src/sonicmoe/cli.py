@@ -13,7 +13,7 @@ from .train.cli import register as register_train
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    1: a check failed; 2: bad arguments, one line says which; 130: stopped by Ctrl-C.
+    1: a check failed; 2: bad arguments, with one line on stderr; 130: stopped by Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(argv)

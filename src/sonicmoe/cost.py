@@ -1,6 +1,6 @@
 """Cost of one layer call: FLOPs, bytes kept, peak, traffic, padding, roofline time on a GPU.
 
-Pure Python, and the only place where these formulas stand. Sizes come as a `Problem`; `itemsize` is
+Pure Python; the formulas are nowhere else. Sizes come as a `Problem`; `itemsize` is
 the bytes of one activation or weight element (2 for bf16). Indices are int32, scores fp32 or wider.
 """
 
@@ -21,18 +21,18 @@ ROUTERS_THAT_KEEP_LOGITS = ("topk_over_softmax",)
 
 # --- FLOPs ----------------------------------------------------------------------------------------
 def forward_flops(p: Problem) -> int:
-    """6·R·H·I gated, 4·R·H·I plain: the up and the down product."""
+    """6·R·H·I gated, 4·R·H·I plain: the GEMMs up and down."""
     return 2 * p.R * p.H * (p.N + p.I)
 
 
 def backward_flops(p: Problem) -> int:
-    """Two products of the same size for each one of the forward pass."""
+    """Two GEMMs of the same size for each one of the forward pass."""
     return 2 * forward_flops(p)
 
 
 # --- memory ---------------------------------------------------------------------------------------
 def caller_bytes(p: Problem, itemsize: int = 2) -> int:
-    """X, which the backward pass reads and the caller holds anyway."""
+    """X, which the backward pass reads and the caller keeps alive anyway."""
     return p.T * p.H * itemsize
 
 
@@ -44,9 +44,9 @@ def kept_bytes(
     memory: MemoryPolicy = KEEP,
     precision: str | None = None,
 ) -> dict[str, int]:
-    """Bytes kept from forward to backward beside X, tensor by tensor.
+    """Bytes kept from forward to backward in addition to X, tensor by tensor.
 
-    `router` None: the choice came from the caller, who holds the ids. In bf16 nothing here grows
+    `router` None: the caller chose the experts and keeps the ids. In bf16 nothing here grows
     with H, so at fixed K·I the sum does not depend on how fine the experts are; in FP8 transposed
     weights are kept too, unless Z is recomputed.
     """
@@ -72,7 +72,7 @@ def kept_bytes(
 def _kept_z(
     p: Problem, itemsize: int, memory: MemoryPolicy, precision: str | None = None
 ) -> dict[str, int]:
-    """Z, its scales, and in FP8 what else is kept to use them."""
+    """Z, its scales, and in FP8 the weights, norms and other scales that are kept with them."""
     if memory.recompute:
         return {}
     kept = {"z": p.R * p.N * (1 if memory.in_e4m3 else itemsize)}
@@ -104,12 +104,12 @@ def peak_bytes(
     memory: MemoryPolicy = KEEP,
     precision: str | None = None,
 ) -> Peak:
-    """What the lifetimes demand when every gather is fused into its product.
+    """Peak by the lifetimes of the tensors, with every gather fused into its GEMM.
 
     Forward: what is kept, A, Y and the output. Backward, in two steps, the output still held: dZ,
     A' and dW2 while Z is alive, kept or recomputed; then, without Z, A' and the map from rows to
-    slots, dX with the larger of dX̃ and dW1. Of Y and dX̃ one slice is alive. The allocator of an
-    H200 said the same at five shapes (2026-11-15).
+    slots, dX with the larger of dX̃ and dW1. Of Y and dX̃ one slice is alive. The allocator
+    of an H200 agreed at five shapes (2026-11-15).
     """
     if precision is not None:
         return _fp8_peak_bytes(p, tile_m, router, memory, precision)
@@ -215,7 +215,7 @@ def forward_stages(
         Stage("permutation", 0, s["index"], 3 * s["index"]),
         Stage("up", 2 * p.R * p.H * p.N, q["x"] + q["w1"], z + q["a"], fp8),
         Stage("down", 2 * p.R * p.H * p.I, slices * q["a"] + q["w2"], s["y"], fp8),
-        Stage("aggregation", 0, s["y"] + slices * (s["scores"] + s["index"]), s["x"]),
+        Stage("combine", 0, s["y"] + slices * (s["scores"] + s["index"]), s["x"]),
     ]
     return routing + stages if router else stages
 
@@ -244,13 +244,13 @@ def backward_stages(
         Stage("dW2", small, dw["x"] + dw["a"], s["w2"], fp8_dw),
         Stage("dX rows", large, slices * q["z"] + q["w1"], s["y"], fp8),
         Stage("dW1", large, dw["z"] + dw["x"], s["w1"], fp8_dw),
-        Stage("dX aggregation", 0, s["y"] + slices * s["index"], s["x"]),
+        Stage("dX combine", 0, s["y"] + slices * s["index"], s["x"]),
     ]
-    product = 2 * p.T * p.H * p.E
+    flops = 2 * p.T * p.H * p.E
     routing = [
         Stage("top-k backward", 0, 2 * s["scores"] + s["index"], s["logits"]),
-        Stage("router dX", product, s["logits"] + s["router_w"] + s["x"], s["x"]),
-        Stage("router dW", product, s["logits"] + s["x"], s["router_w"]),
+        Stage("router dX", flops, s["logits"] + s["router_w"] + s["x"], s["x"]),
+        Stage("router dW", flops, s["logits"] + s["x"], s["router_w"]),
     ]
     return stages + routing if router else stages
 
@@ -273,7 +273,7 @@ def _sizes(p: Problem, itemsize: int) -> dict[str, int]:
 # --- roofline -------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Power:
-    """What a board may draw (W), and what work takes of it (J) in two bytes an element."""
+    """Power limit of a board (W), and energy (J) per FLOP and byte at two bytes per element."""
 
     watts: float
     flop: float
@@ -289,8 +289,8 @@ class Power:
 class Gpu:
     """Data sheet of one GPU; `arch`: its compute capability × 10.
 
-    `half`, `single` and `fp8`: dense FLOP/s at two and four bytes per element and in e4m3, which a
-    GPU with `fp8` 0 lacks. `bandwidth` (bytes/s) and `memory` (bytes) of the device. `node_link`
+    `half`, `single` and `fp8`: dense FLOP/s at two and four bytes per element and in e4m3 (0:
+    no e4m3). `bandwidth` (bytes/s) and `memory` (bytes) of the device. `node_link`
     and `network_link`: bytes/s from one GPU to the `per_node` GPUs of its node and beyond.
     """
 
@@ -308,7 +308,7 @@ class Gpu:
     arch: int = 0
 
     def check(self, memory: MemoryPolicy, precision: str | None) -> None:
-        """ValueError if a layer with these options cannot run on it."""
+        """Raise a ValueError if a layer with these options cannot run on this GPU."""
         if precision is not None:
             check_fp8_experts(self.arch)
         if memory.in_e4m3:
@@ -320,7 +320,7 @@ class Gpu:
         if stage.fp8:
             if not self.fp8:
                 having = ", ".join(name for name, gpu in GPUS.items() if gpu.fp8)
-                remedy = "Choose one of them, or leave precision out."
+                remedy = "Choose one of them, or omit precision."
                 raise bad_argument("gpu", f"one with FP8 ({having})", self.name, remedy)
             peak = self.fp8
         found = {"compute": stage.flops / peak, "memory": stage.traffic / self.bandwidth}
@@ -344,7 +344,7 @@ class Gpu:
 # FP8: H100 and H200 1979, B200 4500, GB200 5000.
 # h200-measured: the fastest GEMMs and a copy of 1 GiB on one H200, and the energy of 54 dense bf16
 # GEMMs, which the three coefficients reproduce within 5.5%, 1.5% on average. FP8: row-wise cuBLAS,
-# 1270 to 1290 at 685 W, so the rate has the power limit in it.
+# 1270 to 1290 at 685 W, so the rate includes the power limit.
 GPUS = {
     "a100": Gpu(
         "A100", 312e12, 19.5e12, 2.039e12, "data sheet, SXM 80 GB",

@@ -1,4 +1,4 @@
-"""What is installed here, which backend would run, and what stands in its way."""
+"""What is installed, which backend runs, and what is missing: `sonicmoe doctor`."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the hints are drawn from. None stands for "not found"."""
+    """What `backend` and `hints` look at; None: not found."""
 
     triton: str | None
     interpreting: bool
@@ -57,7 +57,7 @@ def inspect() -> Machine:
 
 
 def backend(machine: Machine) -> str:
-    """Which backend an ordinary call takes here, and why."""
+    """Which backend a call without `backend=` uses on this machine, and why."""
     if not machine.gpus:
         return "torch (plain PyTorch), because no GPU can be used"
     if machine.triton is None:
@@ -68,7 +68,7 @@ def backend(machine: Machine) -> str:
 
 
 def hints(machine: Machine) -> list[str]:
-    """One sentence for each thing that is wrong or slow, with its remedy."""
+    """A sentence for each thing that is wrong or slow: what, and how to fix it."""
     found = []
     if machine.driver_tool and not machine.torch_for_gpu:
         found.append("There is a GPU driver, but torch is built for the CPU: install a GPU build.")
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def _tuned(machine: Machine) -> list[str]:
-    """The table of each kind of GPU, see `sonicmoe tune`."""
+    """The table of `sonicmoe tune` for each GPU model."""
     from .tuning.table import path_of
 
     paths = [path_of(name) for name in dict.fromkeys(gpu.name for gpu in machine.gpus)]
@@ -142,7 +142,7 @@ def _triton() -> tuple[str | None, bool]:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """The GPUs that torch can use, and its complaint where it finds one that it cannot."""
+    """The GPUs that torch can use, and its message about one that it cannot."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -67,7 +67,7 @@ class ActivationType(Enum):
                 "limit, alpha and offset",
                 "finite numbers, limit > 0",
                 tuple(constants),
-                "Without a limit: ActivationType.SWIGLU.",
+                "For no limit use ActivationType.SWIGLU.",
             )
         if constants == Clamp():
             return cls.SWIGLU_CLAMPED
@@ -78,12 +78,12 @@ class ActivationType(Enum):
             made._name_, made._value_ = f"SWIGLU_CLAMPED({constants})", value
             made.__init__(value)  # type: ignore[misc]
             made.clamp = constants
-            member = cls._value2member_map_.setdefault(value, made)  # one for all threads
+            member = cls._value2member_map_.setdefault(value, made)  # all threads get the same
         return cast(ActivationType, member)
 
     @classmethod
     def _missing_(cls, value: object) -> "ActivationType | None":
-        """The activation of a value that `clamped_swiglu` made, in this process or another."""
+        """The activation for a value made by `clamped_swiglu`, also in another process."""
         number = r"([-+.\w]+)"
         pattern = rf"swiglu_clamped\(limit={number},alpha={number},offset={number}\)"
         found = re.fullmatch(pattern, value) if isinstance(value, str) else None
@@ -93,7 +93,9 @@ class ActivationType(Enum):
         return cls.clamped_swiglu(limit, alpha=alpha, offset=offset)
 
     def __reduce_ex__(self, protocol: object):
-        return ActivationType, (self.value,)  # by value: clamped ones have no name in the class
+        return ActivationType, (
+            self.value,
+        )  # by value: clamped ones are no attributes of the class
 
     def intermediate_size(self, columns: int) -> int:
         """I, the columns of A, for N columns of Z."""

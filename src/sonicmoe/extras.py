@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are used, with a remedy where they are missing."""
+"""Imports of optional packages; the error for a missing one says how to install it."""
 
 import importlib
 import re
@@ -10,7 +10,7 @@ class MissingExtra(ImportError):
 
 
 def need(module: str, purpose: str) -> ModuleType:
-    """Import `module`, or say what it is for and how to get it."""
+    """Import `module`, or raise `MissingExtra`, which says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -18,14 +18,14 @@ def need(module: str, purpose: str) -> ModuleType:
 
 
 def missing(package: str, purpose: str) -> MissingExtra:
-    """The error for a package that is absent or too old; returned, to be raised by the caller."""
+    """The error for a package that is missing or too old; the caller raises it."""
     wanted = requirement(package)
     return MissingExtra(f"{purpose} needs {wanted}. Install it: pip install '{wanted}'")
 
 
 def requirement(package: str) -> str:
     """`package` with the oldest version that the extras of this package accept, if they name it."""
-    import importlib.metadata  # 20 ms that only an error needs
+    import importlib.metadata  # takes 20 ms; only errors need it
 
     try:
         declared = importlib.metadata.requires("sonicmoe") or []

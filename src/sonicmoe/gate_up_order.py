@@ -1,8 +1,8 @@
 """The order of gate and up columns, noted in the metadata of a state dict.
 
-`load_state_dict` compares shapes, which are the same for both orders. The note is an entry of
-PyTorch's `_metadata`, beside a module's version, and no key. State dicts without it, such as those
-of `torch.distributed.checkpoint` or safetensors, load as they are.
+`load_state_dict` compares shapes, which are the same for both orders. The note is stored in
+PyTorch's `_metadata`, beside the module's version, not as a key. State dicts without it, such as
+those of `torch.distributed.checkpoint` or safetensors, are loaded unchecked.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ def check_order(noted: Mapping[str, Any], gate_up: str, remedy: str) -> None:
 
 
 def metadata_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the state dict of a layer notes about the layer itself; empty without a note."""
+    """The metadata of the layer itself in its state dict; may be empty."""
     return (getattr(state_dict, "_metadata", None) or {}).get("", {})
 
 

@@ -1,4 +1,4 @@
-"""What a user should know once: something slower than expected is running, or long work began."""
+"""Warnings that are shown once per message."""
 
 import warnings
 from functools import cache

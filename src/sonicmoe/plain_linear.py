@@ -1,6 +1,6 @@
 """Whether a linear layer computes X Wᵀ and nothing else, so that a fused node may replace its call.
 
-It does not if anything would be called with it: hooks, also global ones, another `forward`.
+Hooks, global ones included, and another `forward` must run, so they prevent it.
 """
 
 from torch import nn
@@ -8,12 +8,12 @@ from torch.nn.modules.module import _has_any_global_hook
 
 _FILE = nn.Linear.extra_repr.__code__.co_filename
 _FORWARD = nn.Linear.forward
-# Patched before this import: what runs is not known, so nothing is fused.
+# If it was patched before this import, nothing is fused.
 _IS_PATCHED = getattr(getattr(_FORWARD, "__code__", None), "co_filename", None) != _FILE
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `module` is an `nn.Linear` without hooks of its own, and nothing derived from it."""
+    """Whether `module` is an `nn.Linear`, not a subclass, without hooks of its own."""
     forward_hooks = module._forward_hooks or module._forward_pre_hooks
     backward_hooks = module._backward_hooks or module._backward_pre_hooks
     if type(module) is not nn.Linear or "forward" in module.__dict__:

@@ -1,4 +1,4 @@
-"""The letters used everywhere, and the sizes of one problem.
+"""The sizes of one layer call, and their letters.
 
 T tokens, H hidden size, I expert intermediate size, E experts, K experts per token,
 R routed rows (T·K for top-K), M the rows of a tile (`tile_m`).
@@ -47,7 +47,7 @@ class Problem:
 
     @property
     def R(self) -> int:
-        """Routed rows: one for each (token, choice)."""
+        """Routed rows: one per (token, expert) pair."""
         return self.T * self.K
 
     @property
@@ -64,7 +64,7 @@ def check_size(argument: str, value: object, least: int = 1, multiple: int = 1) 
             argument,
             f"{kind} of at least {max(least, multiple)}",
             repr(value),
-            f"Pass {argument} as such an int.",
+            "Pass such an int.",
         )
 
 
@@ -72,9 +72,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def max_tiles(rows: int, experts: int, height: int) -> int:
-    """Upper bound on the M-tiles of `rows` rows over `experts` experts, whatever the routing."""
-    return ceil_div(rows, height) + experts
+def max_tiles(rows: int, experts: int, tile_m: int) -> int:
+    """Upper bound on the number of tiles for `rows` rows and `experts` experts, any routing."""
+    return ceil_div(rows, tile_m) + experts
 
 
 def slice_width(hidden: int, slices: int) -> int:

@@ -1,4 +1,4 @@
-"""The shared expert: a dense MLP that every token passes, next to the routed experts."""
+"""The shared expert: a dense MLP for all tokens, next to the routed experts."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from .reference.activation import activate
 
 
 class SharedExpert(nn.Module):
-    """A dense MLP without biases; with `gate`, times σ(x · gate), one number per token.
+    """A dense MLP without biases; `gate` multiplies its output by σ(x · gate), one per token.
 
     Keys: `c_fc.weight` (2I, H), or (I, H) for plain activations, with gate and up columns ordered
     by `gate_up`; `c_proj.weight` (H, I); `gate.weight` (1, H).

@@ -1,4 +1,4 @@
-"""Every check of a caller's arguments. No check waits for values on a GPU: see `nan_unless`."""
+"""Checks of the caller's arguments. None synchronizes with a GPU: see `nan_unless`."""
 
 import tempfile
 from pathlib import Path
@@ -12,16 +12,16 @@ from .shapes import check_size
 
 LAYOUTS = ("interleaved", "concatenated")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_ALIGNMENT = 8  # elements: rows of 16 bytes in bf16, what wide loads and TMA ask for
-FP8_ALIGNMENT = 16  # elements of e4m3: the same rows of 16 bytes
+_ALIGNMENT = 8  # elements: rows are 16-byte aligned in bf16, for vector loads and TMA
+FP8_ALIGNMENT = 16  # elements of e4m3: also 16 bytes
 FP8_PRECISIONS = ("fp8", "fp8_bf16_dw")
-_MOST_EXPERTS = 32767  # the permutation sorts int32 keys with 16 bits for the slot
+_MAX_EXPERTS = 32767  # the permutation sorts int32 keys with 16 bits for the slot
 
 
 def resolve_backend(backend: str | None, x: torch.Tensor) -> str:
     """`None` picks the Triton kernels for GPU tensors and plain PyTorch elsewhere.
 
-    On the meta device Triton's are only compiled: see `precompile`.
+    On the meta device, kernels are only compiled: see `precompile`.
     """
     if backend is None:
         return "triton" if x.is_cuda else "torch"
@@ -34,7 +34,7 @@ def resolve_backend(backend: str | None, x: torch.Tensor) -> str:
             "backend",
             "tensors on a GPU for the Triton kernels",
             f"x on {x.device}",
-            "Move the tensors to a GPU, or leave the backend out: plain PyTorch then runs here.",
+            "Move the tensors to a GPU, or omit backend to run plain PyTorch.",
         )
     if backend == "triton" and x.dtype == torch.float64:
         raise bad_argument(
@@ -62,24 +62,24 @@ def check_precision(precision: str | None) -> None:
 
 
 def fp8_backend(backend: str, x: torch.Tensor) -> str:
-    """The backend of the experts in FP8. Plain PyTorch on a GPU must be asked for: it loops over
-    the experts."""
+    """The backend of experts in FP8. On a GPU, plain PyTorch must be requested: it loops over
+    experts."""
     if backend == "triton" and x.is_cuda:
         gpu = torch.cuda.get_device_properties(x.device)
         arch = 10 * gpu.major + gpu.minor if torch.version.hip is None else 0
-        remedy = "Leave precision out, or pass backend='torch' (KernelBackendMoE.torch to MoE)"
+        remedy = "Omit precision, or pass backend='torch' (to MoE: KernelBackendMoE.torch)"
         check_fp8_experts(arch, f"{remedy}, which is slow.")
         return "triton"
     return backend if x.is_meta else "torch"
 
 
 def check_writable(argument: str, folder: Path) -> None:
-    """Files can be written to `folder`, which need not exist yet."""
+    """Raise unless files can be written to `folder`, which need not exist yet."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise bad_argument(argument, "a folder", f"the file {existing}", "Name another folder.")
     try:
-        with tempfile.TemporaryFile(dir=existing):  # `os.access` tells root yes wherever it asks
+        with tempfile.TemporaryFile(dir=existing):  # `os.access` is always true for root
             pass
     except OSError as error:
         expected, got = "a folder that can be written to", f"{existing} ({error.strerror})"
@@ -89,9 +89,9 @@ def check_writable(argument: str, folder: Path) -> None:
 
 def check_num_experts(num_experts: int, name: str = "num_experts") -> None:
     check_size(name, num_experts)
-    if num_experts > _MOST_EXPERTS:
+    if num_experts > _MAX_EXPERTS:
         raise bad_argument(
-            name, f"at most {_MOST_EXPERTS} experts", num_experts, "Use fewer, larger experts."
+            name, f"at most {_MAX_EXPERTS} experts", num_experts, "Use fewer, larger experts."
         )
 
 
@@ -130,9 +130,9 @@ def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], dims: str) -
 def nan_unless(
     holds: torch.Tensor, scores: torch.Tensor, argument: str, expected: str, got: str, remedy: str
 ) -> torch.Tensor:
-    """`scores`, if the values of `argument` are what they must be: `holds` () is true.
+    """Return `scores` if the condition `holds` () on the values of `argument` is true.
 
-    On a CPU a ValueError otherwise. On a GPU reading `holds` would wait for the device: the scores
+    Otherwise raise a ValueError on a CPU. On a GPU, reading `holds` would synchronize: the scores
     become NaN, and so does the output.
     """
     if holds.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_fake(holds):
@@ -158,7 +158,7 @@ def check_activation(activation: ActivationType) -> None:
 
 
 def parse_activation(activation_type: ActivationType | str) -> ActivationType:
-    """The activation of that value, e.g. "swiglu": the published functions accept both."""
+    """The activation, or the one with that value: the published functions accept both."""
     if isinstance(activation_type, ActivationType):
         return activation_type
     values = [a.value for a in ActivationType]
@@ -188,9 +188,9 @@ def check_weights(
     activation: ActivationType,
     gate_up: str,
 ) -> None:
-    """x (·, H), W1 (E, N, H), W2 (E, H, I) fit together, one dtype, one device.
+    """Raise unless x (·, H), W1 (E, N, H) and W2 (E, H, I) match in shape, dtype and device.
 
-    Under autocast weights stay what they are: the layer rounds them.
+    Under autocast weights may have another dtype: the layer casts them.
     """
     check_activation(activation)
     check_gate_up(gate_up)
@@ -205,7 +205,7 @@ def check_weights(
     columns = 2 * intermediate if activation.is_gated else intermediate
     if x.shape[1] != hidden:
         raise bad_argument(
-            "x", f"(T, H) with H = {hidden}, the H of w2", tuple(x.shape), "x and w2 share H."
+            "x", f"(T, H) with H = {hidden}, the H of w2", tuple(x.shape), "Check H of both."
         )
     check_shape(
         "w1", w1, (experts, columns, hidden), "(E, 2I, H)" if activation.is_gated else "(E, I, H)"
@@ -244,28 +244,28 @@ def check_fp8(
     b1: torch.Tensor | None,
     b2: torch.Tensor | None,
 ) -> None:
-    """What precision="fp8" asks for beside `check_weights`."""
+    """Requirements of precision="fp8" beyond `check_weights`."""
     if x.dtype != torch.bfloat16:
         remedy = "Cast x and the weights, or use torch.autocast."
         raise bad_argument("x", "bfloat16 with precision='fp8'", x.dtype, remedy)
     for name, w in (("w1", w1), ("w2", w2)):
         if w.dtype not in (torch.bfloat16, torch.float32):
-            expected, remedy = "bfloat16 or float32 with precision='fp8'", f"{name}.bfloat16()."
-            raise bad_argument(name, expected, w.dtype, remedy)
+            expected = "bfloat16 or float32 with precision='fp8'"
+            raise bad_argument(name, expected, w.dtype, f"Cast: {name}.bfloat16().")
     for name, size in (("H", w2.shape[1]), ("I", w2.shape[2])):
         if size % FP8_ALIGNMENT:
             expected = f"a multiple of {FP8_ALIGNMENT} with precision='fp8'"
             raise bad_argument(f"{name} of w2", expected, size, "Pad the weights with zeros.")
     for name, b in (("b1", b1), ("b2", b2)):
         if b is not None:
-            remedy = "Leave the bias or precision='fp8' out."
+            remedy = "Omit the bias or precision='fp8'."
             raise bad_argument(name, "None with precision='fp8'", "a bias", remedy)
 
 
 def _is_rounded(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the layer itself casts `weight` to the dtype of x.
 
-    The meta device only compiles, for weights that have been checked.
+    On the meta device, weights have been checked before.
     """
     return x.is_meta or _casts_both(x, weight)
 
@@ -281,7 +281,7 @@ def is_autocast(t: torch.Tensor) -> bool:
 
 
 def check_router_dtype(name: str, weight: torch.Tensor, x: torch.Tensor) -> None:
-    """Of the router's weight, for x (·, H), unless autocast casts both."""
+    """Raise unless the router's weight has the dtype of x (·, H), or autocast casts both."""
     check_floating("x", x)
     check_floating(name, weight)
     if weight.dtype != x.dtype and not _casts_both(x, weight):
@@ -305,7 +305,7 @@ def check_device(name: str, t: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def check_choice(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> None:
-    """ids and scores (T, K) for x (T, H)."""
+    """Check ids and scores (T, K) for x (T, H)."""
     check_rank("ids", ids, "(T, K)")
     check_integer("ids", ids)
     if ids.shape[0] != x.shape[0]:
@@ -338,7 +338,7 @@ def check_floating(name: str, t: torch.Tensor) -> None:
 
 
 def check_pairs(x, ids, scores, slot_token, token_start) -> None:
-    """ids, scores and slot_token (S,), token_start (T+1,) or None, for x (T, H)."""
+    """Check ids, scores and slot_token (S,) and token_start (T+1,) or None for x (T, H)."""
     check_rank("ids", ids, "(S,)")
     for name, t in (("scores", scores), ("slot_token", slot_token)):
         check_shape(name, t, tuple(ids.shape), "(S,), the shape of ids")
@@ -359,9 +359,9 @@ def check_slots(
     slot_token: torch.Tensor | None,
     token_start: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """ids, scores and token_start as `experts` may use them, their values checked too.
+    """Return ids, scores and token_start for `experts`, after checking shapes and values.
 
-    Pairs whose token does not exist get the id −1. Where values do not fit, see `nan_unless`.
+    Pairs whose token does not exist get the id −1. For invalid values see `nan_unless`.
     """
     check_rank("x", x, "(T, H)")
     if slot_token is None:
@@ -381,12 +381,12 @@ def check_slots(
     ascending = (slot_token[1:] >= slot_token[:-1]).all()
     expected = "tokens in ascending order"
     remedy = "Sort the pairs by token."
-    scores = nan_unless(ascending, scores, "slot_token", expected, "another order", remedy)
+    scores = nan_unless(ascending, scores, "slot_token", expected, "unsorted ones", remedy)
     return ids, scores, None
 
 
 def _check_token_start(scores, slot_token, token_start) -> tuple[torch.Tensor, torch.Tensor]:
-    """scores and token_start; NaN, and all slots the first token's, where they do not fit."""
+    """Return scores and token_start; on a mismatch, NaN and all slots to the first token."""
     tokens, slots = token_start.shape[0] - 1, slot_token.shape[0]
     if tokens == 0:
         return scores, token_start
@@ -396,8 +396,8 @@ def _check_token_start(scores, slot_token, token_start) -> tuple[torch.Tensor, t
     absent = (slot_token < 0) | (slot_token >= tokens)
     fits = (inside | absent).all() & (token_start.diff() >= 0).all()
     expected = "slots of token t in [token_start[t], token_start[t+1])"
-    remedy = "Leave token_start out: it is then found."
-    scores = nan_unless(fits, scores, "token_start", expected, "others", remedy)
+    remedy = "Omit token_start to have it computed."
+    scores = nan_unless(fits, scores, "token_start", expected, "a mismatch with slot_token", remedy)
     first = torch.arange(tokens + 1, device=slot_token.device).clamp(max=1) * slots
     first = first.to(token_start.dtype)
     return scores, torch.where(fits, token_start, first)

@@ -78,14 +78,14 @@ def _gpu_index(device: str | torch.device) -> int:
         raise bad_argument(
             "device",
             "a GPU of this machine",
-            f"{device} where PyTorch sees {present} GPUs",
-            "Call warmup only where torch.cuda.is_available(); without a GPU nothing is compiled.",
+            f"{device}, but PyTorch sees {present} GPUs",
+            "Call warmup only if torch.cuda.is_available(); without a GPU nothing is compiled.",
         )
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def run_layer(layer: Layer, router: str | Router) -> None:
-    """On the meta device: training steps, then forward passes without gradients."""
+    """Run training and inference steps on the meta device, where launches only compile."""
     with torch.device("meta"):
         routing = make_router(router, layer.experts, layer.k)
     routing = copy.deepcopy(routing).to("meta")

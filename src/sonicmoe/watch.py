@@ -37,7 +37,7 @@ class Load:
 
     @property
     def violation(self) -> float:
-        """Largest rows of an expert over the mean, minus 1: 0 is even."""
+        """Largest load ÷ mean load − 1 (MaxVio): 0 is even."""
         total = int(self.rows.sum())
         return int(self.rows.max()) * len(self.rows) / total - 1 if total else 0.0
 
@@ -48,7 +48,7 @@ class Load:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the experts' shares of the rows over log E: 1 is even."""
+        """Entropy of the experts' shares of the rows ÷ log E: 1 is even."""
         if len(self.rows) == 1 or not self.rows.any():
             return 1.0
         share = self.rows.double() / self.rows.sum()
@@ -137,7 +137,7 @@ class Watch:
             if layer.routing not in self._layer_of:
                 self._layer_of[layer.routing] = name
                 self._add(layer.routing.register_forward_hook, self._after_routing)
-            # Layers may share a router, so each says that it is the one that calls it.
+            # Layers may share a router, so each notes its name before it calls the router.
             self._add(layer.register_forward_pre_hook, partial(self._before_layer, name))
         elif _receives_ids(layer):
             hook = partial(self._before_experts, name, _num_experts(layer))
@@ -168,7 +168,7 @@ class Watch:
             return  # a checkpoint runs the forward pass again, inside the backward pass
         counts = ops.count(ids, experts, resolve_backend(None, ids))
         if name not in self._rows:
-            with torch.inference_mode(False):  # else only inference could add to it
+            with torch.inference_mode(False):  # else training could not add to it
                 self._rows[name] = torch.zeros_like(counts, dtype=torch.int64)
         self._rows[name] += counts
 
@@ -206,11 +206,11 @@ def _receives_ids(module: nn.Module) -> bool:
 
 
 def _num_experts(experts: nn.Module) -> int:
-    """Of experts of transformers, where models differ in the name."""
+    """Number of experts of a transformers module; models name it differently."""
     for name in ("num_experts", "total_experts", "num_local_experts", "n_routed_experts"):
         if isinstance(found := getattr(experts, name, None), int):
             return found
-    remedy = "Call watch on the layers one by one, without this one."
+    remedy = "Call watch on the other layers one by one."
     raise bad_argument("model", "experts with num_experts", type(experts).__name__, remedy)
 
 
@@ -239,8 +239,9 @@ class TensorBoard:
     def __init__(self, target: Any) -> None:
         self._own = isinstance(target, str | Path)
         if self._own:
-            need("tensorboard", "sonicmoe.watch.TensorBoard")
-            target = need("torch.utils.tensorboard", "It").SummaryWriter(str(target))
+            purpose = "sonicmoe.watch.TensorBoard"
+            need("tensorboard", purpose)
+            target = need("torch.utils.tensorboard", purpose).SummaryWriter(str(target))
         self._board = target
 
     def __call__(self, step: int, loads: dict[str, Load]) -> None:

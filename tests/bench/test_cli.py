@@ -99,7 +99,7 @@ def test_no_figure_from_a_wrong_layer(command, quick, tmp_path, capsys, monkeypa
     more = ["--results", str(tmp_path)] if command == "bench" else []
     assert main([command, *TINY, *more]) == 1
     captured = capsys.readouterr()
-    assert "wrong out, x, w1, w2" in captured.err and "No figure is given" in captured.err
+    assert "wrong out, x, w1, w2" in captured.err and "It is not timed" in captured.err
     assert "TFLOP/s" not in captured.out
     assert not list(tmp_path.rglob("*.jsonl"))
 
@@ -203,11 +203,11 @@ def test_list_names_every_case(capsys):
     [
         (["--shape", "1,2,3"], "shape: expected five integers"),
         (["--case", "nine"], "case: expected one of"),
-        (["--case", "olmoe", "--bias"], "--bias: expected --shape beside it"),
+        (["--case", "olmoe", "--bias"], "--bias: expected --shape with it"),
         (["--shape", "64,32,16,4,2", "--routing", "cold"], "routing: expected one of"),
-        (["--no-times"], "--no-times: expected --host, --cold or --modes beside it"),
+        (["--no-times"], "--no-times: expected --host, --cold or --modes with it"),
         (["--no-times", "--cold", "--routing", "hot"], "--no-times: expected uniform routing"),
-        (["--no-times", "--cold", "--kernels"], "--no-times: expected no flag that"),
+        (["--no-times", "--cold", "--kernels"], "--no-times: expected no timing flag"),
     ],
 )
 def test_bad_arguments_are_explained(arguments, complaint, capsys):
@@ -278,7 +278,7 @@ def test_a_mode_that_is_wrong_is_not_timed(monkeypatch):
     from sonicmoe.bench.modes import measure_modes
 
     monkeypatch.setattr(checkpoint.Output, "backward", lambda ctx, dout: (1.1 * dout, None))
-    with pytest.raises(RuntimeError, match="checkpointed: the gradient of x is off"):
+    with pytest.raises(RuntimeError, match="checkpointed: the gradient of x differs"):
         measure_modes(Case.of_shape("64,32,16,4,2"), "cpu", torch.float32)
 
 

@@ -60,7 +60,7 @@ def test_table_shows_each_product_beside_the_dense_one():
     "flag", [["--kernels"], ["--peers", "grouped_mm"], ["--sonicmoe-path", "x"]]
 )
 def test_energy_is_measured_without_times(flag):
-    with pytest.raises(ValueError, match=f"no flag that is about times beside it, got {flag[0]}"):
+    with pytest.raises(ValueError, match=f"no timing flag with it, got {flag[0]}"):
         layer.main(["--device", "cpu", "--energy", *flag])
 
 

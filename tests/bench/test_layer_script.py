@@ -164,7 +164,7 @@ def test_a_peer_that_breaks_between_turns_does_not_stop_us(quick, tmp_path, caps
     monkeypatch.setattr(dense, "dense", breaks_later)
     assert layer.main([*TINY, "--peers", "--results", str(tmp_path)]) == 0
     captured = capsys.readouterr()
-    assert "dense gives no figure: MemoryError: too hot" in captured.err and len(calls) == 2
+    assert "dense is not timed: MemoryError: too hot" in captured.err and len(calls) == 2
     assert [r["candidate"] for r in results.read(tmp_path)] == ["sonicmoe", "sonicmoe"]
     assert "| dense " not in captured.out
 
@@ -176,5 +176,5 @@ def test_a_peer_that_breaks_does_not_stop_us(quick, tmp_path, capsys, monkeypatc
     monkeypatch.setitem(peers.PEERS, "grouped_mm", broken)
     assert layer.main([*TINY, "--peers", "grouped_mm", "--results", str(tmp_path)]) == 0
     captured = capsys.readouterr()
-    assert "grouped_mm gives no figure: MemoryError: too large" in captured.err
+    assert "grouped_mm is not timed: MemoryError: too large" in captured.err
     assert "grouped_mm" not in captured.out and "sonicmoe" in captured.out

@@ -152,7 +152,7 @@ def test_without_a_gpu_it_says_what_to_do(device, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["tune", "--case", "olmoe", "--device", device]) == 2
     said = capsys.readouterr().err
-    assert f"--device: expected a GPU that is here, got {device}" in said and "doctor" in said
+    assert f"--device: expected a GPU of this machine, got {device}" in said and "doctor" in said
 
 
 def test_it_wants_to_know_the_shapes(capsys, monkeypatch):

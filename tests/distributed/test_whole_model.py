@@ -33,4 +33,4 @@ def test_a_model_over_all_ranks(four):
 @pytest.mark.parametrize("kind", ["FSDP2", "expert parallelism"])
 def test_biases_of_ranks_need_a_sum(two, kind):
     for message in two.run(ranks.biases_of_ranks, kind):
-        assert message.startswith("all_reduce: expected a function, since the layer is spread over")
+        assert message.startswith("all_reduce: expected a function, since the layer is sharded")

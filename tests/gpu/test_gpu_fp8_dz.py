@@ -80,7 +80,7 @@ def check_bytes(got, want, name):
 def columns_of_tiles(p: Permutation, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks of the columns of dZᵀ that belong to tiles, and of those with a row."""
     tiles, used = torch.zeros(2, padded // TILE, TILE, dtype=torch.bool)
-    row = reference.row_of_place()
+    row = reference.row_of_column()
     first = (reference.first_padded(p.expert_start) // TILE).tolist()
     for tile, rows in zip(first, p.expert_start.diff().tolist(), strict=True):
         for i in range(math.ceil(rows / TILE)):

@@ -67,7 +67,7 @@ def test_from_cases_to_a_table(tmp_path, layer_runs_kernels, capsys):
     json.dumps(outcome.records)
     printed = capsys.readouterr().out
     assert "+50.0%" in printed and "6 entries in" in printed
-    assert "40,24,8,3,2): the same products as a case before it" in printed
+    assert "40,24,8,3,2): the same GEMMs as an earlier case" in printed
     assert f"To use it: export SONICMOE_TUNED={out}" in printed
     entries, complaints = table.read(out, json.loads(out.read_text())["device"], HERE)
     assert len(entries) == 6 and complaints == []

@@ -37,12 +37,12 @@ MUTATIONS = [
     ),
     Mutation(
         "another expert's rows in a weight gradient on Hopper", "kernels/hopper/wgrad.py",
-        "            ok = k + r < end\n", "            ok = k + r < end + BLOCK_K\n",
+        "            ok = k + r < rows.end\n", "            ok = k + r < rows.end + BLOCK_K\n",
         "tests/gpu/test_gpu_promises.py -k nan", gpu=True,
     ),
     Mutation(
         "main_grad of the wrong columns", "kernels/hopper/wgrad.py",
-        "        column = n0 + i * PIECE\n        if out_fp32",
+        "        column = n0 + i * QUARTER\n        if out_fp32",
         "        column = n0\n        if out_fp32",
         "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
     ),

@@ -54,7 +54,7 @@ def test_state_dict_has_the_published_keys(name):
 def test_a_router_with_options():
     moe = MoE(*SHAPE, router=Sigmoid(5, 2, scale=2.0))
     assert moe.routing.scale == 2.0 and "router=Sigmoid" in repr(moe)
-    with pytest.raises(ValueError, match="router: expected a router of 5 experts, 2 a token"):
+    with pytest.raises(ValueError, match="router: expected a router for 5 experts and k = 2"):
         MoE(*SHAPE, router=Sigmoid(6, 2))
 
 
@@ -62,7 +62,7 @@ def test_a_sigmoid_belongs_to_one_layer():
     """Its bias and load are those of one layer; the others have no state and may be shared."""
     router = Sigmoid(5, 2)
     moe, other = MoE(*SHAPE, router=router), MoE(*SHAPE)
-    match = "router: expected a Sigmoid for each layer, got one that another layer has"
+    match = "router: expected a Sigmoid of its own, got that of another layer"
     with pytest.raises(ValueError, match=match):
         MoE(*SHAPE, router=router)
     with pytest.raises(ValueError, match=match):

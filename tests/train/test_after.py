@@ -125,12 +125,12 @@ def test_compare_refuses_unknown_backends(tmp_path, capsys):
 def test_plan_prints_its_assumptions_and_the_paper(capsys):
     assert main(["plan"]) == 0
     out = capsys.readouterr().out
-    for word in ("Assumptions:", "213B tokens a day", "64 H100s", "tokens a day", "memory a GPU",
+    for word in ("Assumptions:", "213B tokens per day", "64 H100s", "memory per GPU",
                  "FSDP", "of peak", "data sheet", "not measured", "what if", "calibrated factor",
                  "no transfer is hidden", "blocks are recomputed"):  # fmt: skip
         assert word in out
     assert main(["plan", "--set", "precision=fp8"]) == 0
-    assert "times are of bf16" in capsys.readouterr().out
+    assert "times are those of bf16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

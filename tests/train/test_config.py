@@ -10,7 +10,7 @@ from sonicmoe.train.run import configure
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"stepz": 3}, ["stepz", "Names:", "steps"]),
+        ({"stepz": 3}, ["stepz", "Settings:", "steps"]),
         ({"steps": "many"}, ["steps", "int", "many"]),
         ({"steps": 0}, ["steps", "at least 1", "0"]),
         ({"steps": 1.5}, ["steps", "int", "1.5"]),
@@ -27,7 +27,7 @@ from sonicmoe.train.run import configure
         ({"learning_rate": -1}, ["learning_rate", "above 0", "-1"]),
         ({"learning_rate": "nan"}, ["learning_rate", "finite", "nan"]),
         ({"learning_rate": "inf"}, ["learning_rate", "finite", "inf"]),
-        ({"gradient_clip": 0}, ["gradient_clip", "> 0", "inf clips nothing"]),
+        ({"gradient_clip": 0}, ["gradient_clip", "> 0", "inf disables it"]),
         ({"gradient_clip": -1}, ["gradient_clip", "> 0", "-1"]),
         ({"beta1": 2}, ["beta1", "below 1", "2"]),
         ({"weight_decay": "nan"}, ["weight_decay", "0 or more", "nan"]),

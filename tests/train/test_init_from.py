@@ -85,7 +85,7 @@ def test_the_command_takes_the_settings_of_the_run(trained, other_text, cache, t
     assert (found.learning_rate, found.steps) == (given.learning_rate, 2)
     capsys.readouterr()
     assert main([*arguments, "--preset", "demo"]) == 2
-    assert "absent with init_from" in capsys.readouterr().err
+    assert "no value with init_from" in capsys.readouterr().err
     assert main(["train", "--resume", str(trained[0]), "--init-from", str(trained[0])]) == 2
     assert "init_from" in capsys.readouterr().err
 

@@ -25,7 +25,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def register(subparsers) -> None:
     """Add the subcommands; each sets `run` to a function of the parsed arguments."""
-    about = "time the layer beside dense cuBLAS; every result is verified first"
+    about = "time the layer next to dense cuBLAS; every result is verified first"
     bench = _subparser(subparsers, "bench", about, run_bench)
     add_selection(bench)
     add_device(bench)
@@ -35,7 +35,7 @@ def register(subparsers) -> None:
         ("host", "also host time per call, or only that"),
         ("cold", "also the first call with empty caches"),
         ("modes", modes),
-        ("no-times", "only what --host, --cold and --modes ask for"),
+        ("no-times", "measure only --host, --cold and --modes"),
         ("list", "print the named cases"),
     ):
         bench.add_argument(f"--{flag}", action="store_true", help=help_text)
@@ -44,8 +44,8 @@ def register(subparsers) -> None:
     verify = _subparser(subparsers, "verify", about, run_verify)
     add_selection(verify)
     add_device(verify)
-    drawn = "distribution of inputs and weights; trained: all that trained models have; an unknown "
-    drawn += "name lists them; default: gaussian"
+    drawn = "distribution of inputs and weights; trained: all but gaussian; an unknown name lists "
+    drawn += "them; default: gaussian"
     names: dict[str, Any] = {"default": ["gaussian"], "metavar": "NAME"}
     verify.add_argument("--values", nargs="+", **names, help=drawn)
 
@@ -115,8 +115,8 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
     """Suites, named cases, shapes, in this order; the grid if nothing was named."""
     given = [name for name in ("activation", "bias", "router") if getattr(args, name)]
     if given and not args.shape:
-        remedy = "A named case brings its own; give its sizes with --shape to change them."
-        raise bad_argument(f"--{given[0]}", "--shape beside it", "named cases alone", remedy)
+        remedy = "A named case has its own; pass its sizes with --shape to change them."
+        raise bad_argument(f"--{given[0]}", "--shape with it", "named cases only", remedy)
     cases = list(SUITES[args.suite]) if args.suite else []
     cases += [find_case(name) for name in args.case]
     activation = ActivationType(args.activation or "swiglu")
@@ -126,7 +126,7 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def options_of(args: argparse.Namespace, **more) -> "Options":
-    """Device, dtype and layout; everything that can be wrong is checked before a measurement."""
+    """Device, dtype and layout; checks all arguments before anything is measured."""
     import torch
 
     from .inputs import ROUTINGS
@@ -159,7 +159,7 @@ def _check_device(name: str) -> None:
         here = False
     if not here:
         remedy = "Without a GPU: --device cpu."
-        raise bad_argument("--device", "cpu, or a GPU that is here", repr(name), remedy)
+        raise bad_argument("--device", "cpu or a GPU of this machine", repr(name), remedy)
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -213,12 +213,12 @@ def measure_cases(
 
 
 def check_apart_from_times(args: argparse.Namespace, flag: str, flags: Sequence[str]) -> None:
-    """Refuse `flag` together with flags that only concern times."""
+    """Raise if `flag` is combined with flags that only concern times."""
     for name in flags:
         if getattr(args, name):
             other = f"--{name.replace('_', '-')}"
             remedy = "Measure the two one after the other."
-            raise bad_argument(flag, "no flag that is about times beside it", other, remedy)
+            raise bad_argument(flag, "no timing flag with it", other, remedy)
 
 
 def _cases_of_extras(args: argparse.Namespace) -> list[Case]:
@@ -232,11 +232,11 @@ def _only_extras(args: argparse.Namespace) -> bool:
     if args.no_times:
         check_apart_from_times(args, "--no-times", ("kernels",))
         if not _cases_of_extras(args):
-            needed, remedy = "--host, --cold or --modes beside it", "Leave it out for times."
+            needed, remedy = "--host, --cold or --modes with it", "Omit it to measure times."
             raise bad_argument("--no-times", needed, "none", remedy)
         if args.routing != ["uniform"]:
             got = " ".join(args.routing)
-            raise bad_argument("--no-times", "uniform routing", got, "Leave --routing out.")
+            raise bad_argument("--no-times", "uniform routing", got, "Omit --routing.")
         return True
     needs_case = ("suite", "case", "shape", "cold", "modes", "kernels")
     plain = args.routing == ["uniform"] and not any(getattr(args, name) for name in needs_case)
@@ -303,9 +303,9 @@ def run_tune(args: argparse.Namespace) -> int:
     from .timing import is_cuda
 
     if not (is_cuda(args.device) and torch.cuda.is_available()):
-        remedy = "Configurations are measured on the GPU that will run them: start it there. "
+        remedy = "Run it on the GPU that will use the configurations. "
         remedy += "`sonicmoe doctor` says what this machine lacks."
-        raise bad_argument("--device", "a GPU that is here", args.device, remedy)
+        raise bad_argument("--device", "a GPU of this machine", args.device, remedy)
     if not (args.case or args.shape or args.suite):
         remedy = "Name some: --case olmoe, or --shape T,H,I,E,K."
         raise bad_argument("--case", "the shapes to tune for", "none", remedy)
@@ -332,7 +332,7 @@ def run_cost(args: argparse.Namespace) -> int:
     check_size("--tile-m", m)
     if args.precision and args.dtype != "bfloat16":
         expected = f"bfloat16 with --precision {args.precision}"
-        raise bad_argument("--dtype", expected, args.dtype, "Leave one of the two out.")
+        raise bad_argument("--dtype", expected, args.dtype, "Omit one of the two.")
     policy = memory_policy(MemoryPolicy(args.memory, args.slices))
     cases = selected_cases(args)
     print(*(cost_report(c, gpu, itemsize, m, policy, args.precision) for c in cases), sep="\n")
@@ -354,5 +354,5 @@ def keep(records: list[dict], args: argparse.Namespace) -> None:
 
 def finish(failures: list[str]) -> int:
     for failure in failures:
-        print(f"\nFAILED {failure}\nNo figure is given for it.", file=sys.stderr)
+        print(f"\nFAILED {failure}\nIt is not timed.", file=sys.stderr)
     return 1 if failures else 0

@@ -60,7 +60,7 @@ def _in_this_process(request: dict) -> dict[str, float]:
         return first, statistics.median(wall_ms(layer.forward_backward, device) for _ in range(10))
 
     first, steady = first_and_steady(case)
-    # The first of several also waits for memory of a new size from the device; the median does not.
+    # The first of several also allocates device memory of a new size; the median excludes that.
     most = case.problem.T * 3 // 4 + 1
     others = [first_and_steady(case.with_tokens(max(most - 7 * i, 1))) for i in range(_NEW)]
     new_first, new_steady = (statistics.median(times) for times in zip(*others, strict=True))

@@ -20,7 +20,7 @@ def cost_report(
     policy: MemoryPolicy = KEEP,
     precision: str | None = None,
 ) -> str:
-    """ValueError if the layer refuses the case or cannot run it on this GPU."""
+    """The report; raises a ValueError if the layer cannot run the case on this GPU."""
     p = case.problem
     _check(case, gpu, policy, precision)
     kept = cost.kept_bytes(p, itemsize, tile_m, case.router, policy, precision)
@@ -61,7 +61,7 @@ def cost_report(
 
 
 def _check(case: Case, gpu: Gpu, policy: MemoryPolicy, precision: str | None) -> None:
-    """By the rules of the layer itself: on the meta device it takes no memory."""
+    """Build the layer on the meta device, which takes no memory, so that its own checks run."""
     p = case.problem
     options: dict[str, Any] = {"router": case.router, "precision": precision, "memory": policy}
     try:

@@ -1,4 +1,4 @@
-"""Dense cuBLAS GEMMs with the FLOPs of a layer: the yardstick of every benchmark."""
+"""Dense cuBLAS GEMMs with the FLOPs of a layer: the baseline of every benchmark."""
 
 from collections.abc import Callable
 

@@ -31,7 +31,7 @@ def measure_host(device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 
     For one layer alone, the backward pass first wakes up autograd's thread; a stack does so once,
     and with multithreading disabled there is no thread to wake up. All are interleaved: a virtual
-    machine ran the same Python half as fast in some minutes as in others.
+    machine ran the same Python half as fast in some minutes.
     """
     inputs = make_inputs(HOST, device=device, dtype=dtype)
     candidates = [
@@ -73,7 +73,7 @@ def _module(inputs: Inputs, captured: bool) -> dict[str, Call]:
 
 
 def _dense(inputs: Inputs) -> Candidate:
-    """Two products and a gate between them, one node of autograd's for each step."""
+    """Two GEMMs with a gate in between, one autograd node per step."""
     p, x = inputs.case.problem, inputs.x
     w1, w2 = x.new_empty(2 * p.I, p.H).normal_(), x.new_empty(p.H, p.I).normal_()
     leaves = {"x": x, "w1": w1.requires_grad_(), "w2": w2.requires_grad_()}

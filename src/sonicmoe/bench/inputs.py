@@ -2,7 +2,7 @@
 
 Skew comes from the router itself, so that nothing is added to the layer that is timed: column 0 of
 x is the constant 1, which makes column 0 of the router's weight an offset per expert. The offsets
-are fitted until the experts get the shares asked for. A token chooses an expert at most once, so
+are fitted until the experts get the requested shares. A token chooses an expert at most once, so
 with a router no expert gets more than 1/K of the rows.
 
 Without the router, uniform ids are those of the router; skewed ids are drawn slot by slot, so that
@@ -39,8 +39,8 @@ class Inputs:
     b2: torch.Tensor | None  # (E, H)
     dout: torch.Tensor  # (T, H)
     router_ids: torch.Tensor  # (T, K): what the router chooses
-    ids: torch.Tensor  # (T, K): the choice with the router out
-    scores: torch.Tensor  # (T, K) fp32, with the router out
+    ids: torch.Tensor  # (T, K): the choice without the router
+    scores: torch.Tensor  # (T, K) fp32, without the router
     values: str = "gaussian"
 
     def counts(self, router: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""GPU time of the kernels of one call, from the profiler: the time without any host overhead."""
+"""GPU time of the kernels of one call, from the profiler: no host overhead."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Kernel:
 
 
 def kernels(call: Callable[[], object], device: str | torch.device, calls: int = 5) -> list[Kernel]:
-    """Longest first. Without a GPU: PyTorch's operators instead of kernels."""
+    """Kernels of a call, longest first; without a GPU, PyTorch's operators."""
     on_gpu = is_cuda(device)
     call()
     synchronize(device)

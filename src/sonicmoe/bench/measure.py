@@ -1,4 +1,4 @@
-"""What is measured of a candidate: memory, kernel time, and times interleaved with others."""
+"""Figures of a candidate: memory, kernel time, and times interleaved with others."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -37,7 +37,7 @@ def timers_of(candidate: Candidate) -> Timers:
 def time_interleaved(
     p: Problem, contenders: Mapping[Key, Timers], rounds: int = ROUNDS
 ) -> dict[Key, dict[str, float]]:
-    """Times of each in ms and its rates in TFLOP/s of the layer's products."""
+    """Times of each in ms, and TFLOP/s of the layer's GEMMs."""
     each = {
         (key, name): timer
         for key, pair in contenders.items()
@@ -67,7 +67,7 @@ def needs(candidate: Candidate) -> dict[str, float | None]:
 
 
 def measure(candidate: Candidate, p: Problem) -> dict[str, float | None]:
-    """All figures of a candidate that has no others beside it."""
+    """All figures of a single candidate."""
     needed = needs(candidate)
     return (
         dict(time_interleaved(p, {candidate.name: timers_of(candidate)})[candidate.name]) | needed
@@ -75,7 +75,7 @@ def measure(candidate: Candidate, p: Problem) -> dict[str, float | None]:
 
 
 def times(p: Problem, forward: float, backward: float) -> dict[str, float]:
-    """A backward pass is timed as forward and backward less forward."""
+    """`backward` is the time of both passes minus that of the forward pass."""
     work, work_back = cost.forward_flops(p), cost.backward_flops(p)
     return {
         "fwd_ms": forward,

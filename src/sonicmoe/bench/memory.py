@@ -12,7 +12,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes beside what was allocated before the call; None where no allocator can tell."""
+    """Bytes on top of what was allocated before the call; peaks are None on a CPU."""
 
     kept: int
     peak_forward: int | None
@@ -22,7 +22,7 @@ class Memory:
 def saved_bytes(
     forward: Callable[[], torch.Tensor], beside: Iterable[torch.Tensor]
 ) -> tuple[int, torch.Tensor]:
-    """Bytes of the distinct storages that autograd holds, without those of `beside`; the output."""
+    """Bytes of the distinct storages saved by autograd, except those of `beside`; the output."""
     owned = {t.untyped_storage().data_ptr() for t in beside}
     held: dict[int, int] = {}
 
@@ -38,7 +38,7 @@ def saved_bytes(
 
 
 def measure_memory(candidate: Candidate) -> Memory:
-    """Call once before, so that nothing that is allocated only once is counted."""
+    """Call the candidate once before, so that one-time allocations are not counted."""
     if not candidate.dout.is_cuda:
         beside = (*candidate.leaves.values(), candidate.dout)
         return Memory(saved_bytes(candidate.forward, beside)[0], None, None)

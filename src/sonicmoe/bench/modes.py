@@ -19,7 +19,7 @@ MODES = {
     name: f"{name}_fwd_bwd_ms"
     for name in (PLAIN, "checkpointed", "frozen", "main_grad", "autocast", "compiled")
 }
-_STEPS_OF_ROUNDING = 8
+_ROUNDING_STEPS = 8
 
 
 def measure_modes(case: Case, device: str, dtype: torch.dtype) -> dict[str, float]:
@@ -77,7 +77,7 @@ def _sharing(case: Case, moe: MoE) -> MoE:
 
 
 def _into_main_grad(moe: MoE, x: torch.Tensor, dout: torch.Tensor) -> Gradients:
-    """The weights' gradients of the first call, which finds no sums of earlier ones."""
+    """The weights' `main_grad`: gradients after the first call, sums after later ones."""
     weights = {"c_fc.weight": moe.c_fc.weight, "c_proj.weight": moe.c_proj.weight}
     for weight in weights.values():
         if not hasattr(weight, "main_grad"):
@@ -90,12 +90,12 @@ def _into_main_grad(moe: MoE, x: torch.Tensor, dout: torch.Tensor) -> Gradients:
 
 
 def _check(name: str, got: Gradients, want: Gradients, dtype: torch.dtype) -> None:
-    allowed = _STEPS_OF_ROUNDING * torch.finfo(dtype).eps
+    allowed = _ROUNDING_STEPS * torch.finfo(dtype).eps
     for of, gradient in got.items():
         exact = want[of].double()
         error = ((gradient.double() - exact).norm() / exact.norm()).item()
-        if not error <= allowed:  # nor NaN
+        if not error <= allowed:  # fails for NaN too
             raise RuntimeError(
-                f"{name}: the gradient of {of} is off the plain layer's by {error:.2g} of its "
-                f"norm, {allowed:.2g} allowed"
+                f"{name}: the gradient of {of} differs from the plain layer's by {error:.2g} of "
+                f"its norm, {allowed:.2g} allowed"
             )

@@ -31,7 +31,7 @@ class OpTime:
 
 
 class _Catch(TorchDispatchMode):
-    """Remembers the calls of our operators, in order."""
+    """Records the calls of our operators, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Catch(TorchDispatchMode):
 
 
 def per_op_times(call: Callable[[], object], device: str | torch.device) -> list[OpTime]:
-    """The operators behind one call, in the order in which they ran."""
+    """Times of the operators that one call runs, in order."""
     with _Catch() as caught:
         call()
     found = []

@@ -18,7 +18,7 @@ NAMES = ("up", "down", "dz", "dw2", "dx", "dw1")
 class Product:
     """`run` launches the same kernel as a training step and returns everything it computed.
 
-    With None it uses the configuration that the layer would use.
+    With None it uses the layer's own configuration.
     """
 
     name: str

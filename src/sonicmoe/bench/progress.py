@@ -1,4 +1,4 @@
-"""How far a long measurement is: one line, drawn again in a terminal; few lines elsewhere."""
+"""Progress of a long measurement: a bar in a terminal, a few lines elsewhere."""
 
 import sys
 from typing import TextIO

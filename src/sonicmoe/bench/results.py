@@ -16,8 +16,8 @@ from ..tuning.table import tuned
 Record = dict
 
 RESULTS = Path("benchmarks/results")
-# Paths of one machine, and what the record says itself.
-_WHERE_IT_WENT = re.compile(r" --(results|output|out|commit)[ =]\S+")
+# Options left out of a recorded command: paths of one machine, and the commit.
+_NOT_RECORDED = re.compile(r" --(results|output|out|commit)[ =]\S+")
 _PEERS = re.compile(r" (--(sonicmoe|peers)-path)[ =]\S+")
 
 
@@ -35,7 +35,7 @@ def provenance(device: str | torch.device, command: str, commit: str | None = No
         "python": platform.python_version(),
         "commit": commit or _commit(),
         "tuned": tuned_entries(device),
-        "command": _PEERS.sub(r" \1 FOLDER", _WHERE_IT_WENT.sub("", command)),
+        "command": _PEERS.sub(r" \1 FOLDER", _NOT_RECORDED.sub("", command)),
     }
 
 
@@ -55,7 +55,7 @@ def tuned_entries(device: str | torch.device) -> int:
 
 
 def write(records: Iterable[Record], folder: Path, label: str) -> Path | None:
-    """Append to `<folder>/<device>/<date>-<label>.jsonl`; nothing is written for no records."""
+    """Append to `<folder>/<device>/<date>-<label>.jsonl`; no records, no file."""
     records = list(records)
     if not records:
         return None
@@ -90,7 +90,7 @@ def slug(text: str) -> str:
 
 
 def _rounded(value):
-    """Five significant digits: more than any clock gives."""
+    """Round to five significant digits: timing resolves fewer."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -109,7 +109,7 @@ def _triton_version() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source, with a + where files differ from it."""
+    """The commit of the source, with a + if files differ from it."""
 
     def git(*arguments: str) -> str:
         source = Path(__file__).parents[1]

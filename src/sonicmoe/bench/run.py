@@ -119,7 +119,7 @@ def _entries(
     outcome: Outcome,
     processes: ExitStack,
 ) -> Iterator[Entry]:
-    """Nothing at all if our own layer is wrong."""
+    """The candidates to time; none if our own layer is wrong."""
     inputs = make_inputs(case, routing, options.device, options.dtype)
     mine = [e for c in _ours(inputs, options) for e in checked(c, inputs, options, outcome)]
     if not mine:
@@ -150,7 +150,7 @@ def checked(
 def passes(
     candidate: Candidate, inputs: Inputs, options: Options, outcome: Outcome
 ) -> tuple[bool, list[Check]]:
-    """Verify one candidate unless told not to; True if it passed, and its checks."""
+    """Verify one candidate, unless `options` skip it; whether it passed, and its checks."""
     if not options.check:
         return True, []
     case = inputs.case
@@ -173,7 +173,7 @@ def _interleaved(case: Case, entries: list[Entry]) -> dict[int, dict[str, float]
                 name = entries[n].record["candidate"]
                 if name == OURS:
                     raise
-                progress(case, f"{name} gives no figure: {type(error).__name__}: {error}")
+                progress(case, f"{name} is not timed: {type(error).__name__}: {error}")
                 stopped.add(n)
                 return math.nan
 

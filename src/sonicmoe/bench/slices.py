@@ -1,7 +1,7 @@
 """Errors of single tokens, rows and columns, which the norm of a whole tensor hides.
 
-The output and dX are judged by token, dW1 by row and dW2 by column: what one scale, one sum or one
-outlier can spoil.
+The output and dX are judged by token, dW1 by row and dW2 by column: one scale, one sum or one
+outlier can spoil such a slice.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,8 @@ import torch
 ALONG = {"out": -1, "x": -1, "w1": -1, "w2": -2}
 NAMES = {"out": "token", "x": "token", "w1": "row", "w2": "column"}
 QUANTILES = {0.5: "median", 0.9: "90th percentile"}
-# If more slices than that overflow in plain PyTorch, the others are too few to compare.
-MOST_SKIPPED = 0.5
+# If a larger share of slices overflows in plain PyTorch, the others are too few to compare.
+MAX_SKIPPED = 0.5
 # A result that is nearly the largest number of its dtype may overflow by its rounding error.
 NEARLY = 0.99
 
@@ -40,18 +40,18 @@ class Slices(NamedTuple):
 
     @property
     def comparable(self) -> bool:
-        return self.skipped <= MOST_SKIPPED * len(self.judged)
+        return self.skipped <= MAX_SKIPPED * len(self.judged)
 
     def quantiles(self) -> list[tuple[float, float]]:
         """(ours, plain PyTorch's) for each of `QUANTILES`, of the slices that are not zero."""
         kept = self.judged & ~self.zero
-        if not kept.any():  # and any zero that is not met is `wrong`
+        if not kept.any():  # zeros that are not exact are counted by `wrong`
             return [(0.0, 0.0)] * len(QUANTILES)
         ours, plain = (_quantiles(errors[kept]) for errors in (self.ours, self.plain))
         return list(zip(ours, plain, strict=True))
 
     def wrong(self) -> int:
-        """Slices that must be exactly zero and are not, and those that only we overflow in."""
+        """Number of slices that must be exactly zero and are not, or that overflow only in ours."""
         return int((self.judged & self.ours.isinf()).sum())
 
 
@@ -67,8 +67,8 @@ def slices(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, along: i
 def errors_by_slice(got: torch.Tensor, exact: torch.Tensor, along: int = -1) -> torch.Tensor:
     """‖got − exact‖ / ‖exact‖ in fp64 of every slice along a dimension.
 
-    A slice that is exactly zero must be met exactly: its error is 0 or infinity. A slice that is
-    not finite has the error infinity.
+    A slice that is exactly zero has the error 0 or infinity. A slice that is not finite has the
+    error infinity.
     """
     size = exact.norm(dim=along)
     error = (got.double() - exact).norm(dim=along)
@@ -77,9 +77,9 @@ def errors_by_slice(got: torch.Tensor, exact: torch.Tensor, along: int = -1) -> 
 
 
 def carrying_the_norm(exact: torch.Tensor, along: int = -1) -> int:
-    """How many slices have a part in the norm: all if they are equal, 1 if one has it all.
+    """Effective number n of slices in the norm: all if they are equal, 1 if one dominates.
 
-    An error measured on so many scatters by the inverse of its root.
+    An error measured on them scatters by 1/√n.
     """
     squares = exact.norm(dim=along).square().flatten()
     if not squares.any():

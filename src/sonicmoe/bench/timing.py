@@ -1,4 +1,4 @@
-"""Clocks: median time of a call, host time until it returns, interleaved timing."""
+"""Median time of a call, host time until it returns, interleaved timing."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ def synchronize(device: str | torch.device) -> None:
 
 
 def median_ms(call: Callable[[], object], device: str | torch.device, rep_ms: int = 200) -> float:
-    """On a GPU between events, the L2 cache flushed before each call; elsewhere by the clock."""
+    """Median ms: on a GPU by events, with L2 flushed before each call; else by wall clock."""
     if is_cuda(device):
         from triton.testing import do_bench
 
@@ -33,7 +33,7 @@ def median_ms(call: Callable[[], object], device: str | torch.device, rep_ms: in
 def interleaved(
     timers: Mapping[Key, Callable[[], float]], rounds: int = ROUNDS
 ) -> dict[Key, float]:
-    """Medians of rounds in which every timer has its turn: a clock that drifts decides nothing."""
+    """Median of each timer over rounds that run all of them, so that clock drift cancels out."""
     found: dict[Key, list[float]] = {key: [] for key in timers}
     for _ in range(rounds):
         for key, timer in timers.items():
@@ -46,7 +46,7 @@ def host_ms(
 ) -> float:
     """Median time until a call returns, call after call as in training.
 
-    The device is waited for before every `queued` of them: a full queue would make the host wait.
+    Synchronizes every `queued` calls, since a full launch queue would block the host.
     """
     times, before = [], calls // 10
     for number in range(before + calls):
@@ -60,7 +60,7 @@ def host_ms(
 
 
 def wall_ms(call: Callable[[], object], device: str | torch.device) -> float:
-    """One call by the clock, until the device is done."""
+    """Wall-clock time of one call, until the device is done."""
     synchronize(device)
     begin = time.perf_counter()
     call()

@@ -79,8 +79,8 @@ def spread(kept: int, count: int) -> torch.Tensor:
 def resized(weight: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, generator):
     """`weight` with these rows and columns, in fp32 on the generator's device.
 
-    Signs of what occurs a second time are random: equal rows would make the result singular, and
-    magnitudes are what counts.
+    Repeated values get random signs: equal rows would make the result singular, and only
+    magnitudes matter.
     """
     device = generator.device
     rows, columns = rows.to(device), columns.to(device)

@@ -1,9 +1,9 @@
 """Find the fastest configuration of a GEMM: check each, then time them interleaved.
 
 A configuration must agree with the default element by element, with all buffers filled with NaN
-before. All are timed round by round, each relative to the default of the same round, so that a
-drifting clock cancels out. The best of many is partly luck, so it is compared with the default
-once more, alone, and only that comparison counts.
+before. All are timed round by round, each relative to the default of the same round, so that
+clock drift cancels out. The best of many is partly luck, so it is compared with the default once
+more, and only that comparison counts.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from ..tuning.candidates import candidates
 from ..tuning.table import Config, Key
 from .products import Product
 
-LEAST_GAIN = 0.02  # below it a choice would follow the noise
+MIN_GAIN = 0.02  # smaller gains are noise
 ROUNDS = 5
 
 Timer = Callable[[Callable[[], object]], float]
@@ -29,7 +29,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was measured for one product. `times` holds ms; `faults` why a candidate has none."""
+    """What was measured for one GEMM. `times` holds ms; `faults` why a candidate has none."""
 
     name: str
     key: Key
@@ -44,7 +44,7 @@ class Finding:
 
     @property
     def chosen(self) -> Config:
-        return self.best if self.gain >= LEAST_GAIN else self.default
+        return self.best if self.gain >= MIN_GAIN else self.default
 
     @property
     def replaces(self) -> bool:
@@ -52,7 +52,7 @@ class Finding:
 
 
 def gpu_timer(call: Callable[[], object]) -> float:
-    """Median ms, the L2 cache flushed before each call; short, since there are several rounds."""
+    """Median ms, L2 flushed before each call; short, since there are several rounds."""
     from triton.testing import do_bench
 
     return do_bench(call, warmup=10, rep=40, return_mode="median")
@@ -112,26 +112,26 @@ def describe(config: Config) -> str:
 
 
 def _fault(product: Product, config: Config, want: tuple[torch.Tensor, ...]) -> str | None:
-    """Why `config` cannot be chosen, in words; None where it is right."""
+    """Why `config` cannot be chosen; None if it is right."""
     try:
         with _poisoned():
             got = product.run(config)
         wrong = [i for i, (g, w) in enumerate(zip(got, want, strict=True)) if not _agree(g, w)]
-    except Exception as error:  # a compiler's or a launch's: the others can still be measured
+    except Exception as error:  # of the compiler or the launch: the others can still be measured
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     return f"differs from the default in result {wrong[0]}" if wrong else None
 
 
 def _agree(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Both round the same fp32 sum, taken in another order: two steps apart, or near zero."""
+    """Whether they differ by at most two rounding steps: the order of fp32 sums differs."""
     if got.shape != want.shape:
         return False
     near_zero = 1e-4 * torch.linalg.vector_norm(want, dtype=torch.float32) / want.numel() ** 0.5
     step = 2 * torch.finfo(want.dtype).eps
-    at_once = max(1, 2**26 * want.shape[0] // want.numel())  # what is compared in fp32 beside it
+    at_once = max(1, 2**26 * want.shape[0] // want.numel())  # bounds the fp32 copies
     pieces = zip(got.split(at_once), want.split(at_once), strict=True)
     right = [
-        ((g.float() - w.float()).abs() <= step * w.float().abs() + near_zero).all()  # not for NaN
+        ((g.float() - w.float()).abs() <= step * w.float().abs() + near_zero).all()  # False for NaN
         for g, w in pieces
     ]
     return bool(torch.stack(right).all())
@@ -139,7 +139,7 @@ def _agree(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
-    """Every buffer of the operators starts as NaN: the last result may lie where this one goes."""
+    """Fill every buffer of the operators with NaN: reused memory may hold the last result."""
     originals = {name: getattr(memory, name) for name in ("empty", "empty_like")}
 
     def filled(make):

@@ -1,4 +1,4 @@
-"""Cases from inputs to a tuned table. The layer is verified with it before it is written."""
+"""Tune the GEMMs of cases and write the table, after verifying the layer with it."""
 
 import sys
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def tune_cases(
     out: Path | None,
     timer: Timer = gpu_timer,
 ) -> Outcome:
-    """Measure, print, and write what is faster; a product that two cases share is measured once."""
+    """Measure, print, and write what is faster; a GEMM that cases share is measured once."""
     device = device_name(options.device)
     looked_for = table.path_of(device)
     path = out or looked_for
@@ -43,7 +43,7 @@ def tune_cases(
         found, target = products(inputs, options.gate_up)
         new = [p for p in found if p.name in names and p.key not in findings]
         if not new:
-            print(f"\n{case.name} ({case.problem}): the same products as a case before it")
+            print(f"\n{case.name} ({case.problem}): the same GEMMs as an earlier case")
             continue
         fresh = {f.key: f for f in _measure(case, new, target, timer)}
         del found, new
@@ -85,7 +85,7 @@ def _step(bar: Bar, case: str, what: str) -> None:
 
 
 def _wrong(inputs: Inputs, options: Options, findings: dict[Key, Finding]) -> str | None:
-    """What the whole layer gets wrong against fp64 with the choices made; None if nothing."""
+    """What the layer gets wrong against fp64 with the chosen configurations; None if nothing."""
     with table.using(Table.of((key, f.chosen) for key, f in findings.items())):
         candidate = ours(inputs, router=True, gate_up=options.gate_up)
         checks = verify(candidate, inputs)
@@ -97,11 +97,11 @@ def _table(findings: Sequence[Finding]) -> str:
         (f.name, describe(f.default), f"{f.default_ms:.4f}", describe(f.best), *_gains(f))
         for f in findings
     ]
-    return tables.table(("product", "default", "ms", "best", "ms", "TFLOP/s", "gain", ""), rows)
+    return tables.table(("GEMM", "default", "ms", "best", "ms", "TFLOP/s", "gain", ""), rows)
 
 
 def _gains(f: Finding) -> tuple[str, ...]:
-    verdict = "taken" if f.replaces else "default stays"
+    verdict = "taken" if f.replaces else "default kept"
     return f"{f.best_ms:.4f}", f"{f.flops / f.best_ms / 1e9:.0f}", f"{f.gain:+.1%}", verdict
 
 

@@ -1,7 +1,7 @@
-"""Inputs of a layer with values as trained models have them, made from Gaussian ones.
+"""Inputs of a layer with values like those of trained models, made from Gaussian ones.
 
-Every distribution keeps its promise at any size: where an expert, a token or a channel is said to
-be larger, one is, even if there is only one.
+Every distribution works at any size: where one expert, token or channel is larger, there is one,
+even if it is the only one.
 """
 
 import math
@@ -30,7 +30,7 @@ Shape = Callable[[Tensors, torch.Generator], Tensors]
 def shaped(name: str, tensors: Tensors, generator: torch.Generator) -> Tensors:
     """New tensors with the distribution `name`, one of `VALUES`.
 
-    Sizes, order of gate and up, and storage do not matter. Random positions and factors come from
+    Works for any sizes, strides and order of gate and up. Random positions and factors come from
     `generator`, which is on the device of the tensors.
     """
     if name not in _SHAPES:
@@ -75,7 +75,7 @@ def _channels(factor: float) -> Shape:
 def _weights(factor: float) -> Shape:
     """One weight of W1 and of W2 in every expert, each expert its own.
 
-    It has its factor over the mean magnitude: a weight near zero would not become an outlier.
+    It is `factor` times the root mean square: a weight near zero would not become an outlier.
     """
 
     def shape(tensors: Tensors, generator: torch.Generator) -> Tensors:
@@ -136,7 +136,7 @@ def _scaled(x: int, weights: int, dout: int) -> Shape:
     """All values times powers of two with these exponents.
 
     With a gate Z has the exponent x + weights and A twice that. The gradient of a score, the result
-    that is farthest from one, has dout + 2·x + 3·weights: −92 and 74, far inside of bf16 and fp32.
+    farthest from one, has dout + 2·x + 3·weights: −92 and 74, well within bf16 and fp32.
     """
 
     def shape(tensors: Tensors, generator: torch.Generator) -> Tensors:
@@ -171,7 +171,7 @@ def _zero_rows(tensors: Tensors, generator: torch.Generator) -> Tensors:
 
 # --- a trained model ------------------------------------------------------------------------------
 def _trained(tensors: Tensors, generator: torch.Generator) -> Tensors:
-    """Weights of a real model, repeated or thinned out to the sizes asked for.
+    """Weights of a real model, repeated or subsampled to the requested sizes.
 
     Norms of rows and columns keep their distribution, the largest ones included. W1 and W2 are
     scaled as a whole to the mean square of the given ones. Channels of X have the weights of the

@@ -1,8 +1,8 @@
 """Check the output and every gradient against fp64, under random upstream gradients.
 
 The error of a candidate may be at most `MARGIN` times that of plain PyTorch in the same dtype: of
-every tensor in the Euclidean norm, and of the layer of this package also of single tokens, rows and
-columns. Both references run one expert at a time, so that the largest cases fit beside their
+every tensor in the Euclidean norm, and for the layer of this package also of single tokens, rows
+and columns. Both references run one expert at a time, so that the largest cases fit beside their
 inputs.
 """
 
@@ -19,7 +19,7 @@ from .candidates import Candidate
 from .inputs import Inputs
 from .slices import ALONG, NAMES, QUANTILES, Slices, slices
 
-# At two bytes rounding decides; at four the order of a sum does, which nobody fixes.
+# In 16 bits the rounding dominates, in fp32 the order of summation, which is not specified.
 MARGIN = {2: 1.1, 4: 2.0, 8: 2.0}
 PEER_MARGIN = 4.0
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -29,10 +29,10 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 class Check:
     """Relative error (Frobenius) of one tensor against fp64, plain PyTorch's, and the allowed one.
 
-    Beside the margin, an error measured on n values scatters by 1/√n of a rounding step; with
+    On top of the margin, an error measured on n values scatters by 1/√n of a rounding step; with
     outliers n may be 1. `slices` are the same for the median and the 90th percentile of its tokens,
-    rows or columns. `wrong` of them had to be exactly zero or finite; `skipped` ones overflow in
-    plain PyTorch or fp64.
+    rows or columns. `wrong` counts those that are not exactly zero or finite and must be; `skipped`
+    those that overflow in plain PyTorch or fp64.
     """
 
     tensor: str
@@ -63,9 +63,9 @@ def verify(
 ) -> list[Check]:
     """One check for the output (`out`) and one for each leaf's gradient.
 
-    A peer may break ties of the router as it likes, and may round more often: tokens whose choice
-    hangs on a tie are left out, its margin is wider, and single slices are not judged. `linear` is
-    what plain PyTorch computes the experts' GEMMs with.
+    A peer may break ties of the router differently and round more often: tokens whose choice
+    depends on a tie are left out, its margin is wider, and single slices are not judged. `linear`
+    computes the experts' GEMMs in plain PyTorch.
     """
     by_slice = not peer and margin is None
     outliers = inputs.values != "gaussian"
@@ -101,7 +101,7 @@ def verify(
 
 @contextlib.contextmanager
 def _honest_products() -> Iterator[None]:
-    """Plain PyTorch as exact as it can be: no sums in 16 bits, no tf32."""
+    """Make plain PyTorch as exact as possible: no sums in 16 bits, no tf32."""
     flags = torch.backends.cuda.matmul
     names = (
         "allow_tf32",
@@ -129,7 +129,7 @@ def _untied(inputs: Inputs) -> torch.Tensor:
 
 
 class _Error:
-    """Sums of squares: ours less the truth, plain PyTorch's less the truth, the truth.
+    """Sums of squares: our deviation from fp64, plain PyTorch's, and fp64 itself.
 
     With outliers, slices that overflow in plain PyTorch or fp64 are left out.
     """
@@ -158,7 +158,7 @@ class _Error:
         got, plain, true = torch.as_tensor(self.squares).sqrt().tolist()
         scale = true or 1.0
         scatter = max(self.values, 1) ** -0.5
-        if self.outliers:  # the norm may hang on one value, in fp32 on the order of its sum
+        if self.outliers:  # the norm may depend on one value, in fp32 on the order of its sum
             scatter = 1.0 if step > 1e-6 else 4.0
         allowed = margin * plain / scale + step * scatter
         found = Check(self.name, got / scale, plain / scale, allowed)
@@ -215,7 +215,7 @@ class _Pass:
         self.dscores = torch.zeros_like(self.scores)
 
     def _routed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The scores of the given choice, so that a near-tie does not change who is asked."""
+        """The scores of the given choice, so that near-ties do not change the selected experts."""
         logits = F.linear(*self.route_leaves).to(torch.promote_types(self.dtype, torch.float32))
         if self.inputs.case.router == "topk_over_softmax":
             return logits.softmax(-1).gather(1, ids)
@@ -224,7 +224,7 @@ class _Pass:
         return logits.gather(1, ids).softmax(-1)
 
     def expert(self, e: int) -> dict[str, torch.Tensor]:
-        """Add expert e to the output and to dX; its own gradients."""
+        """Add expert e to the output and to dX; returns the gradients of its weights."""
         slots = self.slots[self.ends[e - 1] if e else 0 : self.ends[e]]
         token = slots // self.inputs.case.problem.K
         named = {

@@ -33,7 +33,7 @@ _VOCABULARY: list[Any] = [
 
 
 class Settings(NamedTuple):
-    """What a rank tells the others; None where `dispatch` was called without the experts."""
+    """What a rank sends to the others; None if `dispatch` was called without the experts."""
 
     experts_per_rank: int
     hidden_size: int
@@ -54,10 +54,10 @@ class Settings(NamedTuple):
 def exchange_counts(
     counts: torch.Tensor, settings: Settings, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, list[list[int]]]:
-    """Send rank r the r-th line of counts (ranks, 2); raise where the ranks' settings differ.
+    """Send row r of counts (ranks, 2) to rank r; raise if the ranks' settings differ.
 
-    Returns the counts that came, and on the host the columns of both: rows and pairs that leave,
-    rows and pairs that come. Waits for the device once.
+    Returns the received counts, and on the host four columns: rows sent, pairs sent, rows received,
+    pairs received. Waits for the device once.
     """
     coming = _exchange(counts, [0, *map(_encode, settings)], group)
     host = torch.cat([counts, coming], dim=1).tolist()
@@ -87,7 +87,7 @@ def exchange_counts(
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None, *tensors: Any) -> Iterator[None]:
-    """Where the body raises on this rank, make the other ranks raise in `exchange_counts`.
+    """If the body raises on this rank, make the other ranks raise in `exchange_counts`.
 
     This rank then takes part in that exchange, on the device of the first of `tensors`, with a
     flag instead of counts; else the others would wait for it.

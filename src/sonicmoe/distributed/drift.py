@@ -2,8 +2,8 @@
 
 The ranks that share experts have their own tokens and so their own gradients. Over a mesh that
 leaves some of them out, FSDP2 averages the gradients of the others only. An optimizer has all
-parameters with their meshes, so its first step compares them, before anything has changed. No rank
-waits for another: meshes are the same on all of them.
+parameters with their meshes, so its first step compares them, before anything has changed. This
+needs no communication: meshes are the same on all ranks.
 """
 
 import weakref
@@ -22,7 +22,7 @@ _hooks: list = []
 
 
 def note_training(layer: Any) -> None:
-    """Compare the next steps of optimizers with `layer`, which has computed an output to train on.
+    """Make the next optimizer step compare its meshes with `layer`, whose output requires grad.
 
     Layers of an earlier model, which may still be alive, are forgotten with the first call after a
     step.

@@ -1,4 +1,4 @@
-"""What travels between the ranks of a group: a token goes to a rank once, with its pairs there."""
+"""What the ranks of a group send: a token goes to a rank once, with its pairs there."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from .agreement import Settings, exchange_counts
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """How many lines go to each rank of the group, and how many come from each."""
+    """How many entries go to each rank of the group, and how many come from each."""
 
     sends: list[int]
     receives: list[int]
@@ -69,18 +69,18 @@ def make_plan(
     """ids (T, K), or (S,) with `slot_token`; expert e lives on rank e // experts_per_rank.
 
     Raises a ValueError on every rank if their settings differ. Waits for the device once:
-    `all_to_all_single` wants the number of lines on the host.
+    `all_to_all_single` needs its split sizes on the host.
     """
     ranks, slots, device = dist.get_world_size(group), ids.numel(), ids.device
     experts_per_rank = settings.experts_per_rank
     here = (ids >= 0) & (ids < ranks * experts_per_rank)
     rank = torch.where(here, ids // experts_per_rank, -1)
-    # Ranks take the place of experts: the sort that the layer has anyway makes the list of pairs.
+    # The layer's own sort, with ranks instead of experts, makes the list of pairs.
     p = permute(rank, ranks, slot_token=slot_token, tokens=tokens, token_start=token_start)
     assert p.row_token is not None and p.row_slot is not None and p.slot_row is not None
     pair_start, pair_token, slot_pair = p.expert_start.long(), p.row_token, p.slot_row.long()
 
-    # Pairs of one token on one rank are neighbours: the first of them takes the row along.
+    # Pairs of one token on one rank are adjacent: the first of them carries the row.
     starts = torch.zeros(slots + 1, dtype=torch.bool, device=device)
     starts[1:-1] = pair_token[1:] != pair_token[:-1]
     starts.index_fill_(0, pair_start, True)
@@ -111,5 +111,5 @@ def make_plan(
 
 
 def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """values[index], and -1 where the index is -1."""
+    """values[index]; -1 where the index is -1."""
     return torch.nn.functional.pad(values, (0, 1), value=-1)[index]

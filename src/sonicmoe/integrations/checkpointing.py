@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from ..errors import bad_argument
 from ..ops.registry import NAMESPACE
 
-# The last is both before it where `MemoryPolicy` has slices.
+# With slices in `MemoryPolicy`, the last one replaces the other two.
 _DOWN = ("down", "combine", "down_and_combine")
 FORWARD = ("topk", "sigmoid_topk", "balance", "permute", "tiles", "up", *_DOWN)
 
@@ -24,7 +24,7 @@ def save_operators(*names: str) -> Callable:
     for name in names:
         if name not in FORWARD:
             raise bad_argument(
-                "names", f"operators among {', '.join(FORWARD)}", repr(name), "Leave out for all."
+                "names", f"operators among {', '.join(FORWARD)}", repr(name), "Omit names for all."
             )
     operators = getattr(torch.ops, NAMESPACE)
     saved = {getattr(operators, name).default for name in names or FORWARD}

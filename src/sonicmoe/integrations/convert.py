@@ -73,7 +73,7 @@ _GATED = {
     "relu": ActivationType.REGLU,
 }
 
-# Of a `MoE`; what sets a size comes before what is compared with it.
+# Of a `MoE`. The first weight with a letter sets its size; the others are compared with it.
 _DIMENSIONS = {
     "router.weight": ("E", "H"),
     "router.bias": ("E",),
@@ -151,7 +151,7 @@ def to_hf(
     """
     f = _find(family, gate_up)
     if f.per_expert is None and not fused:
-        raise bad_argument("fused", f"True for {family}", fused, "It has no keys for each expert.")
+        raise bad_argument("fused", f"True for {family}", fused, "It has no per-expert keys.")
     check_order(metadata_of(state_dict), gate_up, "Pass the gate_up of the MoE.")
     rest = dict(state_dict)
 
@@ -224,7 +224,7 @@ def _find(family: str, gate_up: str = "interleaved") -> _Family:
 
 
 def _renamed(f: _Family) -> dict[str, str]:
-    """Our keys and theirs of the weights that only change their name."""
+    """Our keys and theirs, for the weights that are only renamed."""
     keys = {"router.weight": f"{f.router}.weight"}
     if f.biases:
         keys |= {"router.bias": f"{f.router}.bias", "c_proj.bias": "experts.down_proj_bias"}
@@ -282,7 +282,7 @@ def _reordered(w1: torch.Tensor, before: str, after: str) -> torch.Tensor:
 
 
 def _check_shapes(ours: Mapping[str, torch.Tensor], family: str) -> None:
-    """The weights that are there fit together: E experts with gate and up, H, and I or S."""
+    """Raise unless the shapes of the given weights agree on E, H, I and S."""
     sizes = {"1": 1}
     for name, dims in _DIMENSIONS.items():
         if name not in ours:
@@ -301,7 +301,7 @@ def _check_shapes(ours: Mapping[str, torch.Tensor], family: str) -> None:
 
 
 def _absent(key: str, family: str, given: Mapping[str, Any], remedy: str) -> ValueError:
-    got = f"{len(given)} others" + _examples(given)
+    got = f"{len(given)} other keys" + _examples(given)
     return bad_argument("state_dict", f"a key {key} for {family}", got, remedy)
 
 

@@ -40,7 +40,7 @@ def build(folder: str | Path) -> str:
         "name": "sonicmoe",
         "version": 1,
         "license": "Apache-2.0",
-        "python-depends": [],  # the loader knows a fixed list, without torch and Triton
+        "python-depends": [],  # the loader allows a fixed list, without torch and Triton
         "backend": {"type": "cuda"},  # required; the name of the variant decides where it loads
     }
     (target / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")

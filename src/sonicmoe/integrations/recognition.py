@@ -23,7 +23,7 @@ _known: "WeakKeyDictionary[nn.Module, _Known]" = WeakKeyDictionary()
 
 
 def activation_of(module: Any) -> ActivationType:
-    """The activation of an experts module of transformers; a ValueError if we do not have it."""
+    """The activation of an experts module of transformers; raises a ValueError for others."""
     if torch.compiler.is_compiling():
         return _activation_while_compiling(module)
     known = _known.get(module)
@@ -40,7 +40,7 @@ def gate_up_of(module: Any) -> str:
 
 
 class _Known:
-    """The activation of a module, and everything that it was recognised from."""
+    """The activation of a module, and everything that determined it."""
 
     def __init__(self, module: Any) -> None:
         self.activation = ActivationType(_recognise(*_evaluated(module)))
@@ -80,12 +80,12 @@ def _vars(thing: Any) -> dict[str, Any]:
 
 def _activation_while_compiling(module: Any) -> ActivationType:
     """Let Dynamo trace the gate: it then guards everything that the gate reads, and compiles again
-    when that changes. Nobody uses the traced operations, so none is left in the compiled graph."""
+    when that changes. The results are unused, so the compiled graph does not contain them."""
     for part in module.modules():
         for name in _names_in_methods(type(part)).split():
             value = getattr(part, name, None)
             if isinstance(value, float):
-                value.hex()  # a float that has changed is guarded by its value only if asked for it
+                value.hex()  # else Dynamo does not guard the value of a float that has changed
     # `ActivationType(value)` of a constant result is an error in PyTorch 2.11.
     return _BY_VALUE[_recognise(*_evaluated(module))]
 
@@ -102,7 +102,7 @@ def _names_in_methods(kind: type) -> str:
 
 
 def _evaluated(module: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool, str, str]:
-    """Points z, and what the module computes of them; None if it has parameters for that."""
+    """Points z, and the module's results for them; None if its activation has parameters."""
     act_fn = _act_fn(module)
     z = torch.linspace(-12, 12, 49, dtype=torch.float64, device="cpu")
     z = F.pad(F.pad(z, (1, 0), value=-_FAR), (0, 1), value=_FAR)
@@ -119,7 +119,7 @@ def _evaluated(module: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool, st
 def _recognise(
     z: torch.Tensor, wanted: torch.Tensor | None, gated: bool, gate_up: str, name: str
 ) -> str:
-    """The value of the activation that makes `wanted` of z."""
+    """The value of the activation that maps z to `wanted`."""
     ours = [a for a in ActivationType if a.is_gated == gated]
     clamped = [] if wanted is None or not gated else _clamped(wanted)
     for activation in ours + clamped:
@@ -139,7 +139,7 @@ def _clamped(wanted: torch.Tensor) -> list[ActivationType]:
 
     With gate and up below the limit it is (up + offset) · h, where h = gate · σ(alpha · gate).
     """
-    zero, half, last = 25, 26, -1  # the places of 0, 0.5 and _FAR
+    zero, half, last = 25, 26, -1  # indices of 0, 0.5 and _FAR
     at = wanted.view(51, 51)[half].tolist() if wanted.numel() == 51 * 51 else [0.0]
     h = 2 * (at[half] - at[zero]) if len(at) == 51 else 0.0
     if not 0 < h < 0.5:

@@ -39,7 +39,7 @@ def load_tile(tiles, index):
 
 
 @triton.jit
-def place_of(
+def corner_of(
     index, start, end, number,
     K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -76,5 +76,5 @@ def tile_of(
     """Expert, first row, the expert's end row, and N-tile of work item `index`."""
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     expert, start, end, number = load_tile(tiles, index // n_tiles)
-    row, column = place_of(index, start, end, number, K, N, BLOCK_M, BLOCK_N)
+    row, column = corner_of(index, start, end, number, K, N, BLOCK_M, BLOCK_N)
     return expert, row, end, column

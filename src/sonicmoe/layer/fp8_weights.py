@@ -82,6 +82,7 @@ class Fp8WeightCache:
         return q1._replace(w_scale=scale1), q2._replace(w_scale=scale2)
 
 
+@torch.no_grad()  # else a checkpoint would keep the weights in its second pass alone
 def _refuse_stale(
     name: str, weight: torch.Tensor, cached: Fp8Weight, checked: torch.Tensor
 ) -> None:

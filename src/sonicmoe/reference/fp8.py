@@ -119,25 +119,22 @@ def first_padded(expert_start: torch.Tensor) -> torch.Tensor:
     return BLOCK * (start // BLOCK + torch.arange(len(start), device=start.device))
 
 
-def row_of_place() -> torch.Tensor:
-    """(128,): the row of a tile at each place of the transposed operands.
-
-    Rows r and r + 8 of sixteen are neighbours: the order in which a thread of the dZ GEMM holds
-    them.
-    """
-    place = torch.arange(BLOCK)
-    return place // 16 * 16 + place % 16 // 2 + 8 * (place % 2)
+def row_of_column() -> torch.Tensor:
+    """(128,): the row of a tile in each column of the transposed operands: rows r and r + 8 of
+    sixteen are neighbours. `kernels.hopper.fp8_wgrad.exchange` says why."""
+    column = torch.arange(BLOCK)
+    return column // 16 * 16 + column % 16 // 2 + 8 * (column % 2)
 
 
 def _transposed(values: torch.Tensor, p: Permutation) -> torch.Tensor:
-    """(R, C) e4m3 → (C, P), by expert, in the order of `row_of_place`; zeros between experts."""
+    """(R, C) e4m3 → (C, P), by expert, in the order of `row_of_column`; zeros between experts."""
     experts = p.expert_start.shape[0] - 1
     columns = padded_rows(values.shape[0], experts)
     out = torch.zeros(columns, values.shape[1], dtype=torch.uint8, device=values.device)
     first = first_padded(p.expert_start).tolist()
     for e, r in expert_rows(p):
         out[first[e] : first[e] + r.stop - r.start] = values[r].view(torch.uint8)
-    out = out.unflatten(0, (-1, BLOCK))[:, row_of_place().to(out.device)].flatten(0, 1)
+    out = out.unflatten(0, (-1, BLOCK))[:, row_of_column().to(out.device)].flatten(0, 1)
     return out.T.contiguous().view(torch.float8_e4m3fn)
 
 
@@ -179,9 +176,9 @@ def weight_gradient(rows8, other_t, scale, p: Permutation):
     """(E, M, N) fp32: Σ over an expert's rows of rows8[token] (M,) times other_t (N, P), times the
     scale (E, N)."""
     first = first_padded(p.expert_start).tolist()
-    place_of_row = torch.argsort(row_of_place()).to(rows8.device)
+    column_of_row = torch.argsort(row_of_column()).to(rows8.device)
     out = torch.zeros(len(first), rows8.shape[1], other_t.shape[0], device=rows8.device)
-    other = other_t.view(torch.uint8).unflatten(1, (-1, BLOCK))[:, :, place_of_row].flatten(1)
+    other = other_t.view(torch.uint8).unflatten(1, (-1, BLOCK))[:, :, column_of_row].flatten(1)
     other = other.view(torch.float8_e4m3fn)
     for e, r in expert_rows(p):
         columns = other[:, first[e] : first[e] + r.stop - r.start]

@@ -49,8 +49,8 @@ def make_router(router: str | Router, num_experts: int, k: int) -> Router:
         if (router.num_experts, router.k) != (num_experts, k):
             raise bad_argument(
                 "router",
-                f"a router of {num_experts} experts, {k} a token",
-                f"one of {router.num_experts}, {router.k}",
+                f"a router for {num_experts} experts and k = {k}",
+                f"one for {router.num_experts} and {router.k}",
                 "Build it with the sizes of the layer.",
             )
         return router
@@ -59,7 +59,7 @@ def make_router(router: str | Router, num_experts: int, k: int) -> Router:
             "router",
             f"one of {', '.join(ROUTERS)} or a sonicmoe.routing.Router",
             repr(router),
-            "Names take every default; an object takes options.",
+            "A name uses the defaults; pass an object to set options.",
         )
     return ROUTERS[router](num_experts, k)
 

@@ -19,7 +19,7 @@ class Routing:
     scores      as ids, fp32      score of each slot, differentiable in the logits
     slot_token  (S,) or None      token of each slot, ascending; None: K slots each
     token_start (T+1,) or None    slots of token t are [start[t], start[t+1])
-    chosen      (E,) or None      rows of each expert by plain top-K, where the router changed them
+    chosen      (E,) or None      rows of each expert by plain top-K, if the router changed them
 
     Pass it on with
     `experts(x, r.ids, r.scores, …, slot_token=r.slot_token, token_start=r.token_start)`.
@@ -55,7 +55,7 @@ class Router(nn.Module):
         raise NotImplementedError
 
     def _join(self, layer: nn.Module, *, copied: bool = False) -> None:
-        """Called when `layer` takes this router, or with `copied` was copied together with it."""
+        """Called when this router is assigned to `layer`, or (`copied`) copied together with it."""
 
     def check(self, logits: torch.Tensor) -> None:
         if logits.dim() != 2 or logits.shape[1] != self.num_experts:
@@ -71,6 +71,6 @@ class Router(nn.Module):
         return f"experts={self.num_experts}, k={self.k}"
 
 
-def widened(logits: torch.Tensor) -> torch.Tensor:
-    """The logits in fp32, or in float64 if they are."""
+def at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
+    """The logits in fp32; float64 stays float64."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

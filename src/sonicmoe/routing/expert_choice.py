@@ -3,7 +3,7 @@
 import torch
 
 from ..shapes import ceil_div
-from .base import Router, Routing, widened
+from .base import Router, Routing, at_least_fp32
 from .scores import topk_scores
 
 
@@ -20,7 +20,7 @@ class ExpertChoice(Router):
             scores, ids = topk_scores(logits, self.k, softmax_over_topk=False, backend=backend)
             return Routing(logits, ids, scores)
         capacity = ceil_div(logits.shape[0] * self.k, self.num_experts)
-        best, token = widened(logits).softmax(-1).sort(dim=0, descending=True, stable=True)
+        best, token = at_least_fp32(logits).softmax(-1).sort(dim=0, descending=True, stable=True)
         slot_token, order = token[:capacity].flatten().sort(stable=True)
         number = torch.arange(self.num_experts, device=logits.device, dtype=torch.int32)
         ids = number.expand(capacity, -1).flatten().gather(0, order)

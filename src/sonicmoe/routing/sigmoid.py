@@ -1,4 +1,4 @@
-"""DeepSeek-V3's router: sigmoid scores, and a bias that steers the choice but not the weights."""
+"""DeepSeek-V3's router: sigmoid scores, and a bias that changes the choice, not the scores."""
 
 import weakref
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Sigmoid(Router):
             )
         if not 1 <= groups_kept <= groups:
             raise bad_argument(
-                "groups_kept", f"between 1 and groups ({groups})", groups_kept, "Keep fewer."
+                "groups_kept", f"between 1 and groups ({groups})", groups_kept, "Change one."
             )
         candidates = groups_kept * (num_experts // groups)
         if k > candidates:
@@ -70,9 +70,9 @@ class Sigmoid(Router):
         if other is not None and other is not layer and other._modules.get("routing") is self:
             if copied:  # a shallow copy of that layer
                 return
-            remedy = "Build another: its bias and load are those of one layer."
-            got = "one that another layer has"
-            raise bad_argument("router", "a Sigmoid for each layer", got, remedy)
+            remedy = "Build one per layer: bias and load belong to one layer."
+            got = "that of another layer"
+            raise bad_argument("router", "a Sigmoid of its own", got, remedy)
         _layers[self] = weakref.ref(layer)
 
     def _layer(self) -> nn.Module | None:
@@ -106,7 +106,7 @@ class Sigmoid(Router):
         if all_reduce is None and (ranks := self._ranks()) > 1:
             raise bad_argument(
                 "all_reduce",
-                f"a function, since the layer is spread over {ranks} ranks",
+                f"a function, since the layer is sharded over {ranks} ranks",
                 None,
                 "Sum the rows: dist.all_reduce(load), then return load; else the biases of the"
                 " ranks drift apart.",
@@ -116,7 +116,7 @@ class Sigmoid(Router):
         self.load.zero_()
 
     def _ranks(self) -> int:
-        """Over how many ranks FSDP2 or expert parallelism spread the weights of the layer."""
+        """Over how many ranks FSDP2 or expert parallelism shards the weights of the layer."""
         layer = self._layer()
         meshes = (
             [] if layer is None else [getattr(p, "device_mesh", None) for p in layer.parameters()]
@@ -124,7 +124,7 @@ class Sigmoid(Router):
         return max((mesh.size() for mesh in meshes if mesh is not None), default=1)
 
     def _apply(self, fn, recurse=True):
-        """The bias moves by steps that 16 bits cannot hold: casting the layer leaves it in fp32."""
+        """Keep the bias in fp32 when the layer is cast: its updates are too small for 16 bits."""
         before = {name: getattr(self, name) for name in ("selection_bias", "load")}
         super()._apply(fn, recurse)
         for name, old in before.items():

@@ -16,7 +16,7 @@ from ..validation import (
     check_shape,
     resolve_backend,
 )
-from .base import Router, Routing, widened
+from .base import Router, Routing, at_least_fp32
 from .scores import topk_scores
 
 
@@ -114,7 +114,7 @@ def round_tokens(
     _warn_of_few_tokens(scores.shape[0], tile)
     uniform = _checked_uniform(uniform, subroutine, scores)
     backend = resolve_backend(backend, scores)
-    return _RoundTokens.apply(widened(scores), ids, tile, subroutine, uniform, backend)
+    return _RoundTokens.apply(at_least_fp32(scores), ids, tile, subroutine, uniform, backend)
 
 
 def _check_rounding(tile: int, subroutine: str) -> None:
@@ -150,13 +150,13 @@ def _checked_uniform(
         return uniform.float()
     if uniform is not None:
         raise bad_argument(
-            "uniform", f"None for {subroutine!r}, which is not random", "a tensor", "Leave it out."
+            "uniform", f"None for {subroutine!r}, which is not random", "a tensor", "Omit it."
         )
     return None
 
 
 class _RoundTokens(torch.autograd.Function):
-    """Only the scores of the kept pairs are differentiable. Kept: 8·S bytes, who the pairs are."""
+    """Only the scores of the kept pairs are differentiable. Kept: the pairs, 8·S bytes."""
 
     @staticmethod
     def forward(ctx, scores, ids, tile, subroutine, uniform, backend):
@@ -179,8 +179,8 @@ class _RoundTokens(torch.autograd.Function):
 
 
 class _RoundLogits(torch.autograd.Function):
-    """The same from logits. Kept: the logits, 4·S + 4·T bytes, who the pairs are, and 4·T·K, the
-    choice, where it normalises.
+    """The same from logits. Kept: the logits; the pairs, 4·S + 4·T bytes; with `normalize` the
+    choice, 4·T·K bytes.
     """
 
     @staticmethod

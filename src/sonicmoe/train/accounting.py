@@ -7,18 +7,18 @@ from ..layer.memory import memory_policy
 from ..shapes import Problem
 from .config import ModelConfig, TrainConfig
 
-# Bytes a parameter: weights, gradient, two moments; under autocast also a bf16 copy of the weights.
+# Bytes per parameter: weights, gradient, moments; under autocast also a bf16 copy of the weights.
 STATE_BYTES = {"fp32": 16, "autocast": 18, "bf16": 8, "fp8": 18}
 ELEMENT_BYTES = {"fp32": 4, "autocast": 2, "bf16": 2, "fp8": 2}
-# Outside the MoE layer a block keeps its two inputs, the normalised ones, q, k, v (before and after
-# their norm and rotation) and the attention's output: so many elements a token and unit of H.
+# Elements per token and unit of H that a block keeps outside the MoE layer: its two inputs, the
+# normalized ones, q, k, v (before and after their norm and rotation) and the attention's output.
 BLOCK_ELEMENTS = 14
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
     total: int
-    active: int  # those a token meets: K of E experts; the tied head once
+    active: int  # used by a token: K of E experts; the tied head once
     experts: int  # all experts of all layers
 
 
@@ -35,20 +35,20 @@ def parameters(m: ModelConfig) -> Parameters:
 
 
 def flops_per_token(m: ModelConfig) -> float:
-    """Forward and backward: 6 for each parameter a token meets, and causal attention."""
+    """Forward and backward: 6 per active parameter, and causal attention."""
     return 6 * parameters(m).active + 6 * m.num_layers * m.num_heads * m.head_dim * m.context
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """What one layer keeps for the backward pass: ours, and where rows are gathered first."""
+    """What one layer keeps for the backward pass: ours, and one that gathers rows first."""
 
     ours: int
     gathered: int
 
 
 def layer_bytes(m: ModelConfig, tokens: int, precision: str, policy: str = "keep") -> LayerBytes:
-    """Ours: X, Z and about 20 bytes of routing a row. Gathered: rows of X, A and Y in addition."""
+    """Ours: X, Z and about 20 bytes of routing per row. Gathered: also rows of X, A and Y."""
     p = Problem(tokens, m.hidden_size, m.intermediate_size, m.num_experts, m.experts_per_token)
     router, element = m.router.partition(":")[0], ELEMENT_BYTES[precision]
     x = cost.caller_bytes(p, element)
@@ -74,7 +74,7 @@ class Memory:
 
 
 def memory(config: TrainConfig, shards: int = 1) -> Memory:
-    """Peak of one GPU when the state is cut into `shards` and a micro-batch is in flight."""
+    """Peak of one GPU with the state cut into `shards` and one micro-batch in flight."""
     m = config.model
     element = ELEMENT_BYTES[config.precision]
     tokens = config.micro_batch * m.context
@@ -89,7 +89,7 @@ def memory(config: TrainConfig, shards: int = 1) -> Memory:
     else:
         kept = m.num_layers * layer
     at_once = min(config.loss_chunk or tokens, tokens)
-    # Logits in the arithmetic's dtype, in fp32, and the gradient of both.
+    # Logits in the compute dtype and in fp32, and the gradient of both.
     head = at_once * m.vocab_size * 2 * (element + 4)
     # dZ, A' and the rows of dX of one layer.
     transient = element * rows * (3 * m.intermediate_size + m.hidden_size) + gathered_weights

@@ -1,7 +1,7 @@
-"""Who computes the layer: this package's kernels, plain PyTorch, or a peer to compare with.
+"""Backends of the layer: this package's kernels, plain PyTorch, or a peer to compare with.
 
-The peers take the same weights and the same choice of experts and differ in nothing but the way the
-expert products are computed. They keep for the backward pass what autograd makes them keep.
+Peers get the same weights and the same choice of experts and differ only in how the expert GEMMs
+are computed. Autograd decides what they keep for the backward pass.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def run_layer(moe: MoE, x: torch.Tensor, backend: str) -> tuple[torch.Tensor, to
 
 
 def check_backend(backend: str, config: TrainConfig) -> None:
-    """ValueError if there is no such backend, or if it would ignore a setting."""
+    """Raise a ValueError if there is no such backend, or if it would ignore a setting."""
     if backend not in BACKENDS:
         raise bad_argument("backend", f"one of {', '.join(BACKENDS)}", repr(backend), "See --help.")
     only_ours = {
@@ -38,7 +38,7 @@ def check_backend(backend: str, config: TrainConfig) -> None:
     }
     for setting, is_set in only_ours.items():
         if is_set and backend in _PEERS:
-            expected, remedy = f"{', '.join(_LAYER)} with {setting}", "Peers do not have it."
+            expected, remedy = f"{', '.join(_LAYER)} with {setting}", "The other packages lack it."
             raise bad_argument("backend", expected, backend, remedy)
     if backend == "scattermoe":
         need("scattermoe.mlp", "backend=scattermoe")
@@ -64,7 +64,7 @@ def _balance_loss(moe: MoE, logits: torch.Tensor, ids: torch.Tensor) -> torch.Te
 
 
 def _gather_grouped_mm(x, scores, ids, w1, w2):
-    """What PyTorch offers by itself: sort, gather the rows, two grouped products, scatter back."""
+    """Plain PyTorch: sort, gather the rows, two grouped GEMMs, scatter back."""
     experts, k = w1.shape[0], ids.shape[1]
     order = ids.flatten().argsort(stable=True)
     token = order // k
@@ -75,7 +75,7 @@ def _gather_grouped_mm(x, scores, ids, w1, w2):
 
 
 def _scattermoe(x, scores, ids, w1, w2):
-    """ScatterMoE's fused scatter-to-group products."""
+    """ScatterMoE's fused scatter-to-group GEMMs."""
     peer = need("scattermoe.parallel_experts", "backend=scattermoe")
     experts, k = w1.shape[0], ids.shape[1]
     sorted_ids, order, offsets = peer.flatten_sort_count(ids, num_experts=experts)

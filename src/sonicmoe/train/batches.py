@@ -1,7 +1,7 @@
 """Which tokens a step sees: a pure function of seed and step, so that nothing need be saved.
 
-The text is cut into windows of `context` tokens; every epoch visits all of them once in an order of
-its own.
+The text is cut into windows of `context` tokens; every epoch visits all of them once in its own
+order.
 """
 
 import functools

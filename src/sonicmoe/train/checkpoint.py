@@ -1,4 +1,4 @@
-"""Checkpoints that can be trusted.
+"""Checkpoints with checksums, written atomically.
 
 A checkpoint is a folder step-00001234 with state.pt and manifest.json, which holds the size and
 SHA-256 of state.pt and a checksum of its own. It is written under another name, flushed to the disk
@@ -30,15 +30,15 @@ from .parallel import World
 _PREFIX = "step-"
 _UNFINISHED = ".writing-"
 _STATE, _MANIFEST = "state.pt", "manifest.json"
-# Checkpoints that this process wrote or verified, with the stamps of their files at that time:
-# pruning does not read gigabytes again.
+# Checkpoints that this process wrote or verified, with the stamps of their files at that time, so
+# that pruning does not read gigabytes again.
 _verified: dict[Path, list[tuple[int, int]] | None] = {}
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """Write `state` as the checkpoint of `step`, then remove all but the newest `keep` sound ones.
 
-    OSError if that fails, a full disk for example; the earlier checkpoints then are untouched.
+    Raises an OSError if that fails, on a full disk for example; earlier checkpoints are untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left_by_a_kill in folder.glob(f"{_UNFINISHED}*"):
@@ -69,7 +69,7 @@ def _write(work: Path, state: dict[str, Any]) -> None:
     with open(work / _STATE, "wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # torch.save hides a full disk behind one of its own
+        except RuntimeError as error:  # torch.save hides a full disk behind its own error
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     (work / _MANIFEST).write_bytes(_manifest({_STATE: _describe(work / _STATE)}))
     for path in (work / _STATE, work / _MANIFEST, work):
@@ -79,7 +79,7 @@ def _write(work: Path, state: dict[str, Any]) -> None:
 def _prune(folder: Path, newest: int, keep: int) -> None:
     """Remove what is older than the `keep` newest sound checkpoints up to step `newest`.
 
-    Later ones do not count: the run continued before them because they could not be loaded.
+    Later ones do not count: the run continued from an earlier step, so they could not be loaded.
     """
     sound = 0
     for step in reversed(steps(folder)):
@@ -119,7 +119,7 @@ def set_aside(folder: Path, step: int) -> None:
 def load_latest(
     folder: Path, say: Callable[[str], None] = print, device: str | torch.device = "cpu"
 ) -> dict[str, Any]:
-    """The state of the newest sound checkpoint. `say` is told which ones are damaged."""
+    """The state of the newest sound checkpoint. Damaged ones are reported through `say`."""
     damaged: list[str] = []
     for step in reversed(steps(folder)):
         path = _path(folder, step)
@@ -143,7 +143,7 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint, None if it is as it was written."""
+    """What is wrong with a checkpoint; None if it is as it was written."""
     try:
         found = (path / _MANIFEST).read_bytes()
         files = json.loads(found)["files"]
@@ -213,7 +213,7 @@ def find_not_finite(state: dict[str, Any]) -> str | None:
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     """Weights, optimizer and the state of the random numbers.
 
-    Whole, whatever the sharding: a run may continue on another number of ranks.
+    Not sharded, so that a run may continue on another number of ranks.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=world.size > 1)
     weights, moments = get_state_dict(model, optimizer, options=options)
@@ -236,10 +236,10 @@ def restore(
 
 
 def restore_weights(state: dict[str, Any], model: nn.Module) -> None:
-    """The weights alone. ValueError if `model` has other ones."""
-    # PyTorch keeps the random weights of names that a full state dict lacks, without a word.
+    """Load only the weights. Raises a ValueError if their names differ from those of `model`."""
+    # PyTorch silently keeps the random weights of names that a full state dict lacks.
     if different := sorted(model.state_dict().keys() ^ state["model"].keys()):
         expected, remedy = "a run with the same weights", "Keep the router of that run."
-        got = f"{len(different)} in one of them alone, for example {different[0]}"
+        got = f"{len(different)} that only one of them has, for example {different[0]}"
         raise bad_argument("init_from", expected, got, remedy)
     set_model_state_dict(model, state["model"], options=StateDictOptions(full_state_dict=True))

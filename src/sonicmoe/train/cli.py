@@ -9,13 +9,13 @@ from ..errors import bad_argument
 from .presets import PRESETS
 
 _RUNS = Path("runs")
-# Flags for what is changed most; everything else is --set key=value.
+# Flags for the settings that change most; the others use --set key=value.
 _FLAGS = (
     ("steps", int, "optimizer steps"),
-    ("batch", int, "sequences a step"),
-    ("micro-batch", int, "sequences at a time on one device, at most"),
+    ("batch", int, "sequences per step"),
+    ("micro-batch", int, "most sequences at a time on one device"),
     ("learning-rate", float, "peak learning rate"),
-    ("seed", int, "of weights and batches"),
+    ("seed", int, "seed of weights and batches"),
     ("init-from", str, "run whose weights, tokenizer and settings to start with"),
     ("device", str, "auto, cpu or cuda"),
     ("precision", str, "fp32, autocast, bf16 or fp8"),
@@ -30,7 +30,7 @@ def register(subparsers: Any) -> None:
         ("compare", "train once per router, backend and seed", _compare_arguments, _compare),
         ("generate", "continue a text with a trained model", _generate_arguments, _generate),
         ("export", "write a trained model as a Hugging Face folder", _export_arguments, _export),
-        ("plan", "predict memory, communication and tokens a day", _plan_arguments, _plan),
+        ("plan", "predict memory, communication and tokens per day", _plan_arguments, _plan),
     ):
         description = f"{about[0].upper()}{about[1:]}. More: docs/training.md."
         parser = subparsers.add_parser(name, help=about, description=description)
@@ -53,11 +53,11 @@ def _configuration_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=others)
     parser.add_argument("--runs", type=Path, help="where runs are kept; default: runs")
     parser.add_argument("--name", help="folder below --runs; default: the preset")
-    parser.add_argument("--cache", type=Path, help="where tokenised text is kept")
+    parser.add_argument("--cache", type=Path, help="where tokenized text is kept")
 
 
 def _overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """File first, then --set, then plain flags: the nearer to the hand, the stronger."""
+    """Settings from the file, --set and plain flags; later sources win."""
     from .config import parse_assignments, read_toml
 
     values: dict[str, Any] = read_toml(args.config) if args.config else {}
@@ -71,8 +71,8 @@ def _overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _configuration_arguments(parser)
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in there")
-    router = "how tokens choose experts, a name that MoE(router=…) knows"
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="folder of the run to continue")
+    router = "router of every layer, a name for MoE(router=…)"
     parser.add_argument("--router", help=router)
     parser.add_argument("--backend", help="auto, sonicmoe, torch, grouped_mm or scattermoe")
 
@@ -120,8 +120,8 @@ def _folder(args: argparse.Namespace, name: str) -> Path:
 def _refuse_with_resume(args: argparse.Namespace) -> None:
     for flag in ("preset", "name", "runs"):
         if getattr(args, flag) is not None:
-            expected = "to be absent with --resume, which names the folder of the run"
-            remedy = f"Leave --{flag} out, or start a new run without --resume."
+            expected = "no value with --resume, which names the folder of the run"
+            remedy = f"Omit --{flag}, or start a new run without --resume."
             raise bad_argument(f"--{flag}", expected, getattr(args, flag), remedy)
 
 
@@ -129,10 +129,10 @@ def _refuse_with_resume(args: argparse.Namespace) -> None:
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     _configuration_arguments(parser)
     routers, backends = "softmax_over_topk,topk_over_softmax", "auto"
-    parser.add_argument("--routers", default=routers, help="for MoE(router=…), with commas")
-    known = "auto, sonicmoe, torch, grouped_mm, scattermoe, with commas"
+    parser.add_argument("--routers", default=routers, help="for MoE(router=…), comma-separated")
+    known = "of auto, sonicmoe, torch, grouped_mm, scattermoe, comma-separated"
     parser.add_argument("--backends", default=backends, help=known)
-    parser.add_argument("--seeds", help="integers, with commas; default: the seed")
+    parser.add_argument("--seeds", help="integers, comma-separated; default: the seed")
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -150,11 +150,11 @@ def _compare(args: argparse.Namespace) -> int:
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--prompt", default="The ", help="text to continue")
-    parser.add_argument("--tokens", type=int, default=100, help="how many to add")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    share = "share of probability to draw from"
+    parser.add_argument("--tokens", type=int, default=100, help="how many to generate")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    share = "probability mass to sample from"
     parser.add_argument("--top-p", type=float, default=0.95, help=share)
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
 

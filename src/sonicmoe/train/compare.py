@@ -1,4 +1,4 @@
-"""The same training under several routers, backends or seeds: one picture and one table."""
+"""The same training with several routers, backends or seeds: one plot and one table."""
 
 import dataclasses
 import gc
@@ -60,16 +60,16 @@ def _compare(configs: dict[str, TrainConfig], folder: Path, cache: Path) -> str:
         _, line = summary.title(first)
         logs = {name: runlog.read(folder / slug(name)) for name in results}
         plots.comparison(folder / "compare.png", logs, _title(results), _shared(line))
-    files = "compare.png, compare.md, compare.json and a folder a run"
+    files = "compare.png, compare.md, compare.json and a folder per run"
     return f"\n{text}\n\nKept in {folder}: {files}."
 
 
 def train_each(
     configs: Mapping[str, TrainConfig], folder: Path, cache: Path, pictures: bool = True
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Train one after the other; name and numbers of each, until a signal ends one early.
+    """Train one after the other; yields name and numbers of each, until a signal ends one early.
 
-    Runs that differ in nothing but the seed share compiled code: name them one after the other.
+    Runs that differ only in the seed share compiled code if they follow each other.
     """
     before: TrainConfig | None = None
     for i, (name, config) in enumerate(configs.items(), 1):
@@ -83,7 +83,7 @@ def train_each(
             torch.cuda.empty_cache()
         yield name, numbers
         if not numbers["finished"]:
-            print("Stopped: the comparison holds what was trained until here.")
+            print("Stopped: the comparison contains the runs so far.")
             return
 
 
@@ -109,7 +109,7 @@ def _title(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _shared(line: str) -> str:
-    """The line of one run without its router, which may differ."""
+    """The description of a run without its router, which may differ."""
     before, _, after = line.partition(", router ")
     return f"{before}; {after.partition('; ')[2]}"
 
@@ -117,7 +117,7 @@ def _shared(line: str) -> str:
 def names(argument: str, text: str) -> list[str]:
     found = [n.strip() for n in text.split(",") if n.strip()]
     if not found or len(set(found)) < len(found):
-        raise bad_argument(argument, "different names, with commas", repr(text), "Remove doubles.")
+        raise bad_argument(argument, "different names with commas", repr(text), "Remove repeats.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a run is made of: the model's sizes and the training around it, frozen."""
+"""Configuration of a run: the sizes of the model, and the training settings."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ PRECISIONS = {
 class ModelConfig:
     """The sizes of a decoder with a Mixture-of-Experts layer in every block.
 
-    `router` is a name that `MoE` knows. Token rounding takes its subroutine after a colon, as in
+    `router` is a name for `MoE`. Token rounding takes its subroutine after a colon, as in
     "token_rounding:down", and rounds to multiples of `rounding_tile`.
     """
 
@@ -71,9 +71,9 @@ _NOT_NEGATIVE += ["loss_chunk", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """One training run. `batch` sequences a step, cut into micro-batches of `micro_batch`.
+    """One training run. `batch` sequences per step, in micro-batches of `micro_batch`.
 
-    `data` is "local" (text that this installation carries), files and folders, or a Hugging Face
+    `data` is "local" (text of this installation), files and folders, or a Hugging Face
     dataset. `memory` is keep, e4m3 or recompute, as in `MoE`. `target_loss` is checked against the
     validation loss at the end. `keep` checkpoints are kept; 0 writes none. `init_from` is the
     folder of a run whose weights and tokenizer this one starts with.
@@ -129,7 +129,7 @@ class TrainConfig:
             if getattr(self, name) >= 1:
                 raise bad_argument(name, "below 1", getattr(self, name), "Try 0.9.")
         if not self.gradient_clip > 0:
-            raise bad_argument("gradient_clip", "> 0", self.gradient_clip, "inf clips nothing.")
+            raise bad_argument("gradient_clip", "> 0", self.gradient_clip, "inf disables it.")
         check_seed(self.seed)
         if self.target_loss is not None:
             _not_negative("target_loss", self.target_loss)
@@ -142,7 +142,7 @@ class TrainConfig:
                 _multiple(name, getattr(self.model, name), FP8_ALIGNMENT)
         memory_policy(self.memory)
         if self.warmup_steps < 0 or self.warmup_steps >= self.steps:
-            below, remedy = f"from 0 to below steps ({self.steps})", "Use a few percent of them."
+            below, remedy = f"at least 0 and below steps ({self.steps})", "Use a few percent."
             raise bad_argument("warmup_steps", below, self.warmup_steps, remedy)
         if not 0 < self.validation_fraction < 0.5:
             got, remedy = self.validation_fraction, "0.05 holds out every twentieth document."
@@ -158,17 +158,17 @@ class TrainConfig:
         return self.batch * self.model.context
 
     def override(self, values: Mapping[str, Any]) -> "TrainConfig":
-        """A copy with some keys replaced; text is read as the type of the key."""
+        """A copy with some settings replaced; text is converted to the type of the setting."""
         ours: dict[str, Any] = {}
         models: dict[str, Any] = {}
         for key, value in values.items():
             owner = ours if key in _TRAIN_FIELDS else models if key in _MODEL_FIELDS else None
             if owner is None:
                 raise bad_argument(
-                    key, "a name of the configuration", repr(key), f"Names: {', '.join(KEYS)}."
+                    key, "the name of a setting", repr(key), f"Settings: {', '.join(KEYS)}."
                 )
             owner[key] = _read(key, value)
-        # `batch` alone should not trip over the preset's micro_batch: it then is one micro-batch.
+        # If only `batch` is given and the preset's micro_batch does not divide it: one micro-batch.
         if "batch" in ours and "micro_batch" not in ours and ours["batch"] % self.micro_batch:
             ours["micro_batch"] = ours["batch"]
         if "steps" in ours and "warmup_steps" not in ours and ours["steps"] > 0:
@@ -181,7 +181,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainConfig":
-        """The inverse of `to_dict`, also after a passage through JSON."""
+        """The inverse of `to_dict`, also after a round trip through JSON."""
         rest = {**values, "model": ModelConfig(**values["model"]), "data": tuple(values["data"])}
         return cls(**rest)
 
@@ -195,7 +195,7 @@ _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 
 def _read(key: str, value: Any) -> Any:
-    """The value of `key` from text, or from TOML or Python as it is, in the type of the key."""
+    """`value`, text or a value from TOML or Python, in the type of `key`."""
     kind = {**_MODEL_FIELDS, **_TRAIN_FIELDS}[key]
     try:
         if kind is bool:
@@ -230,7 +230,7 @@ def parse_assignments(items: Iterable[str]) -> dict[str, str]:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Keys of a TOML file; tables only group them: [model] and [train] are as good as none."""
+    """Keys of a TOML file; tables such as [model] only group them."""
     path = Path(path)
     if not path.is_file():
         raise bad_argument("--config", "a TOML file", repr(str(path)), "Check the path.")
@@ -245,7 +245,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def check_seed(seed: int) -> None:
-    """Of weights, batches and generated text: batches make a 64-bit seed of it for every epoch."""
+    """Raise if `seed` has more than 43 bits: batches derive a 64-bit seed per epoch from it."""
     if not -(2**43) < seed < 2**43:
         raise bad_argument("seed", "an integer of at most 43 bits", seed, "Choose a smaller one.")
 

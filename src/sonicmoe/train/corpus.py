@@ -30,8 +30,8 @@ from .config import TrainConfig
 END_OF_TEXT = "<|endoftext|>"
 _FORMAT = 2
 _SMALLEST_VOCABULARY = 257
-_SAMPLE_BYTES = 32 * 2**20  # what the tokenizer learns from; more changes its merges little
-_DUPLICATE = 100  # characters: shorter paragraphs may repeat, they are headings and phrases
+_SAMPLE_BYTES = 32 * 2**20  # the tokenizer's training sample; more text hardly changes its merges
+_DUPLICATE = 100  # characters: shorter paragraphs, such as headings, may repeat
 
 
 class TooLittleText(ValueError):
@@ -65,7 +65,7 @@ class Corpus:
             f"  duplicates left out: {self.found['duplicate_bytes'] / 1e6:.2f} MB; training "
             f"{train['tokens'] / 1e6:.2f}M tokens of {train['documents']} documents, validation "
             f"{held['tokens'] / 1e6:.3f}M of {held['documents']}; "
-            f"{self.found['bytes_per_token']:.2f} bytes a token"
+            f"{self.found['bytes_per_token']:.2f} bytes per token"
         )
         if skipped := self.found["not_text"]:
             lines.append(f"  not UTF-8 text, left out: {len(skipped)} files, first {skipped[0]!r}")
@@ -73,14 +73,14 @@ class Corpus:
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse what no corpus can be made of, before any work: sources, vocabulary, packages."""
+    """Check sources, vocabulary and packages before any work."""
     need("tokenizers", "Training on text")
     for source in config.data:
         text.check(source)
     size = config.model.vocab_size
     if size < _SMALLEST_VOCABULARY:
         least = f"at least {_SMALLEST_VOCABULARY}: the bytes and an end of text"
-        raise bad_argument("vocab_size", least, size, "1024 serves small models.")
+        raise bad_argument("vocab_size", least, size, "1024 suits small models.")
 
 
 def prepare(
@@ -92,8 +92,8 @@ def prepare(
 ) -> Corpus:
     """The corpus of this configuration, from the cache if a sound one is there.
 
-    `key` asks for the very corpus of an earlier run and no other. `tokenizer` is a tokenizer.json
-    to encode the text with, that of `config.init_from` by default; without both one is trained.
+    `key` requires exactly the corpus of an earlier run. `tokenizer` is a tokenizer.json to encode
+    the text with, by default that of `config.init_from`; without both, one is trained.
     """
     if tokenizer is None and config.init_from:
         tokenizer = Path(config.init_from) / "tokenizer.json"
@@ -120,7 +120,7 @@ def prepare(
 
 
 def _check_can_build(key: str | None, wanted: str, cache: Path, fault: str | None) -> None:
-    """A run that continues must get the corpus that it began with."""
+    """Raise if a resumed run would get another corpus than the one it began with."""
     if key and key != wanted:
         found = f"a damaged one ({fault})" if fault else "none"
         got = f"{found}, and its text has changed or is gone"
@@ -174,7 +174,7 @@ def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def unique(documents: Iterable[text.Document]) -> Iterator[tuple[text.Document, int]]:
-    """Documents without the paragraphs that came before, and the bytes left out of each."""
+    """Documents without paragraphs seen earlier, and the bytes left out of each."""
     seen: set[bytes] = set()
     for document in documents:
         kept, dropped = [], 0
@@ -191,7 +191,7 @@ def unique(documents: Iterable[text.Document]) -> Iterator[tuple[text.Document, 
 
 
 def held_out(document: text.Document, fraction: float) -> bool:
-    """Whether a document is for validation: a property of its text alone, not of its neighbours."""
+    """Whether a document is for validation; depends on its text only."""
     return int.from_bytes(_digest(document.text), "big") < fraction * 2**64
 
 
@@ -245,12 +245,12 @@ def _build(config: TrainConfig, folder: Path, given: Path | None) -> Corpus:
 
 
 def _rename(work: Path, folder: Path) -> None:
-    """Put `work` in the place of `folder`, which may hold a damaged corpus."""
+    """Rename `work` to `folder`, which may hold a damaged corpus."""
     try:
         os.rename(work, folder)
     except OSError:
         if _load(folder)[0]:
-            return  # where there are no locks, another process may have been faster
+            return  # without locks, another process may have been faster
         damaged = work.with_name(f"{work.name}-damaged")
         os.rename(folder, damaged)
         os.rename(work, folder)
@@ -269,7 +269,7 @@ def _train_tokenizer(documents: list[str], vocab_size: int):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Evenly spread over the documents, so that the sample has the mixture of the whole.
+    # Evenly spread over the documents, so that the sample is representative.
     stride = max(1, round(sum(map(len, documents)) / _SAMPLE_BYTES))
     tokenizer.train_from_iterator(documents[::stride], trainer)
     return tokenizer

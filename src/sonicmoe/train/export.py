@@ -1,7 +1,7 @@
 """A trained model as a Hugging Face folder of the architecture Qwen3-MoE.
 
 config.json, model.safetensors and the tokenizer: `AutoModelForCausalLM.from_pretrained` loads it
-and computes the same logits. Experts are written one tensor each, as checkpoints have them there.
+and computes the same logits. Each expert has its own tensors, as in checkpoints of that model.
 """
 
 import json
@@ -48,10 +48,10 @@ def export(folder: Path, output: Path) -> None:
     weights = checkpoint.load_latest(folder / "checkpoints")["model"]
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Complete or not there at all: a failure leaves nothing behind.
+    # All or nothing: a failure leaves no files behind.
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".exporting-") as temporary:
         work = Path(temporary) / output.name
-        work.mkdir()  # with the permissions of a plain folder, which the temporary one has not
+        work.mkdir()  # with normal permissions; the temporary folder is private
         safetensors.save_file(
             tensors(weights), work / "model.safetensors", metadata={"format": "pt"}
         )
@@ -100,7 +100,7 @@ def hf_config(m: ModelConfig, dtype: str, end: int) -> dict[str, Any]:
     """config.json."""
     if m.router not in _NORMALISED:
         expected = f"one that Qwen3-MoE has ({', '.join(_NORMALISED)})"
-        remedy = "Other routers have no place in a Qwen3-MoE configuration."
+        remedy = "A Qwen3-MoE configuration cannot express other routers."
         raise bad_argument("router", expected, repr(m.router), remedy)
     return {
         "architectures": ["Qwen3MoeForCausalLM"],

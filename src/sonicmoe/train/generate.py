@@ -16,7 +16,7 @@ from .run import load_config
 
 
 def load_model(folder: Path, device: torch.device) -> Decoder:
-    """The model of a run's newest sound checkpoint, ready to be asked."""
+    """The model of a run's newest sound checkpoint, in eval mode."""
     config = load_config(folder)
     state = checkpoint.load_latest(folder / "checkpoints")
     with device:
@@ -74,7 +74,7 @@ def continue_ids(
 ) -> list[int]:
     """`ids` and at most `tokens` more, until `end`.
 
-    The cache grows to the context the model was trained on; then the later half is read anew.
+    The cache grows to the context the model was trained on; then it restarts from the second half.
     """
     device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -108,9 +108,9 @@ def _fresh(config: ModelConfig) -> list:
 
 def _check(tokens: int, temperature: float, top_p: float) -> None:
     if tokens < 1:
-        raise bad_argument("tokens", "at least 1", tokens, "Ask for more.")
+        raise bad_argument("tokens", "at least 1", tokens, "Pass more.")
     if not 0 <= temperature < math.inf:
         expected, remedy = "a finite number, 0 or more", "0 takes the likeliest token."
         raise bad_argument("temperature", expected, temperature, remedy)
     if not 0 < top_p <= 1:
-        raise bad_argument("top_p", "more than 0, at most 1", top_p, "1 draws from everything.")
+        raise bad_argument("top_p", "more than 0, at most 1", top_p, "1 samples from all tokens.")

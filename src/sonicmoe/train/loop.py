@@ -1,4 +1,4 @@
-"""The training loop: one step after the other, and what surrounds it."""
+"""The training loop, with validation, logging and checkpoints."""
 
 import contextlib
 import dataclasses
@@ -29,10 +29,10 @@ from .runlog import RunLog
 
 
 class Trainer:
-    """A model, its optimizer and its place in the text.
+    """A model, its optimizer and its position in the text.
 
-    A checkpoint after step n holds everything that step n+1 depends on: a run that continues from
-    it repeats the run that was never interrupted, bit for bit on one device.
+    A checkpoint after step n holds everything that step n+1 depends on: a resumed run repeats an
+    uninterrupted one bit for bit on one device.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Trainer:
         self.steady: list[tuple[int, float]] = []  # (tokens, seconds) of logged intervals
 
         make_deterministic(config.deterministic)
-        if world.device.type == "cuda":  # an earlier run of this process has its own peak
+        if world.device.type == "cuda":  # an earlier run in this process had its own peak
             torch.cuda.reset_peak_memory_stats(world.device)
         torch.manual_seed(config.seed)
         self.model = _build_model(config, world)
@@ -74,7 +74,7 @@ class Trainer:
 
     # --- the loop ---------------------------------------------------------------------------------
     def train(self) -> bool:
-        """Run to the last step. False when a signal ended it early; it is saved either way."""
+        """Run to the last step; False if a signal ended it early. It is saved either way."""
         c = self.config
         stopped = False
         with _stop_signals() as wanted, self._open():
@@ -104,7 +104,7 @@ class Trainer:
                 self.log.close()
 
     def _first_step(self) -> None:
-        """It builds code, which can take half a minute: say so, and when it is done."""
+        """Run the first step and report it: compiling can take half a minute."""
         builds = _what_builds_code(self.config, self.world.device)
         if builds:
             self.display.busy(f"First step: {builds} …")
@@ -137,7 +137,7 @@ class Trainer:
         self.step += 1
 
     def _report(self) -> None:
-        """Read the losses since the last report: the one place where the host waits for the GPU."""
+        """Read the losses since the last report, the only place where the host waits for a GPU."""
         c, steps = self.config, len(self.pending)
         pending = self._read_pending()
         self.last_loss, aux_loss, _ = pending.mean(0).tolist()
@@ -198,7 +198,7 @@ class Trainer:
         self._mark += time.perf_counter() - before
 
     def _autocast(self):
-        # Sharded, the mixed precision is FSDP's: parameters arrive in bfloat16.
+        # With FSDP, parameters are already gathered in bfloat16.
         wanted = self.config.is_autocast and self.world.size == 1
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=wanted)
 
@@ -243,7 +243,7 @@ class Trainer:
     def _fail(self, what: str, bad_step: int | None = None) -> NoReturn:
         """Raise FloatingPointError with a command that continues from before it happened.
 
-        No run continues from right before `bad_step`: it would repeat that step at any rate.
+        The checkpoint right before `bad_step` is set aside: it leads to that step at any rate.
         """
         c = self.config
         if bad_step is not None:
@@ -267,7 +267,7 @@ class Trainer:
             raise bad_argument("data", expected, self.corpus_key, remedy)
         if state["step"] > self.config.steps:
             done = f"at least {state['step']}, which the run has done already"
-            remedy = "Leave --steps out, or ask for more."
+            remedy = "Omit --steps, or pass more."
             raise bad_argument("steps", done, self.config.steps, remedy)
         checkpoint.restore(state, self.model, self.optimizer, self.world)
         self.step, self.seconds = state["step"], state["seconds"]
@@ -299,27 +299,27 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
 
 
 def make_deterministic(wanted: bool) -> None:
-    """Whether every operator must give the same bits twice; one that cannot is an error then.
+    """Make PyTorch use deterministic algorithms, or raise where it has none.
 
-    Not `warn_only`: attention takes its repeatable backward pass (flash, not cuDNN) only without.
+    Not `warn_only`: with it, attention does not use its deterministic backward pass (flash).
     """
-    # Read once, at the first product of the process: it must be there before a later run wants it.
+    # cuBLAS reads it once, at the first GEMM of the process, so it must be set for later runs too.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
-    # Our kernels write every element they own; filling each buffer first would only cost time.
+    # Our kernels write every element of their outputs; filling buffers first would only cost time.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 for mypy
 
 
 def _what_builds_code(config: TrainConfig, device: torch.device) -> str:
     if config.compile:
-        return "torch.compile builds the model, about half a minute where nothing is cached"
+        return "torch.compile compiles the model, about half a minute without a cache"
     if device.type == "cuda":
-        return "Triton builds the kernels, some seconds where nothing is cached"
+        return "Triton compiles the kernels, some seconds without a cache"
     return ""
 
 
 def check(config: TrainConfig, world: parallel.World) -> None:
-    """Refuse what these ranks cannot train: the backend, the router, the batch, the memory."""
+    """Check backend, router, batch and memory for these ranks."""
     check_backend(config.backend, config)
     check_layer(config)
     parallel.check_expert_parallel(config, world)
@@ -328,7 +328,7 @@ def check(config: TrainConfig, world: parallel.World) -> None:
 
 
 def _check_batch(config: TrainConfig, world: parallel.World) -> None:
-    """A rank's share of the batch is less than a micro-batch, or a multiple of it."""
+    """Raise unless a rank's share of the batch is below a micro-batch or a multiple of it."""
     share, rest = divmod(config.batch, world.size)
     if rest or share % min(config.micro_batch, max(share, 1)):
         unit = f"a multiple of micro_batch · ranks = {config.micro_batch} · {world.size}"
@@ -336,7 +336,7 @@ def _check_batch(config: TrainConfig, world: parallel.World) -> None:
 
 
 def _check_memory(config: TrainConfig, world: parallel.World) -> None:
-    """Say beforehand what does not fit, with the numbers, instead of failing minutes later."""
+    """Raise if the run does not fit, by estimate, instead of failing minutes later."""
     if world.device.type != "cuda":
         return
     micro_batch = min(config.micro_batch, config.batch // world.size)
@@ -348,7 +348,7 @@ def _check_memory(config: TrainConfig, world: parallel.World) -> None:
         listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in parts.items())
         got = f"{human_bytes(need.total)} by estimate ({listed})"
         remedy = "Lower micro_batch, set recompute=true or precision=bf16, or use torchrun."
-        raise bad_argument("preset", f"a run that fits {human_bytes(have)} a GPU", got, remedy)
+        raise bad_argument("preset", f"a run that fits {human_bytes(have)} per GPU", got, remedy)
 
 
 def share_of_peak(flops: float, device: torch.device) -> float | None:
@@ -368,7 +368,7 @@ def _balance(aux_loss: float, config: TrainConfig) -> float | None:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator:
-    """Inside, the first SIGINT or SIGTERM only raises a flag; a second one ends the process."""
+    """The first SIGINT or SIGTERM only sets a flag; a second one ends the process."""
     seen: list[int] = []
     former: dict[int, Any] = {}
 
@@ -379,7 +379,7 @@ def _stop_signals() -> Iterator:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             former[number] = signal.signal(number, note)
-    except ValueError:  # not in the main thread: whoever runs us handles signals
+    except ValueError:  # not in the main thread: the caller handles signals
         former.clear()
     try:
         yield lambda: bool(seen)

@@ -1,7 +1,7 @@
 """A compact decoder: attention, RMSNorm, rotary positions, a Mixture of Experts in every block.
 
-It is the architecture of Qwen3-MoE to the letter (heads normalised before the rotation, gate and up
-concatenated, tied head), so that a trained model exports without a change of its numbers.
+It is exactly the architecture of Qwen3-MoE (heads normalized before the rotation, gate and up
+concatenated, tied head), so that an exported model computes the same.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def rotary(start: int, length: int, head_dim: int, theta: float, device: torch.d
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (x_i, x_{i+D/2}) by their position's angle."""
+    """Rotate the pairs (x_i, x_{i+D/2}) by the angle of their position."""
     first, second = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
 
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
 
     def forward(self, x, cos, sin, past=None, keep=False):
-        """(B, S, H) → (B, S, H) and, if asked, the keys and values, those of `past` included."""
+        """(B, S, H) → (B, S, H) and, with `keep`, keys and values including `past`."""
 
         def heads(t):
             return t.unflatten(-1, (-1, self.head_dim))
@@ -92,14 +92,13 @@ def _layer(c: ModelConfig, memory: str, fp8: bool, device: str | None = None) ->
 
 
 def check_layer(config: TrainConfig) -> None:
-    """ValueError if `MoE` refuses the sizes, the router or FP8; on the meta device it takes no
-    memory."""
+    """Raise a ValueError if `MoE` rejects the sizes, the router or FP8; uses no memory."""
     _layer(config.model, config.memory, config.precision == "fp8", device="meta")
 
 
 class Block(nn.Module):
-    """`recompute` checkpoints it from the inside: compiled like that it computes no output again,
-    which a checkpoint of a compiled block does."""
+    """Attention and MoE layer. `recompute` checkpoints inside the block: a checkpoint around a
+    compiled block would also recompute its output."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal weights; what writes into the residual stream is scaled down by its depth."""
+        """Normal weights; projections into the residual stream are scaled down by the depth."""
         c = self.config
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -164,7 +163,7 @@ class Decoder(nn.Module):
     def forward(self, ids, targets=None, *, cache: Cache | None = None, loss_chunk: int = 0):
         """With targets: their mean cross-entropy and the auxiliary loss, summed over the layers.
 
-        Without: the logits (B, S, V). A `cache` (one entry a layer, filled here) continues a text:
+        Without: the logits (B, S, V). A `cache` (one entry per layer, filled here) continues text;
         the first call passes the prompt, each further call one token.
         """
         x = self.embed(ids)

@@ -12,8 +12,8 @@ from .config import TrainConfig
 def build(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """Weight decay on matrices, none on the scales of the norms.
 
-    The layers' matrices are a group of their own: with expert parallelism they live on another
-    mesh, and a fused step takes one mesh at a time.
+    The MoE layers have their own group: with expert parallelism they are on another mesh, and a
+    fused step takes one mesh at a time.
     """
     layers = [p for m in model.modules() if isinstance(m, MoE) for p in m.parameters()]
     mine = set(layers)
@@ -30,7 +30,7 @@ def build(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then half a cosine down to the final ratio; `step` counts from 0."""
+    """Linear warm-up, then half a cosine down to the final ratio; `step` starts at 0."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)

@@ -1,4 +1,4 @@
-"""One process or many: the group that torchrun starts, and a model spread over it."""
+"""One process or the group that torchrun starts, and a model sharded over it."""
 
 import itertools
 import os
@@ -42,7 +42,7 @@ class World:
         return value
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank: ranks must not part ways over a signal."""
+        """Whether the flag is set on any rank, so that all ranks stop at the same step."""
         if self.size == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
@@ -52,9 +52,9 @@ class World:
             dist.barrier()
 
     def from_first(self, action: Callable[[], T]) -> T:
-        """What `action` returns on the first rank, which alone runs it.
+        """Run `action` on the first rank only and return its result on every rank.
 
-        An exception is raised on every rank, so that none waits for one that has failed.
+        An exception is raised on every rank too, so that none waits for a failed one.
         """
         result: T | None = None
         error: Exception | None = None
@@ -73,7 +73,7 @@ class World:
 
 
 def start(device: str) -> World:
-    """Join the group of torchrun if there is one. `device` is "auto", "cpu" or "cuda"."""
+    """Join torchrun's process group if there is one. `device` is "auto", "cpu" or "cuda"."""
     if device not in ("auto", "cpu", "cuda"):
         raise bad_argument(
             "device", "auto, cpu or cuda", repr(device), "auto takes a GPU if there is one."
@@ -100,10 +100,10 @@ def stop(world: World) -> None:
 
 
 def shard(model: nn.Module, blocks: Iterable[Any], world: World, config: TrainConfig) -> None:
-    """Cut every block's parameters, and then the rest, over all ranks (FSDP2). In place.
+    """Shard every block, and then the rest, over all ranks (FSDP2). In place.
 
     With expert parallelism, `expert_parallel` ranks share the experts of a layer; over the other
-    dimension of the mesh FSDP2 cuts each rank's experts further.
+    dimension of the mesh FSDP2 shards each rank's experts further.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -120,7 +120,7 @@ def shard(model: nn.Module, blocks: Iterable[Any], world: World, config: TrainCo
         grid = init_device_mesh(kind, shape, mesh_dim_names=("data", "expert"))
         for block in blocks:
             parallelize(block.moe, grid["expert"])
-            # It waits for the device to say how much travels: nothing that a graph can hold.
+            # It synchronizes to learn the sizes of its exchanges, which no graph can capture.
             block.moe.forward = torch.compiler.disable(block.moe.forward)
             fully_shard(block.moe, mesh=grid["data"], mp_policy=policy)
     for block in blocks:
@@ -129,9 +129,9 @@ def shard(model: nn.Module, blocks: Iterable[Any], world: World, config: TrainCo
 
 
 def average_over_experts(model: nn.Module, expert_parallel: int) -> None:
-    """Make the layers' gradients, which are summed over the ranks that share experts, means.
+    """Divide the MoE layers' gradients, which are sums over the ranks that share experts.
 
-    FSDP2 can divide by itself; on gloo, and over a dimension of one rank, not in every version.
+    FSDP2's own division is wrong on gloo, or over a dimension of one rank, in some versions.
     """
     if expert_parallel > 1:
         layers = (m for m in model.modules() if isinstance(m, MoE))
@@ -140,9 +140,9 @@ def average_over_experts(model: nn.Module, expert_parallel: int) -> None:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
-    """Scale all gradients so that their norm, over all ranks, is at most `limit`; the norm before.
+    """Scale all gradients to a norm of at most `limit` over all ranks; returns the norm before.
 
-    What lives on different meshes is added up by hand: PyTorch does it within one.
+    PyTorch handles one mesh at a time; norms on different meshes are combined here.
     """
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
@@ -163,7 +163,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
-    """Whether the next backward pass reduces gradients over the ranks; only the last one need."""
+    """Set whether the next backward pass reduces gradients; only the last one has to."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
@@ -188,4 +188,4 @@ def check_expert_parallel(config: TrainConfig, world: World) -> None:
     check_shares(config.model.num_experts, ranks)
     if config.backend not in LAYER_BACKENDS:
         ours = f"{', '.join(LAYER_BACKENDS)} with expert_parallel"
-        raise bad_argument("backend", ours, repr(config.backend), "Peers are compared without it.")
+        raise bad_argument("backend", ours, repr(config.backend), "The other packages lack it.")

@@ -1,8 +1,7 @@
-"""Scale on paper: memory a GPU, communication and tokens a day of a model on many GPUs.
+"""Predict memory per GPU, communication and tokens per day of a model on many GPUs.
 
-A prediction from arithmetic and a few efficiencies, measured ones where there are measurements. All
-of them are printed, with what each is worth: a plan whose assumptions one cannot see is worth
-nothing.
+The prediction uses arithmetic and a few efficiencies, measured where possible. It prints all
+assumptions and the effect of changing some of them.
 """
 
 import argparse
@@ -23,26 +22,26 @@ from .presets import PRESETS, preset
 from .progress import count as counted
 from .progress import human, human_bytes
 
-PAPER = (213e9, "7B", "H100", 64)  # tokens a day, model, GPU, how many
+PAPER = (213e9, "7B", "H100", 64)  # tokens per day, model, GPU, how many
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the data sheet that kernels and links reach.
+    """Fractions of the data sheet's rates that kernels and links reach.
 
-    The layer's and the plain products' are those of benchmarks/results/nvidia-h200, which a test
-    holds them against. Attention's are of the 6·T·S·H that count as its FLOPs; a repeatable flash
-    backward pass computes 5 products for every 2 forward, on kernels made for an earlier GPU.
+    Those of grouped and dense GEMMs come from benchmarks/results/nvidia-h200, which a test checks.
+    Those of attention refer to 6·T·S·H FLOPs; a deterministic flash backward pass computes 5 GEMMs
+    for every 2 forward, on kernels made for an earlier GPU.
     """
 
-    grouped: float = 0.674  # grouped products of the layer, forward and backward
-    empty: float = 0.75  # of a row's time, what an empty one in an expert's last tile takes
-    dense: float = 0.62  # plain products: the mean of nine shapes
+    grouped: float = 0.674  # grouped GEMMs of the layer, forward and backward
+    empty: float = 0.75  # time of a padding row relative to another row
+    dense: float = 0.62  # dense GEMMs: the mean of nine shapes
     attention_64: float = 0.20  # heads of less than 128
     attention_128: float = 0.27
     copy: float = 0.90  # 4.3 of 4.8 TB/s on an H200
-    uncovered: float = 0.47  # of the layer's traffic, what the products do not hide
-    layer_fixed: float = 0.16e-3  # seconds a layer: router, top-K, permutation, launches
+    uncovered: float = 0.47  # share of the layer's traffic that its GEMMs do not hide
+    layer_fixed: float = 0.16e-3  # seconds per layer: router, top-K, permutation, launches
     node: float = 0.80
     network: float = 0.85
     overlap: float = 0.80  # share of the computation that may hide FSDP's transfers
@@ -56,7 +55,7 @@ class Layout:
     gpus: int
     shard: int  # GPUs that share one copy of the weights (FSDP)
     expert_parallel: int  # GPUs that share the experts of a layer
-    accumulate: int  # micro-batches a step
+    accumulate: int  # micro-batches per step
 
     def __post_init__(self) -> None:
         for name in ("gpus", "shard", "expert_parallel", "accumulate"):
@@ -87,13 +86,13 @@ class Prediction:
 
 
 def moe_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
-    """One layer, forward and backward: all of its products, ten passes over rows of H, six over Z,
+    """One layer, forward and backward: all of its GEMMs, ten passes over rows of H, six over Z,
     three over all weights."""
     return eff.layer_fixed + _part_of_layer(m, tokens, device, eff, 18, passes=(10, 6, 9))
 
 
 def moe_recomputed_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
-    """What a checkpoint runs again: the routing, half of what is fixed by guess, and up."""
+    """What a checkpoint runs again: the routing (a guess: half of `layer_fixed`) and up."""
     return eff.layer_fixed / 2 + up_seconds(m, tokens, device, eff)
 
 
@@ -105,16 +104,16 @@ def up_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> flo
 def _part_of_layer(
     m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency, flops: int, passes: Sequence[float]
 ) -> float:
-    """Products with their padding, `flops` for an element of a row's weights, and what they leave
-    visible of the traffic: passes over rows of H, over Z, and over E·H·I weights."""
+    """GEMMs with padding, `flops` per row and element of H·I, and the traffic that they do not
+    hide: passes over rows of H, over Z, and over E·H·I weights."""
     rows_of_h, rows_of_z, weights = passes
     rows = tokens * m.experts_per_token
-    padding = 1 + eff.empty * 64 * m.num_experts / rows  # half a tile of 128 rows an expert
+    padding = 1 + eff.empty * 64 * m.num_experts / rows  # half a tile of 128 rows per expert
     matrix = m.hidden_size * m.intermediate_size
-    products = flops * rows * matrix * padding / (eff.grouped * device.half)
+    gemms = flops * rows * matrix * padding / (eff.grouped * device.half)
     elements = rows * (rows_of_h * m.hidden_size + rows_of_z * 2 * m.intermediate_size)
     traffic = eff.uncovered * 2 * (elements + weights * m.num_experts * matrix)
-    return products + traffic / (eff.copy * device.bandwidth)
+    return gemms + traffic / (eff.copy * device.bandwidth)
 
 
 def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -> Prediction:
@@ -160,7 +159,7 @@ def _compute(config: TrainConfig, tokens: int, device: Gpu, eff: Efficiency) -> 
     logits = tokens * m.vocab_size
     count = accounting.parameters(m)
     # Weights are read in fp32 and written in bf16, gradients the other way; those of the experts
-    # leave their product in fp32.
+    # leave their GEMM in fp32.
     cast_bytes = 12 * (count.total - count.experts) + 8 * count.experts
     # bf16 logits, their fp32 copy, its log-softmax and both gradients pass through memory; in
     # chunks the logits are computed twice.
@@ -168,7 +167,7 @@ def _compute(config: TrainConfig, tokens: int, device: Gpu, eff: Efficiency) -> 
     attention = eff.attention(m.head_dim) * device.half
     return {
         "MoE layers": m.num_layers * moe_seconds(m, tokens, device, eff),
-        "attention products": m.num_layers * 6 * tokens * projections / dense,
+        "attention GEMMs": m.num_layers * 6 * tokens * projections / dense,
         "attention": m.num_layers * 6 * tokens * m.context * width / attention,
         "norms, rotation, residuals": m.num_layers * 2 * elements / copy,
         "head and loss": head_flops * logits * m.hidden_size / dense + head_bytes * logits / copy,
@@ -232,24 +231,24 @@ def report(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) ->
         ("kept for the backward pass", human_bytes(p.memory.kept)),
         ("head, loss", human_bytes(p.memory.head)),
         ("transient", human_bytes(p.memory.transient)),
-        (f"memory a GPU ({fits} {human_bytes(device.memory)})", human_bytes(p.memory.total)),
-        *((f"{part}, a micro-batch", _ms(s)) for part, s in p.compute.items()),
-        *((f"{kind}, a step", _ms(s)) for kind, s in p.transfers.items()),
-        ("transfers that nothing hides", _ms(p.exposed)),
+        (f"memory per GPU ({fits} {human_bytes(device.memory)})", human_bytes(p.memory.total)),
+        *((f"{part}, per micro-batch", _ms(s)) for part, s in p.compute.items()),
+        *((f"{kind}, per step", _ms(s)) for kind, s in p.transfers.items()),
+        ("transfers not hidden", _ms(p.exposed)),
         ("optimizer", _ms(p.optimizer)),
-        ("a step", _ms(p.step)),
-        ("tokens a step", counted(p.tokens_per_step)),
-        ("tokens/s a GPU", counted(p.tokens_per_step / p.step / layout.gpus)),
-        ("model FLOP/s a GPU", f"{human(flops)} ({flops / device.half:.0%} of peak)"),
-        ("tokens a day", counted(p.tokens_per_day)),
+        ("step", _ms(p.step)),
+        ("tokens per step", counted(p.tokens_per_step)),
+        ("tokens/s per GPU", counted(p.tokens_per_step / p.step / layout.gpus)),
+        ("model FLOP/s per GPU", f"{human(flops)} ({flops / device.half:.0%} of peak)"),
+        ("tokens per day", counted(p.tokens_per_day)),
         (
-            f"tokens a day, calibrated (× {_realised(eff):.2f})",
+            f"tokens per day, calibrated (× {_realised(eff):.2f})",
             counted(p.tokens_per_day * _realised(eff)),
         ),
     ]
     title = (
-        f"{config.preset}: {counted(count.total)} parameters, {counted(count.active)} met by a "
-        f"token; {layout.gpus} {device.name}"
+        f"{config.preset}: {counted(count.total)} parameters, {counted(count.active)} active; "
+        f"{layout.gpus} {device.name}"
     )
     what_if = _sensitivities(config, device, layout, eff)
     assumed = _assumptions(config, device, layout, eff)
@@ -259,7 +258,7 @@ def report(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) ->
 def alternatives(
     config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency
 ) -> dict[str, float]:
-    """Tokens a day if one assumption were another."""
+    """Tokens per day as assumed, and with one assumption changed."""
     recompute = "nothing is recomputed" if config.recompute else "blocks are recomputed"
     attention = replace(eff, attention_64=0.4, attention_128=0.4)
     changed = {
@@ -267,8 +266,8 @@ def alternatives(
         "no transfer is hidden": (config, replace(eff, overlap=0.0)),
         recompute: (config.override({"recompute": not config.recompute}), eff),
         "attention reaches 40% of peak": (config, attention),
-        "all products reach 50% of peak": (config, replace(eff, grouped=0.5, dense=0.5)),
-        "nothing of the layer's traffic is hidden": (config, replace(eff, uncovered=1.0)),
+        "all GEMMs reach 50% of peak": (config, replace(eff, grouped=0.5, dense=0.5)),
+        "none of the layer's traffic is hidden": (config, replace(eff, uncovered=1.0)),
     }
     return {name: predict(c, device, layout, e).tokens_per_day for name, (c, e) in changed.items()}
 
@@ -279,7 +278,7 @@ def _sensitivities(config: TrainConfig, device: Gpu, layout: Layout, eff: Effici
         (name, counted(tokens), f"{tokens / found['as assumed'] - 1:+.0%}")
         for name, tokens in found.items()
     ]
-    return table(("what if", "tokens a day", "change"), rows)
+    return table(("what if", "tokens per day", "change"), rows)
 
 
 def papers_run(eff: Efficiency) -> dict[str, float]:
@@ -290,7 +289,7 @@ def papers_run(eff: Efficiency) -> dict[str, float]:
 
 
 def _realised(eff: Efficiency) -> float:
-    """The published tokens a day over what this formula gives for that run."""
+    """The published tokens per day ÷ the prediction for that run."""
     return PAPER[0] / papers_run(eff)["as assumed"]
 
 
@@ -298,44 +297,43 @@ def _paper(eff: Efficiency) -> str:
     tokens, model, name, gpus = PAPER
     run = {what: counted(found) for what, found in papers_run(eff).items()}
     return (
-        f"Held against the paper: {counted(tokens)} tokens a day for the {model} model on {gpus} "
+        f"The paper reports {counted(tokens)} tokens per day for the {model} model on {gpus} "
         f"{name}s with FSDP2. This formula gives {run['as assumed']} there; "
         f"{run['no transfer is hidden']} if no transfer is hidden, {run['blocks are recomputed']} "
         f"if blocks are recomputed. The paper does not say which. The ratio, "
-        f"{_realised(eff):.2f}, is a calibrated factor and nothing more: besides these it holds "
-        "depth and context, which the paper does not give, transfers that slow down the products "
-        "they hide behind, uneven routing, ranks that wait for each other, input, logging and the "
-        "time of the host."
+        f"{_realised(eff):.2f}, is only a calibrated factor: it also covers depth and context, "
+        "which the paper does not give, transfers that slow down the GEMMs they overlap with, "
+        "uneven routing, ranks that wait for each other, input, logging and host time."
     )
 
 
 def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -> str:
     m = config.model
     lines = [
-        f"{config.micro_batch} sequences of {m.context} a micro-batch, {layout.accumulate} "
-        f"micro-batch(es) a step; precision {config.precision} ({PRECISIONS[config.precision]}); "
+        f"{config.micro_batch} sequences of {m.context} per micro-batch, {layout.accumulate} "
+        f"micro-batch(es) per step; precision {config.precision} ({PRECISIONS[config.precision]}); "
         f"recompute={str(config.recompute).lower()}",
         f"{layout.shard} GPUs share a copy of the weights (FSDP2), {layout.gpus // layout.shard} "
         f"copies; experts shared by {layout.expert_parallel}",
         f"{device.name} by its data sheet: {human(device.half)} bf16 FLOP/s dense, "
         f"{human(device.bandwidth)}B/s memory, {human(device.node_link)}B/s out of a GPU within "
-        f"{device.per_node} of a node, {human(device.network_link)}B/s beyond",
-        f"grouped products reach {eff.grouped:.0%} of peak, plain ones {eff.dense:.0%}, copies "
+        f"a node of {device.per_node}, {human(device.network_link)}B/s beyond",
+        f"grouped GEMMs reach {eff.grouped:.0%} of peak, dense ones {eff.dense:.0%}, copies "
         f"{eff.copy:.0%} of bandwidth; {eff.uncovered:.0%} of the MoE layer's traffic is not "
-        f"hidden by its products; {eff.layer_fixed * 1e3:.1f} ms a layer for the router and "
-        "launches (fitted to nine shapes measured on one H200, within 2%; an H100 is taken to "
-        "reach the same shares of its own data sheet)"
-        + ("; FP8 is faster, but not planned for: times are of bf16" * (config.precision == "fp8")),
-        f"attention reaches {eff.attention(m.head_dim):.0%} of peak (flash with a repeatable "
+        f"hidden by its GEMMs; {eff.layer_fixed * 1e3:.1f} ms per layer for the router and "
+        "launches (fitted to nine shapes measured on one H200, within 2%; an H100 is assumed "
+        "to reach the same fractions of its own data sheet)"
+        + ("; FP8 is faster, but the times are those of bf16" * (config.precision == "fp8")),
+        f"attention reaches {eff.attention(m.head_dim):.0%} of peak (flash with a deterministic "
         "backward pass; from published rates of its forward pass on an H100, not measured)",
-        f"the head passes {54 if config.loss_chunk else 40} bytes a logit through memory"
+        f"the head moves {54 if config.loss_chunk else 40} bytes per logit"
         + (" and computes logits twice (loss_chunk)" if config.loss_chunk else ""),
         f"links reach {eff.node:.0%} (node) and {eff.network:.0%} (network) of their speed; FSDP's "
-        f"transfers hide behind at most {eff.overlap:.0%} of the computation, the all-to-all "
-        "behind none of it",
-        "routing is even; half a tile of 128 rows an expert is empty, and an empty row takes "
+        f"transfers overlap with at most {eff.overlap:.0%} of the computation, the all-to-all "
+        "with none of it",
+        "routing is even; half a tile of 128 rows per expert is padding, and a padding row takes "
         f"{eff.empty:.0%} of a row's time; a block keeps "
-        f"{accounting.BLOCK_ELEMENTS} elements a token and unit of H outside the MoE layer",
+        f"{accounting.BLOCK_ELEMENTS} elements per token and unit of H outside the MoE layer",
         "the number of layers is chosen to reach the parameter count: the paper gives one layer",
     ]
     return "Assumptions:\n" + "\n".join(f"- {line}" for line in lines)
@@ -354,8 +352,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard", type=int, help=shared)
     experts = "GPUs that share the experts"
     parser.add_argument("--expert-parallel", type=int, help=f"{experts}; default: 1")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
-    share = "measured share of peak of the grouped products"
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    share = "measured fraction of peak of the grouped GEMMs"
     parser.add_argument("--moe-efficiency", type=float, metavar="SHARE", help=share)
     keys = "micro_batch, recompute, context, …"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=keys)
@@ -363,14 +361,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_arguments(args: Any) -> str:
     values: dict[str, Any] = parse_assignments(args.set)
-    # Sharded, float32 weights fit; the preset's bf16 is for one GPU alone.
+    # Sharded float32 weights fit; the preset's bf16 is for a single GPU.
     if args.gpus > 1 and "precision" not in values:
         values["precision"] = "autocast"
     if "micro_batch" in values and "batch" not in values:
         values["batch"] = values["micro_batch"]
     config = preset(args.preset).override(values)
     if config.backend not in LAYER_BACKENDS:
-        ours, remedy = f"one of {', '.join(LAYER_BACKENDS)}", "The plan is that of our layer."
+        ours, remedy = f"one of {', '.join(LAYER_BACKENDS)}", "The plan is for our layer."
         raise bad_argument("backend", ours, repr(config.backend), remedy)
     check_layer(config)
     device = gpu(args.gpu)

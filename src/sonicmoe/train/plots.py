@@ -1,4 +1,4 @@
-"""Pictures of runs, each to be understood on its own."""
+"""Plots of runs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def loss_curve(
         axes.annotate(f"{losses[-1]:.2f}", end, xytext=(6, 6), **_POINTS, **style, ha="left")
     guess = math.log(vocab_size)
     axes.axhline(guess, color=MUTED, linewidth=1, linestyle=":")
-    text = f"guessing evenly among {vocab_size} tokens: {guess:.2f}"
+    text = f"uniform guess among {vocab_size} tokens: {guess:.2f}"
     place = {"xycoords": ("axes fraction", "data"), "xytext": (-4, 4), "ha": "right"} | _POINTS
     axes.annotate(text, (1, guess), **place, color=MUTED, fontsize=9)
     if target is not None:
@@ -41,7 +41,7 @@ def loss_curve(
         axes.axhline(target, color=green, linewidth=1, linestyle="--", label=label)
     axes.set_xlim(left=0)
     axes.margins(x=0.04)
-    label_axes(axes, "step", "loss (nats a token)")
+    label_axes(axes, "step", "loss (nats per token)")
     axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.93))
     finish(figure, path, title, subtitle)
 
@@ -63,7 +63,7 @@ def comparison(path: Path, runs: Mapping[str, Records], title: str, subtitle: st
         axes.set_xlim(left=0)
         if math.isfinite(lowest) and highest > lowest:
             axes.set_ylim(lowest - 0.04 * (highest - lowest), highest + 0.04 * (highest - lowest))
-    label_axes(by_step, "step", "loss (nats a token)")
+    label_axes(by_step, "step", "loss (nats per token)")
     label_axes(by_time, "training time (s)", "")
     by_step.legend(frameon=False, title="validation loss at the end", alignment="left")
     text = "dots: validation, always with plain top-K\nthin lines: training"
@@ -73,7 +73,7 @@ def comparison(path: Path, runs: Mapping[str, Records], title: str, subtitle: st
 
 
 def line(i: int) -> dict[str, Any]:
-    """The i-th of several curves. Those that coincide stay visible: later ones have longer gaps."""
+    """Style of the i-th curve. Later ones have longer gaps, so that coinciding ones are visible."""
     style = "-" if i == 0 else (0, (5, 1.5 + 1.5 * i))
     colour = COLOURS[i % len(COLOURS)]
     return {"color": colour, "linestyle": style, "marker": "o", "markersize": 3.5}

@@ -1,4 +1,4 @@
-"""Runs with a name. The larger three have the layer shapes of the paper's models.
+"""Named runs. The larger three have the layer shapes of the paper's models.
 
 The paper gives the sizes of the layer, not the depth: the number of layers here is the one that
 reaches the parameter count in the name.
@@ -36,7 +36,7 @@ _LARGE: dict[str, object] = {
     "loss_chunk": 8192,
 }
 _OTHERS: dict[str, dict[str, object]] = {
-    # A minute on two CPU cores, on the text that any Python installation carries.
+    # A minute on two CPU cores, on text that comes with Python.
     "demo": {"data_megabytes": 4, "validation_fraction": 0.05, "target_loss": 5.0},
     # Minutes on one GPU.
     "small": _LARGE | {"data_megabytes": 256, "validation_fraction": 0.01, "loss_chunk": 0},

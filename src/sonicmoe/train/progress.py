@@ -1,4 +1,4 @@
-"""What a person sees while a model trains: a live line in a terminal, plain lines elsewhere."""
+"""Progress of a training run: a live line in a terminal, plain lines elsewhere."""
 
 import sys
 from typing import Any
@@ -15,7 +15,7 @@ def human(value: float, unit: str = "", digits: int = 3) -> str:
 
 
 def count(value: float, digits: int = 3) -> str:
-    """As `human`, for what is counted: billions are B, not G."""
+    """As `human`, for counts: billions are B, not G."""
     return human(value, "", digits).replace("G", "B")
 
 
@@ -52,7 +52,7 @@ class Plain:
         print(message, flush=True)
 
     def busy(self, message: str) -> None:
-        """What takes long before the first measurement."""
+        """Report work before the first measurement."""
         self.say(message)
 
     def train(self, record: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A run from its configuration to its pictures, or onward from where it stopped."""
+"""Start or continue a run, from its configuration to its plots."""
 
 import contextlib
 import fcntl
@@ -22,7 +22,7 @@ from .presets import preset
 # What may change when a run continues. Anything else would make it another run, or is part of the
 # optimizer's state (weight_decay, beta1, beta2) and comes from the checkpoint.
 _SCHEDULE = {"steps", "learning_rate", "final_learning_rate_ratio", "warmup_steps"}
-# What leaves the goal of a preset meaningful.
+# Settings that do not affect whether a preset reaches its target loss.
 _HARMLESS = {"device", "tensorboard", "log_every", "validate_every", "checkpoint_every", "keep"}
 # Settings that decide the shapes of the weights.
 _WEIGHT_SIZES = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads",
@@ -40,11 +40,11 @@ def default_preset() -> str:
 
 
 def configure(preset_name: str | None, overrides: dict[str, Any]) -> TrainConfig:
-    """A preset or the run in `init_from`, with changes. Changed, it has no goal unless stated."""
+    """A preset or the run in `init_from`, with changes. `target_loss` must then be given anew."""
     if init_from := overrides.get("init_from"):
         if preset_name:
-            expected = "to be absent with init_from, whose settings the new run has"
-            raise bad_argument("preset", expected, preset_name, "Leave one of the two out.")
+            expected = "no value with init_from, whose settings the new run has"
+            raise bad_argument("preset", expected, preset_name, "Omit one of the two.")
         return load_config(Path(init_from)).override({"target_loss": None, **overrides})
     wants_cpu = overrides.get("device") == "cpu"
     base = preset(preset_name or ("demo" if wants_cpu else default_preset()))
@@ -54,7 +54,7 @@ def configure(preset_name: str | None, overrides: dict[str, Any]) -> TrainConfig
 
 
 def check(config: TrainConfig, world: parallel.World, resume: bool = False) -> None:
-    """Refuse what cannot run, before any text is prepared and any folder is created."""
+    """Check everything before any text is prepared and any folder is created."""
     loop.check(config, world)
     corpora.check(config)
     if config.init_from and not resume:
@@ -62,7 +62,7 @@ def check(config: TrainConfig, world: parallel.World, resume: bool = False) -> N
 
 
 def _check_initial(config: TrainConfig, folder: Path) -> None:
-    """Refuse a run that has no weights, or other sizes of them."""
+    """Raise if the run in `folder` has no weights, or weights of other sizes."""
     given = load_config(folder).model
     if not checkpoint.steps(folder / "checkpoints") or not (folder / "tokenizer.json").is_file():
         expected, remedy = "a run with a checkpoint and tokenizer.json", "Train it with keep=1."
@@ -71,7 +71,7 @@ def _check_initial(config: TrainConfig, folder: Path) -> None:
         theirs, ours = getattr(given, name), getattr(config.model, name)
         if ours != theirs:
             expected = f"{theirs}, as in {folder}"
-            raise bad_argument(name, expected, ours, f"Leave {name} out.")
+            raise bad_argument(name, expected, ours, f"Omit {name}.")
 
 
 def train(
@@ -140,13 +140,13 @@ def load_config(folder: Path) -> TrainConfig:
 
 
 def cache_of(folder: Path) -> Path:
-    """Where an earlier run kept its tokenised text, if that folder still exists."""
+    """Where an earlier run kept its tokenized text, if that folder still exists."""
     path = _record(folder)[2]
     return path if path.is_absolute() and path.is_dir() else default_cache()
 
 
 def _record(folder: Path) -> tuple[TrainConfig, str, Path]:
-    """What run.json says: the configuration, the name of the corpus and where that was cached."""
+    """The contents of run.json: the configuration, the name of the corpus and its cache."""
     path = folder / "run.json"
     if not path.is_file():
         got = repr(str(folder))
@@ -161,17 +161,17 @@ def _record(folder: Path) -> tuple[TrainConfig, str, Path]:
 
 
 def continued(folder: Path, overrides: dict[str, Any]) -> TrainConfig:
-    """The configuration of an earlier run with what may change changed."""
+    """The configuration of an earlier run with `overrides`, of settings that may change."""
     fixed = sorted(set(overrides) - _CHANGEABLE)
     if fixed:
-        allowed = f"no change but of {', '.join(sorted(_CHANGEABLE))}"
+        allowed = f"changes only of {', '.join(sorted(_CHANGEABLE))}"
         remedy = "Start a new run for other settings."
         raise bad_argument("--resume", allowed, ", ".join(fixed), remedy)
     return load_config(folder).override(overrides)
 
 
 def fresh_folder(runs: Path, name: str) -> Path:
-    """Create runs/name, or runs/name-2, … if it is taken. No two processes get the same one."""
+    """Create runs/name, or runs/name-2, … if it exists. No two processes get the same one."""
     folder, number = runs / name, 1
     while True:
         try:
@@ -220,7 +220,7 @@ def _lock(folder: Path, held: contextlib.ExitStack) -> None:
         expected, remedy = "a folder in which no other process trains", "Wait for it or stop it."
         raise bad_argument("run", expected, str(folder), remedy) from None
     except OSError as error:  # some network file systems have no locks
-        print(f"{folder} is not locked ({error.strerror}): do not train in it twice at a time.")
+        print(f"{folder} is not locked ({error.strerror}): run only one training in it.")
 
 
 def _write_record(folder: Path, config: TrainConfig, corpus: str, cache: Path) -> None:

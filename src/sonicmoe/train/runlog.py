@@ -1,4 +1,4 @@
-"""The record of a run: JSON lines, one a measurement, and TensorBoard where it is installed."""
+"""The log of a run: one JSON line per measurement, and TensorBoard if it is installed."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ _NAME = "log.jsonl"
 
 
 class RunLog:
-    """Appends to log.jsonl. A resumed run drops what lies past the step it continues from."""
+    """Appends to log.jsonl. A resumed run drops records after the step it continues from."""
 
     def __init__(self, folder: Path, tensorboard: bool, resume_step: int = 0) -> None:
         self.path = folder / _NAME
@@ -42,8 +42,8 @@ class RunLog:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All records of a run. Lines that are none, for example one cut short by a kill, are skipped
-    with a warning."""
+    """All records of a run. Malformed lines, for example one cut short by a kill, are skipped with
+    a warning."""
     path = folder / _NAME
     if not path.is_file():
         return []
@@ -59,12 +59,12 @@ def read(folder: Path) -> list[dict[str, Any]]:
             skipped.append(number)
     if skipped:
         lines = ", ".join(map(str, skipped[:5])) + (", …" if len(skipped) > 5 else "")
-        print(f"Skipped in {path}, not a record: line {lines}.", file=sys.stderr)
+        print(f"{path}: skipped, not a record: line {lines}.", file=sys.stderr)
     return records
 
 
 def _is_record(value: Any) -> bool:
-    """Whether it has what every reader of the log uses."""
+    """Whether it has the fields that every reader of the log uses."""
     return (
         isinstance(value, dict)
         and value.get("kind") in ("train", "validation")

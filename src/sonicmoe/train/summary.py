@@ -1,4 +1,4 @@
-"""What a run came to: the numbers, and the table a person reads."""
+"""Summary of a run: its numbers, and a table of them."""
 
 import json
 import platform
@@ -58,7 +58,7 @@ def text(numbers: dict[str, Any]) -> str:
     n = numbers
     active = counted(n["active_parameters"])
     rows = [
-        ("parameters (met by a token)", f"{counted(n['parameters'])} ({active})"),
+        ("parameters (active)", f"{counted(n['parameters'])} ({active})"),
         ("tokens", f"{counted(n['tokens'])} ({n['epochs']:.2f} passes over the text)"),
         ("training time", f"{n['seconds']:.1f} s"),
         ("first loss", f"{n['first_loss']:.3f}"),
@@ -90,11 +90,11 @@ def verdict(numbers: dict[str, Any]) -> tuple[bool, str]:
 
 
 def overfitting(numbers: dict[str, Any]) -> str:
-    """A remark when the training loss says little any more, else nothing."""
+    """A warning if the model overfits, else nothing."""
     gap = numbers["validation_loss"] - numbers["last_loss"]
     if numbers["epochs"] > 2 and gap > 0.5:
         return (
-            f"The training loss is {gap:.2f} under the validation loss after "
+            f"The training loss is {gap:.2f} below the validation loss after "
             f"{numbers['epochs']:.1f} passes over the text: more text is needed, not more steps."
         )
     return ""
@@ -106,12 +106,12 @@ def write(folder: Path, numbers: dict[str, Any]) -> None:
 
 
 def title(c: TrainConfig) -> tuple[str, str]:
-    """What a picture of this run says above the axes."""
+    """Title and description of a run, for its plots."""
     m, count = c.model, accounting.parameters(c.model)
     head = f"{c.preset}: a Mixture-of-Experts language model of {counted(count.total)} parameters"
     line = (
-        f"{m.num_layers} layers, {m.num_experts} experts of which {m.experts_per_token} a token "
-        f"({counted(count.active)} parameters met), router {m.router}; "
+        f"{m.num_layers} layers, {m.num_experts} experts, {m.experts_per_token} per token "
+        f"({counted(count.active)} active parameters), router {m.router}; "
         f"{c.steps} steps of {counted(c.tokens_per_step)} tokens; text: {', '.join(c.data)}"
     )
     return head, line

@@ -1,8 +1,8 @@
 """Where text comes from: this installation, files and folders, or a Hugging Face dataset.
 
-Every source is a stream of `Document`s in an order that depends on nothing but the names of the
-files, so that two runs on one machine see the same text. Files are read in pieces, so that memory
-depends neither on their size nor on what they unpack to.
+Every source is a stream of `Document`s in an order that depends only on file names, so that two
+runs on one machine see the same text. Files are read in pieces: memory depends neither on their
+size nor on what they unpack to.
 """
 
 import codecs
@@ -35,7 +35,7 @@ _LONGEST_DOCUMENT = 64 * 2**20  # characters; a longer file is cut into sections
 _SECTION = 16384  # characters
 _LONGEST_SECTION = 2**20  # characters; a paragraph that goes on for longer is cut at a line end
 _PIECE = 2**20  # bytes read at a time
-_SHORTEST = 200  # characters; shorter documents teach nothing
+_SHORTEST = 200  # characters; shorter documents are left out
 
 
 class NotText(ValueError):
@@ -67,7 +67,7 @@ def documents(
 
 
 def check(source: str) -> None:
-    """ValueError if there is no such source; datasets are only looked for when they are read."""
+    """Raise a ValueError if there is no such source; datasets are only looked up when read."""
     if source == "local" or (source and Path(source).expanduser().exists()):
         return
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
@@ -77,7 +77,7 @@ def check(source: str) -> None:
 
 
 def installation(include_code: bool) -> Iterator[Document]:
-    """The kinds take turns: what a small budget takes is then a mixture of all of them."""
+    """Documents of every kind, interleaved, so that a small budget gets a mixture."""
     python = _sources if include_code else _docstrings
     what = "source" if include_code else "docstrings"
     yield from _take_turns(
@@ -125,7 +125,7 @@ def dataset(name: str) -> Iterator[Document]:
 
 
 def _rows(name: str) -> Iterator[dict[str, str]]:
-    """What the library raises depends on its version, the hub and the network: one error here."""
+    """Rows of a dataset. Whatever the library, hub or network raises becomes a ValueError."""
     library = need("datasets", f"data={name}")
     path, _, configuration = name.partition(":")
     try:
@@ -189,8 +189,8 @@ def _read_documents(kind: str, path: Path, longest: int) -> Iterator[Document]:
 
 
 def _read_installed(path: Path) -> str | None:
-    """The text of a file that happens to be on this machine; None if it is of no use, that is
-    unreadable, damaged, not text or longer than a document may be."""
+    """The text of a file of this machine; None if it is unreadable, damaged, not text or longer
+    than a document may be."""
     try:
         found = list(itertools.islice(_read_documents("", path, _LONGEST_DOCUMENT), 2))
     except ValueError:
@@ -202,7 +202,7 @@ def docstrings(source: str) -> str:
     """The docstrings of a module, its classes and its functions, in their order, dedented.
 
     By pattern: a string in triple quotes at the start of the file or of an indented block. Parsing
-    would be exact and takes thirty times as long.
+    would be exact but takes thirty times as long.
     """
     return "\n\n".join(inspect.cleandoc(m["text"]) for m in _DOCSTRING.finditer(source))
 
@@ -256,11 +256,11 @@ def _sources(kind: str, folders: list[Path]) -> Iterator[Document]:
 
 
 def _python_files(folders: list[Path]) -> Iterator[Path]:
-    """Modules that people read; tests and generated tables are left out."""
-    dull = {"test", "tests", "testing", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+    """Python files without tests and generated tables."""
+    omit = {"test", "tests", "testing", "site-packages", "dist-packages", "encodings", "pydoc_data"}
     for folder in folders:
         for path in walk(folder):
-            if path.suffix == ".py" and not dull & set(path.relative_to(folder).parts[:-1]):
+            if path.suffix == ".py" and not omit & set(path.relative_to(folder).parts[:-1]):
                 yield path
 
 
@@ -300,7 +300,7 @@ def site_packages() -> list[Path]:
 
 
 def _take_turns(streams: list[Iterator[Document]]) -> Iterator[Document]:
-    """From each stream in turn, weighed by length: after any time all have given about the same."""
+    """Interleave streams so that each has contributed about as many characters at any time."""
     given = [0] * len(streams)
     alive = set(range(len(streams)))
     while alive:

@@ -24,7 +24,7 @@ def candidates(key: Key, target: Target) -> list[Config]:
 
 
 def _stages(key: Key, config: Config, target: Target) -> list[Config]:
-    """The most stages that fit, and half as many; more depths would only cost compile time."""
+    """As many stages as fit, and half as many; trying more would only cost compile time."""
     most = 8 if config.hopper else 4
     fitting = [s for s in range(2, most + 1) if allowed(key, replace(config, stages=s), target)]
     if not fitting:

@@ -56,7 +56,7 @@ def fp8_row_config(
 ) -> RowConfig:
     """`config` for Z in e4m3: whole blocks in a tile of `up`, one block for a slice of `dz`."""
     check_z_in_fp8(target.arch)
-    # TMA takes rows of 16 bytes alone; biases of a ragged N spill registers in a plain `up`.
+    # TMA needs rows of a multiple of 16 bytes; biases of a ragged N spill in a plain `up`.
     ragged = gate_up != "interleaved" and inner % (16 if gate_up else 64)
     narrow = kernel == "up" and config.block_n < 256  # the Hopper kernel stores half tiles
     if config.hopper and (ragged or narrow):
@@ -70,7 +70,7 @@ def fp8_row_config(
 
 
 def _has_tma_and_shared_memory(target: Target) -> bool:
-    """Data-centre Blackwell, and Hopper with portable kernels."""
+    """True for data-center Blackwell, and for Hopper with portable kernels."""
     return target.has_tma and target.shared_memory > 128 * 1024
 
 

@@ -92,7 +92,7 @@ _caches: list[Callable[[], None]] = []
 
 
 def cached_until_tuned(function: Callable[P, T]) -> Callable[P, T]:
-    """`functools.cache` until the table changes. A launch has 0.5 µs to choose a configuration."""
+    """`functools.cache` until the table changes: every launch selects, in about 0.5 µs."""
     cached = cache(function)
     _caches.append(cached.cache_clear)
     return cast(Callable[P, T], cached)
@@ -128,11 +128,11 @@ def _on_disk(target: Target) -> Table:
     path = device and path_of(device)
     if not device or not path:
         return Table()
-    entries, complaints = read(path, device, target)
-    if complaints:
+    entries, problems = read(path, device, target)
+    if problems:
         say_once(
-            f"{path}: {complaints[0]} ({len(complaints)} such in all). This is ignored, and "
-            "built-in configurations are used. Run `sonicmoe tune` again"
+            f"{path}: {problems[0]} ({len(problems)} such problems). This is ignored; built-in "
+            "configurations are used instead. Run `sonicmoe tune` again"
         )
     return Table.of(decode(entry) for entry in entries)
 
@@ -195,9 +195,9 @@ def _short(value: object) -> str:
 
 
 def read(path: Path, device: str, target: Target) -> tuple[list[Entry], list[str]]:
-    """The entries that are valid for this device and version, and complaints about the others.
+    """The entries that are valid for this device and version, and the problems of the others.
 
-    A missing file is a complaint only if the user named it.
+    A missing file is a problem only if the user named it.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -212,16 +212,16 @@ def read(path: Path, device: str, target: Target) -> tuple[list[Entry], list[str
         return [], [f"tuned for {_short(found)}, the device here is {device!r}"]
     if not isinstance(entries, list):
         return [], [f"entries are {_short(entries)}, expected a list"]
-    good, complaints = [], []
+    good, problems = [], []
     for entry in entries:
         try:
             if not allowed(*decode(entry), target):
                 raise ValueError("a configuration that cannot run here")
         except ValueError as error:
-            complaints.append(f"{error}, in {_short(entry)}")
+            problems.append(f"{error}, in {_short(entry)}")
         else:
             good.append(entry)
-    return good, complaints
+    return good, problems
 
 
 def write(
@@ -233,7 +233,7 @@ def write(
     kept = [entry for entry in known if decode(entry)[0] not in replaced] + list(entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    lines = ",\n".join(json.dumps(entry) for entry in kept)  # one entry a line
+    lines = ",\n".join(json.dumps(entry) for entry in kept)  # one entry per line
     draft.write_text(
         f'{{"format": {FORMAT}, "device": {json.dumps(device)}, "entries": [\n{lines}\n]}}\n'
     )

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .epilogue import (
     SLICE,
+    assume_layout,
     boxes_of_slice,
     halves,
     quarters,
@@ -19,7 +20,6 @@ from .epilogue import (
     slice_buffers,
     store_box,
     store_slice,
-    trivially,
     write_slice,
     z_buffer,
 )
@@ -63,6 +63,7 @@ class ZSlices:
 
 @gluon.jit
 def make_z_slices(z, dtype: gl.constexpr, GATE_UP: gl.constexpr):
+    """Buffers of Z and their barriers; `dtype` is that of the buffers, `z` the descriptor of Z."""
     smem = slice_buffers(dtype, 2 * BUFFERS, GATE_UP)
     full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * BUFFERS):
@@ -120,7 +121,7 @@ def _slice(CONSUMER: gl.constexpr, e, acc, score, exponent, tile, column, i: gl.
     a_smem = e.a_smem.index(CONSUMER * 2 + i % 2)
     GATE_UP: gl.constexpr = e.z.GATE_UP
     L: gl.constexpr = score.type.layout.parent
-    acc = trivially(acc, L)
+    acc = assume_layout(acc, L)
     weight = score[:, None]
     gate, up = read_slice(e.z.source, e.z.smem, buffer, L, GATE_UP)
     gate = _in_fp32(gate, exponent)
@@ -138,20 +139,20 @@ def _slice(CONSUMER: gl.constexpr, e, acc, score, exponent, tile, column, i: gl.
         store_box(e.a, tile, column, a_smem)
     left, right = halves(acc * value)
     left, right = halves(left + right)
-    return trivially(left + right, SUMS)
+    return assume_layout(left + right, SUMS)
 
 
 @gluon.jit
 def _consumer(CONSUMER: gl.constexpr, e, ring):
     """A consumer warpgroup: its 64 rows of every tile of this program."""
     L: gl.constexpr = accumulator_layout(SLICE, ring.a.dtype)
-    ROUNDS: gl.constexpr = ring.BLOCK_N // SLICE // BUFFERS  # how often a tile fills all buffers
+    LAPS: gl.constexpr = ring.BLOCK_N // SLICE // BUFFERS  # over the buffers, per tile
     STORES: gl.constexpr = boxes_of_slice(e.z.GATE_UP) + (1 if e.STORE_A else 0)
     PER_LAP: gl.constexpr = 1 if e.z.GATE_UP is None else 2  # blocks of Z in BUFFERS slices
     r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
     MINE: gl.constexpr = CONSUMER * BUFFERS  # this consumer's first buffer
     step = 0
-    filled = 0  # how often all buffers have been filled
+    laps = 0  # of all tiles so far
     stride = gl.num_programs(0)
     tile = ring.first_tile(CONSUMER)
     slot = tile.indices(e.row_slot, r)
@@ -171,33 +172,33 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         if e.z_scale is None:
             exponents = r
         else:
-            BLOCKS: gl.constexpr = ROUNDS * PER_LAP
+            BLOCKS: gl.constexpr = LAPS * PER_LAP
             exponents = _exponents(e, tile.row, r, ok, tile.n * BLOCKS, BLOCKS, ring.N)
         acc = ring.finish(acc, step)
         ds = gl.zeros((CONSUMER_M, SLICE // 4), gl.float32, SUMS)
         now, then = acc, acc
-        if ROUNDS == 2:
+        if LAPS == 2:
             now, then = halves(acc)
         # Not unrolled: eight slices for both warpgroups do not fit the instruction cache. Fetching
         # instructions took 79% of the epilogue of the clamped activation.
-        for lap in range(ROUNDS):
-            parts = quarters(now)
+        for lap in range(LAPS):
+            slices = quarters(now)
             for i in gl.static_range(BUFFERS):
                 column = tile.n * ring.BLOCK_N + (lap * BUFFERS + i) * SLICE
-                mbarrier.wait(e.z.full.index(MINE + i), filled + lap & 1)
+                mbarrier.wait(e.z.full.index(MINE + i), laps + lap & 1)
                 exponent = exponents >> 8 * (i * PER_LAP // BUFFERS)
-                ds += _slice(CONSUMER, e, parts[i], score, exponent, tile, column, i)
+                ds += _slice(CONSUMER, e, slices[i], score, exponent, tile, column, i)
                 # Only this slice's stores are still in flight: the buffer before it is free and
                 # takes a slice of the next lap. The last buffer is filled during that lap.
                 tma.store_wait(STORES)
-                if lap == 1 if i == 0 else lap + 1 < ROUNDS:
+                if lap == 1 if i == 0 else lap + 1 < LAPS:
                     e.z.load(tile, column + (BUFFERS - 1) * SLICE, MINE + (i - 1) % BUFFERS)
             now = then
             if e.z_scale is not None:
                 exponents = exponents >> 8 * PER_LAP
-        filled += ROUNDS
+        laps += LAPS
         if e.STORE_PARTIAL:
-            sums = trivially(gl.sum(ds, 1), gl.SliceLayout(1, L))
+            sums = assume_layout(gl.sum(ds, 1), gl.SliceLayout(1, L))
             gl.store(e.partial + tile.n * e.plane.to(gl.int64) + slot, sums, mask=ok)
         tile, slot = following, next_slot
     tma.store_wait(0)

@@ -1,8 +1,8 @@
-"""What the epilogues of the Hopper GEMMs share: parts of a tile's columns, and Z in shared memory.
+"""What the epilogues of the Hopper GEMMs share: quarters and slices of a tile, Z in shared memory.
 
-Some walk over slices: SLICE columns of A and the columns of Z that belong to them. A slice of
-interleaved Z is one box of 64 columns; of concatenated Z it is a box of gates and one of ups, which
-take two buffers.
+A slice is SLICE columns of A and the columns of Z that belong to them. A slice of interleaved Z is
+one box of 64 columns; of concatenated Z it is a box of gates and one of ups, which take two
+buffers.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from .ring import CONSUMER_M, buffers
 
 SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of an interleaved row of Z
 # Layout of a slice of interleaved Z: a thread holds the gates and ups of its two columns of A.
-PAIRS = gl.constexpr(
+INTERLEAVED = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
         [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -44,14 +44,14 @@ def quarters(x):
 
 
 @gluon.jit
-def pairs(x):
+def even_and_odd(x):
     """Even and odd columns."""
     return gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @gluon.jit
-def trivially(x, L: gl.constexpr):
-    """`x` in a layout in which every thread holds what it has."""
+def assume_layout(x, L: gl.constexpr):
+    """`x` in another layout in which every thread holds the same elements: no data moves."""
     return gl.convert_layout(x, L, assert_trivial=True)
 
 
@@ -106,7 +106,7 @@ def store_box(out, tile, column, smem, HALF: gl.constexpr = None):
 
 
 @gluon.jit
-def stage_and_store(value, out, tile, column, smem, HALF: gl.constexpr = None):
+def store_value(value, out, tile, column, smem, HALF: gl.constexpr = None):
     """`store_box` of a value, through shared memory."""
     smem.store(value)
     fence_async_shared()
@@ -128,6 +128,7 @@ def z_buffer(z, smem):
 # --- slices ---------------------------------------------------------------------------------------
 @gluon.constexpr_function
 def boxes_of_slice(gate_up):
+    """TMA copies that move a slice of Z."""
     return 2 if gate_up == "concatenated" else 1
 
 
@@ -142,8 +143,8 @@ def slice_buffers(dtype: gl.constexpr, COUNT: gl.constexpr, GATE_UP: gl.constexp
 def read_slice(z, smem, buffer, L: gl.constexpr, GATE_UP: gl.constexpr):
     """Gates and ups of a slice of Z in shared memory; twice Z if there is no gate."""
     if GATE_UP == "interleaved":
-        gate, up = pairs(z_buffer(z, smem.index(buffer)).load(PAIRS))
-        return trivially(gate, L), trivially(up, L)
+        gate, up = even_and_odd(z_buffer(z, smem.index(buffer)).load(INTERLEAVED))
+        return assume_layout(gate, L), assume_layout(up, L)
     elif GATE_UP == "concatenated":
         gate = z_buffer(z, smem.index(2 * buffer)).load(L)
         return gate, z_buffer(z, smem.index(2 * buffer + 1)).load(L)
@@ -158,7 +159,7 @@ def write_slice(gate, up, z, smem, buffer, GATE_UP: gl.constexpr):
     gate = gate.to(z.dtype)
     if GATE_UP == "interleaved":
         both = gl.reshape(gl.join(gate, up.to(z.dtype)), (CONSUMER_M, 2 * SLICE))
-        z_buffer(z, smem.index(buffer)).store(trivially(both, PAIRS))
+        z_buffer(z, smem.index(buffer)).store(assume_layout(both, INTERLEAVED))
     elif GATE_UP == "concatenated":
         z_buffer(z, smem.index(2 * buffer)).store(gate)
         z_buffer(z, smem.index(2 * buffer + 1)).store(up.to(z.dtype))

@@ -6,8 +6,8 @@ each, and is free again when their stores have been waited for. Z in e4m3 takes 
 
 All scales are known before: `DzScales` has factors of rows, columns and blocks of columns, and the
 scales of Z in e4m3 follow from zmax. They wait in shared memory, because the epilogue has no
-registers for them. In dZᵀ and A'ᵀ the rows of a tile are in the order of
-`reference.fp8.row_of_place`.
+registers for them. In dZᵀ and A'ᵀ the rows of a tile are in the order that
+`fp8_wgrad.exchange` explains.
 """
 
 from triton.experimental import gluon
@@ -21,12 +21,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..quantize import BLOCK_FLOOR, power_of_two_scale
 from .dz import BUFFERS, ZSlices, make_z_slices
-from .epilogue import PAIRS, SLICE, halves, pairs, quarters, read_slice, trivially
+from .epilogue import (
+    INTERLEAVED,
+    SLICE,
+    assume_layout,
+    even_and_odd,
+    halves,
+    quarters,
+    read_slice,
+)
 from .gluon_compat import aggregate, barrier, copy_gathered, copy_out, reinterpreted
 from .ragged import ORIGIN, store_rows
 from .ring import CONSUMER_M, accumulator_layout, buffers, make_ring, producer
 
 F8 = gl.constexpr(gl.float8e4nv)
+# The factors of a row, in the order of `DzScales.row_factors`.
+TO_DA, SCORE, TO_DZ, TO_DZ_T, TO_A_T = map(gl.constexpr, range(5))
 FACTORS = gl.constexpr(5)
 TILE_M = gl.constexpr(128)
 L = gl.constexpr(accumulator_layout(SLICE.value, gl.float8e4nv))  # of a slice of the accumulator
@@ -64,7 +74,7 @@ class Epilogue:
     b_smem: gl.shared_memory_descriptor  # of their blocks, a lap after the other, for each row
     zmax_smem: gl.shared_memory_descriptor  # and their zmax, a lap after the other
     slot_smem: gl.shared_memory_descriptor  # and their slots
-    ROUNDS: gl.constexpr  # how often a tile fills all buffers of Z
+    LAPS: gl.constexpr  # over the buffers of Z, per tile
     I: gl.constexpr
     BACKWARD: gl.constexpr
     STORE_DZ: gl.constexpr
@@ -82,15 +92,23 @@ def _view(smem, dtype: gl.constexpr, COUNT: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _factor(smem, index):
+def _per_row(smem, index):
+    """Numbers (64, 1) of a consumer's rows, from shared memory."""
     return smem.index(index).load(gl.SliceLayout(1, L))[:, None]
 
 
 @gluon.jit
-def _row_pairs(value):
+def _factor(CONSUMER: gl.constexpr, e, WHICH: gl.constexpr):
+    """The factor WHICH (64, 1), one of TO_DA to TO_A_T, of a consumer's rows."""
+    return _per_row(e.f_smem, CONSUMER * FACTORS + WHICH)
+
+
+@gluon.jit
+def _packed_rows(value):
     """(64, 32) → (32, 32) int16: rows r and r + 8 of sixteen as e4m3. A thread holds both.
 
     They are stored transposed as 16-bit elements, because stmatrix cannot transpose single bytes.
+    This makes the order of rows in dZᵀ and A'ᵀ: see `fp8_wgrad.exchange`.
     """
     upper, lower = gl.split(gl.permute(gl.reshape(value, (4, 2, 8, SLICE)), (0, 2, 3, 1)))
     return gl.inline_asm_elementwise(
@@ -109,30 +127,28 @@ def _row_pairs(value):
 
 
 @gluon.jit
-def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, lap, i: gl.constexpr):
+def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, padded, lap, i: gl.constexpr):
     """Store dZ, dZᵀ and A'ᵀ of slice i of a lap, return acc·A (64, 4): sums of eight columns each.
 
-    `place` is the column of dZᵀ and A'ᵀ that the consumer's rows start at.
+    `padded` is the column of dZᵀ and A'ᵀ that the consumer's rows start at.
     """
     GATE_UP: gl.constexpr = e.z.GATE_UP
     HALVES: gl.constexpr = 1 if GATE_UP is None else 2
-    FIRST: gl.constexpr = CONSUMER * FACTORS
     BUFFER: gl.constexpr = CONSUMER * BUFFERS + i
     A_BUFFER: gl.constexpr = CONSUMER * 2 + i % 2
     # The buffers of Z as twice as many of e4m3: dZ is in the even ones, dZᵀ in the odd ones.
     N: gl.constexpr = 4 * BUFFERS
-    wide = _view(e.z.smem, F8, N, [CONSUMER_M, HALVES * SLICE]).index(2 * BUFFER)
-    parts = _view(e.z.smem, F8, N, [HALVES, CONSUMER_M, SLICE]).index(2 * BUFFER)
-    parts_t = _view(e.z.smem, F8, N, [HALVES, SLICE, CONSUMER_M]).index(2 * BUFFER + 1)
-    pairs_t = _view(e.z.smem, gl.int16, N, [HALVES * SLICE, CONSUMER_M // 2]).index(2 * BUFFER + 1)
+    dz_rows = _view(e.z.smem, F8, N, [CONSUMER_M, HALVES * SLICE]).index(2 * BUFFER)
+    dz_halves = _view(e.z.smem, F8, N, [HALVES, CONSUMER_M, SLICE]).index(2 * BUFFER)
+    dz_t_halves = _view(e.z.smem, F8, N, [HALVES, SLICE, CONSUMER_M]).index(2 * BUFFER + 1)
+    packed_t = _view(e.z.smem, gl.int16, N, [HALVES * SLICE, CONSUMER_M // 2]).index(2 * BUFFER + 1)
 
     gate, up = read_slice(e.z.source, e.z.smem, BUFFER, L, GATE_UP)
-    # The first factor is a power of two, so dS can be multiplied by it after the sum.
-    acc = trivially(acc, L)
-    weighted = acc * (_factor(e.f_smem, FIRST) * _factor(e.f_smem, FIRST + 1))
+    acc = assume_layout(acc, L)
+    weighted = acc * (_factor(CONSUMER, e, TO_DA) * _factor(CONSUMER, e, SCORE))
     gate, up = gate.to(gl.float32), up.to(gl.float32)
     if e.zmax is not None:
-        zmax = _factor(e.zmax_smem, CONSUMER * e.ROUNDS + lap)
+        zmax = _per_row(e.zmax_smem, CONSUMER * e.LAPS + lap)
         z_scale = power_of_two_scale(zmax, BLOCK_FLOOR)
         gate, up = gate * z_scale, up * z_scale
     barrier()  # Z has been read: from here on, what is computed can be stored at once
@@ -142,47 +158,48 @@ def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, place, lap, i: gl.const
         value, dgate, dup = e.BACKWARD(gate, up, weighted)
     left, right = halves(acc * value)
     left, right = halves(left + right)
-    even, odd = pairs(left + right)
+    even, odd = even_and_odd(left + right)
     if e.STORE_A:
-        pairs_a = _view(e.a_smem, gl.int16, 4, [SLICE, CONSUMER_M // 2]).index(A_BUFFER)
-        factor = _factor(e.f_smem, FIRST + 4) * _factor(e.b_smem, CONSUMER * e.ROUNDS + lap)
-        pairs_a.permute((1, 0)).store(_row_pairs(value * factor))
+        packed_a = _view(e.a_smem, gl.int16, 4, [SLICE, CONSUMER_M // 2]).index(A_BUFFER)
+        factor = _factor(CONSUMER, e, TO_A_T)
+        factor *= _per_row(e.b_smem, CONSUMER * e.LAPS + lap)
+        packed_a.permute((1, 0)).store(_packed_rows(value * factor))
     # dZᵀ before dZ: the other way round two registers spill if gate and up are concatenated.
     if e.STORE_T:
-        of_columns = e.c_smem.index((CONSUMER * e.ROUNDS + lap) * BUFFERS + i)
-        factor = _factor(e.f_smem, FIRST + 3) * of_columns.load(gl.SliceLayout(0, L))[None, :]
-        both_t = _row_pairs(dgate * factor)
+        of_columns = e.c_smem.index((CONSUMER * e.LAPS + lap) * BUFFERS + i)
+        factor = _factor(CONSUMER, e, TO_DZ_T) * of_columns.load(gl.SliceLayout(0, L))[None, :]
+        both_t = _packed_rows(dgate * factor)
         if GATE_UP is not None:
-            both_t = gl.join(both_t, _row_pairs(dup * factor))
+            both_t = gl.join(both_t, _packed_rows(dup * factor))
             both_t = gl.reshape(gl.permute(both_t, (0, 2, 1)), (CONSUMER_M // 2, 2 * SLICE))
-        pairs_t.permute((1, 0)).store(both_t)
+        packed_t.permute((1, 0)).store(both_t)
     if e.STORE_DZ:
-        factor = _factor(e.f_smem, FIRST + 2)
+        factor = _factor(CONSUMER, e, TO_DZ)
         if GATE_UP is None:
-            wide.store((dgate * factor).to(F8))
+            dz_rows.store((dgate * factor).to(F8))
         elif GATE_UP == "concatenated":
             both = gl.join((dgate * factor).to(F8), (dup * factor).to(F8))
-            parts.store(gl.permute(both, (2, 0, 1)))
+            dz_halves.store(gl.permute(both, (2, 0, 1)))
         else:
             both = gl.reshape(gl.join(dgate * factor, dup * factor), (CONSUMER_M, 2 * SLICE))
-            wide.store(trivially(both, PAIRS).to(F8))
+            dz_rows.store(assume_layout(both, INTERLEAVED).to(F8))
     fence_async_shared()
     if e.STORE_DZ:
         if GATE_UP == "concatenated":
-            box = parts.reshape([1, 1, 2, CONSUMER_M, SLICE])
+            box = dz_halves.reshape([1, 1, 2, CONSUMER_M, SLICE])
             copy_out(e.dz, [ORIGIN, tile.end, 0, ORIGIN - tile.end + tile.row, column], box)
         else:
-            box = wide.reshape([1, 1, CONSUMER_M, HALVES * SLICE])
+            box = dz_rows.reshape([1, 1, CONSUMER_M, HALVES * SLICE])
             store_rows(e.dz, tile.end, tile.row, HALVES * column, box)
     if e.STORE_T:
-        copy_out(e.dz_t, [0, column, place], parts_t)
+        copy_out(e.dz_t, [0, column, padded], dz_t_halves)
     if e.STORE_A:
-        copy_out(e.a_t, [column, place], e.a_smem.index(A_BUFFER))
-    return trivially(even + odd, SUMS)
+        copy_out(e.a_t, [column, padded], e.a_smem.index(A_BUFFER))
+    return assume_layout(even + odd, SUMS)
 
 
 @gluon.jit
-def _place_of(tile):
+def _padded_column(tile):
     """The column of dZᵀ and A'ᵀ of the tile's first row; an expert's columns start at a multiple of
     128."""
     return (tile.start // TILE_M + tile.expert) * TILE_M + tile.row - tile.start
@@ -198,13 +215,13 @@ def _load_factors(CONSUMER: gl.constexpr, e, tile):
         copy_gathered(e.f_smem.index(CONSUMER * FACTORS + i), source, mask=mine < tile.end)
         source += e.rows
     if e.zmax is not None:
-        for lap in gl.static_range(e.ROUNDS):  # a block of 128 columns; past the last, Z is zero
-            block = tile.n * e.ROUNDS + lap
+        for lap in gl.static_range(e.LAPS):  # a block of 128 columns; past the last, Z is zero
+            block = tile.n * e.LAPS + lap
             inside = (mine < tile.end) & (block < (e.I + 127) // 128)
             source = e.zmax + block * e.rows.to(gl.int64) + mine
-            copy_gathered(e.zmax_smem.index(CONSUMER * e.ROUNDS + lap), source, mask=inside)
+            copy_gathered(e.zmax_smem.index(CONSUMER * e.LAPS + lap), source, mask=inside)
     if e.column_factors is not None:
-        WIDTH: gl.constexpr = e.ROUNDS * BUFFERS * SLICE
+        WIDTH: gl.constexpr = e.LAPS * BUFFERS * SLICE
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         target = reinterpreted(e.c_smem, gl.float32, [2, WIDTH], plain).index(CONSUMER)
         column = gl.arange(0, WIDTH, gl.BlockedLayout([WIDTH // 128], [32], [4], [0]))
@@ -213,10 +230,10 @@ def _load_factors(CONSUMER: gl.constexpr, e, tile):
         copy_gathered(target, source, mask=column < e.I)
     if e.block_factors is not None:
         BLOCKS: gl.constexpr = (e.I + 127) // 128
-        for lap in gl.static_range(e.ROUNDS):
-            block = tile.n * e.ROUNDS + lap + gl.zeros_like(each)
+        for lap in gl.static_range(e.LAPS):
+            block = tile.n * e.LAPS + lap + gl.zeros_like(each)
             source = e.block_factors + tile.expert * BLOCKS + block
-            copy_gathered(e.b_smem.index(CONSUMER * e.ROUNDS + lap), source, mask=block < BLOCKS)
+            copy_gathered(e.b_smem.index(CONSUMER * e.LAPS + lap), source, mask=block < BLOCKS)
     if e.STORE_PARTIAL and e.row_slot is not None:
         copy_gathered(e.slot_smem.index(CONSUMER), e.row_slot + mine, mask=mine < tile.end)
     async_copy.commit_group()
@@ -230,10 +247,10 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
     r = gl.arange(0, CONSUMER_M, ROWS)
     MINE: gl.constexpr = CONSUMER * BUFFERS  # this consumer's first buffer
     step = 0
-    filled = 0  # how often all buffers have been filled
+    laps = 0  # of all tiles so far
     stride = gl.num_programs(0)
     tile = ring.first_tile(CONSUMER)
-    place = _place_of(tile)
+    padded = _padded_column(tile)
     for index in range(gl.program_id(0), ring.total, stride):
         entry = ring.load_entry(index + stride)
         tma.store_wait(0)
@@ -242,36 +259,37 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         _load_factors(CONSUMER, e, tile)
         acc, step = ring.accumulate(step, CONSUMER)
         following = ring.locate(index + stride, entry, CONSUMER)
-        next_place = _place_of(following)
+        next_padded = _padded_column(following)
         acc = ring.finish(acc, step)
         async_copy.wait_group(0)
         ds = gl.zeros((CONSUMER_M, 4), gl.float32, SUMS)
         now, then = acc, acc
-        if e.ROUNDS == 2:
+        if e.LAPS == 2:
             now, then = halves(acc)
         # Not unrolled, because of the instruction cache: see `dz`.
-        for lap in range(e.ROUNDS):
-            parts = quarters(now)
+        for lap in range(e.LAPS):
+            slices = quarters(now)
             for i in gl.static_range(BUFFERS):
                 column = tile.n * ring.BLOCK_N + (lap * BUFFERS + i) * SLICE
-                mbarrier.wait(e.z.full.index(MINE + i), filled + lap & 1)
-                ds += _slice(CONSUMER, e, parts[i], tile, column, place, lap, i)
+                mbarrier.wait(e.z.full.index(MINE + i), laps + lap & 1)
+                ds += _slice(CONSUMER, e, slices[i], tile, column, padded, lap, i)
                 # Only this slice's stores are still in flight: the buffer before it is free and
                 # takes a slice of the next lap. The last buffer is filled during that lap.
                 tma.store_wait(STORES)
-                if lap == 1 if i == 0 else lap + 1 < e.ROUNDS:
+                if lap == 1 if i == 0 else lap + 1 < e.LAPS:
                     e.z.load(tile, column + (BUFFERS - 1) * SLICE, MINE + (i - 1) % BUFFERS)
             now = then
-        filled += e.ROUNDS
+        laps += e.LAPS
         if e.STORE_PARTIAL:
             slot = tile.row + r
             if e.row_slot is not None:
                 slot = e.slot_smem.index(CONSUMER).load(ROWS)
-            sums = trivially(gl.sum(ds, 1), ROWS)
-            sums *= e.f_smem.index(CONSUMER * FACTORS).load(ROWS)
+            sums = assume_layout(gl.sum(ds, 1), ROWS)
+            # TO_DA is a power of two: multiplying the sums by it equals multiplying each term.
+            sums *= e.f_smem.index(CONSUMER * FACTORS + TO_DA).load(ROWS)
             ok = tile.row + r < tile.end
             gl.store(e.partial + tile.n * e.plane.to(gl.int64) + slot, sums, mask=ok)
-        tile, place = following, next_place
+        tile, padded = following, next_padded
     tma.store_wait(0)
 
 
@@ -296,17 +314,17 @@ def hopper_fp8_dz_kernel(
     """
     ring = make_ring(F8, w2_t, tiles, H, I, 0, BLOCK_N, BLOCK_K, STAGES, "nk", None, GATHER)
     z_slices = make_z_slices(z, gl.bfloat16, GATE_UP)
-    ROUNDS: gl.constexpr = BLOCK_N // SLICE // BUFFERS
+    LAPS: gl.constexpr = BLOCK_N // SLICE // BUFFERS
     a_smem = buffers(F8, 4, [SLICE, CONSUMER_M])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     f_smem = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CONSUMER_M], plain)
-    c_smem = gl.allocate_shared_memory(gl.float32, [2 * ROUNDS * BUFFERS, SLICE], plain)
-    b_smem = gl.allocate_shared_memory(gl.float32, [2 * ROUNDS, CONSUMER_M], plain)
-    zmax_smem = gl.allocate_shared_memory(gl.float32, [2 * ROUNDS, CONSUMER_M], plain)
+    c_smem = gl.allocate_shared_memory(gl.float32, [2 * LAPS * BUFFERS, SLICE], plain)
+    b_smem = gl.allocate_shared_memory(gl.float32, [2 * LAPS, CONSUMER_M], plain)
+    zmax_smem = gl.allocate_shared_memory(gl.float32, [2 * LAPS, CONSUMER_M], plain)
     slot_smem = gl.allocate_shared_memory(gl.int32, [2, CONSUMER_M], plain)
     epilogue = Epilogue(
         factors, column_factors, block_factors, rows, zmax, z_slices, dz, dz_t, a_t, row_slot,
-        partial, plane, a_smem, f_smem, c_smem, b_smem, zmax_smem, slot_smem, ROUNDS, I, BACKWARD,
+        partial, plane, a_smem, f_smem, c_smem, b_smem, zmax_smem, slot_smem, LAPS, I, BACKWARD,
         STORE_DZ, STORE_T, STORE_A, STORE_PARTIAL,
     )  # fmt: skip
     gl.warp_specialize(

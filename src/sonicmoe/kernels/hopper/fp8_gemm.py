@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
-from .epilogue import stage_and_store
+from .epilogue import store_value
 from .ring import CONSUMER_M, accumulator_layout, buffers, ceil_div, make_ring, producer
 
 BLOCK_K = gl.constexpr(128)  # columns of A that share a scale
@@ -29,11 +29,11 @@ def _accumulate_blocks(CONSUMER: gl.constexpr, ring, step, a_scale, plane, tile,
     acc = ring.zeros()
     scale = _row_scale(a_scale, 0, plane, tile, r)
     for block in range(BLOCKS):
-        slot = ring.slots.wait(step)
-        acc = ring.multiply(slot, acc, CONSUMER)
+        stage = ring.stages.wait(step)
+        acc = ring.multiply(stage, acc, CONSUMER)
         following = _row_scale(a_scale, gl.minimum(block + 1, BLOCKS - 1), plane, tile, r)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        ring.slots.release(slot)
+        ring.stages.release(stage)
         acc *= (scale / following)[:, None]
         scale = following
         step += 1
@@ -64,7 +64,7 @@ def _consumer(
             scale *= tile.load(row_scores, r, 0.0)
         acc *= scale[:, None]
         tma.store_wait(0)
-        stage_and_store(acc.to(y.dtype), y, tile, tile.n * ring.BLOCK_N, y_smem.index(CONSUMER))
+        store_value(acc.to(y.dtype), y, tile, tile.n * ring.BLOCK_N, y_smem.index(CONSUMER))
         tile = ring.locate(index + stride, entry, CONSUMER)
     tma.store_wait(0)
 

@@ -12,13 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..quantize import BLOCK_FLOOR, scale_and_inverse
 from .epilogue import (
     SLICE,
+    assume_layout,
     boxes_of_slice,
     column_maxima,
     halves,
     quarters,
     slice_buffers,
     store_slice,
-    trivially,
     write_slice,
 )
 from .gluon_compat import aggregate, reinterpreted
@@ -61,10 +61,10 @@ def _store_a(CONSUMER: gl.constexpr, e, quantized, tile):
     BUFFERS: gl.constexpr = 2 if e.GATE_UP is None else 4
     SHAPE: gl.constexpr = [BUFFERS, 1, 1, CONSUMER_M, BLOCK_I]
     LAYOUT: gl.constexpr = e.a.layout
-    staged = reinterpreted(e.smem, e.a.dtype, SHAPE, LAYOUT).index(CONSUMER * (BUFFERS // 2))
-    staged.reshape([CONSUMER_M, BLOCK_I]).store(quantized)
+    a_buffer = reinterpreted(e.smem, e.a.dtype, SHAPE, LAYOUT).index(CONSUMER * (BUFFERS // 2))
+    a_buffer.reshape([CONSUMER_M, BLOCK_I]).store(quantized)
     fence_async_shared()
-    store_rows(e.a, tile.end, tile.row, tile.n * BLOCK_I, staged)
+    store_rows(e.a, tile.end, tile.row, tile.n * BLOCK_I, a_buffer)
 
 
 @gluon.jit
@@ -106,15 +106,15 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         gate = quarters(gates)
         up = quarters(ups)
         values = ()
-        zmax = trivially(gl.max(gl.abs(acc), 1), ROWS) * scale
+        zmax = assume_layout(gl.max(gl.abs(acc), 1), ROWS) * scale
         z_factor = scale
         if e.z.dtype == e.a.dtype:
             z_factor = scale * scale_and_inverse(zmax, BLOCK_FLOOR)[1]
         for i in gl.static_range(4):
-            g = trivially(gate[i], L) * scale[:, None]
+            g = assume_layout(gate[i], L) * scale[:, None]
             u = g
             if GATED:
-                u = trivially(up[i], L) * scale[:, None]
+                u = assume_layout(up[i], L) * scale[:, None]
                 values = values + (e.ACTIVATION(g, u),)
             else:
                 values = values + (e.ACTIVATION(g),)
@@ -122,8 +122,8 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
                 column = tile.n * BLOCK_I + i * SLICE
                 _raise_columns(e, tile.expert, column, gl.maximum(gl.abs(g), gl.abs(u)), I)
                 if e.z.dtype == e.a.dtype:
-                    g = trivially(gate[i], L) * z_factor[:, None]
-                    u = trivially(up[i], L) * z_factor[:, None]
+                    g = assume_layout(gate[i], L) * z_factor[:, None]
+                    u = assume_layout(up[i], L) * z_factor[:, None]
                 # The buffer of two slices ago is free; before the first slice, that of A too.
                 tma.store_wait(BOXES if i > 0 else 0)
                 buffer = 2 * CONSUMER + i % 2
@@ -133,18 +133,18 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         value = _side_by_side(
             _side_by_side(values[0], values[1]), _side_by_side(values[2], values[3])
         )
-        value = trivially(value, accumulator_layout(BLOCK_I, ring.a.dtype))
-        amax = trivially(gl.max(gl.abs(value), 1), ROWS)
+        value = assume_layout(value, accumulator_layout(BLOCK_I, ring.a.dtype))
+        amax = assume_layout(gl.max(gl.abs(value), 1), ROWS)
         block_scale, inverse = scale_and_inverse(amax, BLOCK_FLOOR)
-        inverse = trivially(inverse, gl.SliceLayout(1, value.type.layout))
+        inverse = assume_layout(inverse, gl.SliceLayout(1, value.type.layout))
         quantized = (value * inverse[:, None]).to(e.a.dtype)
         # A takes the place of the slice of Z before the last, or of both if plain.
         tma.store_wait(BOXES if e.KEEP_Z and GATED else 0)
         _store_a(CONSUMER, e, quantized, tile)
-        place = tile.n * e.plane.to(gl.int64) + tile.row + r
-        gl.store(e.a_scale + place, block_scale, mask=inside)
+        offset = tile.n * e.plane.to(gl.int64) + tile.row + r
+        gl.store(e.a_scale + offset, block_scale, mask=inside)
         if e.KEEP_Z:
-            gl.store(e.zmax + place, zmax, mask=inside)
+            gl.store(e.zmax + offset, zmax, mask=inside)
         tile = following
     tma.store_wait(0)
 

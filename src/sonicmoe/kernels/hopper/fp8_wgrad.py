@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .epilogue import quarters, trivially
+from .epilogue import assume_layout, quarters
 from .gluon_compat import copy_gathered, copy_in, copy_out, reinterpreted
-from .ring import accumulator_layout, make_slots
+from .ring import accumulator_layout, make_stages
 from .wgrad import gather, make_work
 
 BLOCK_M = gl.constexpr(256)
@@ -32,10 +32,17 @@ CONSUMER_M = gl.constexpr(128)
 
 @gluon.jit
 def exchange(row):
-    """`row` with bits 0 and 3 exchanged: the row of a block that row `row` of shared memory holds.
+    """The row of a block that row `row` of shared memory holds: bits 0 and 3 exchanged.
 
-    Two orders meet at place k = 16c + 4t + 2h + p of K: a consumer finds row 16c + 8h + 2t + p of
-    shared memory there, and the transposed operand has row 16c + 8p + 2t + h of its tile.
+    Both operands must have the same row at every k = 16c + 4t + 2h + p of K (t < 4, h and p < 2):
+
+    - The transposed operand has row 16c + 8p + 2t + h of its tile in column k. A thread of the dZ
+      GEMM holds rows r and r + 8 of sixteen and stores them as neighbours: `fp8_dz._packed_rows`,
+      `reference.fp8.row_of_column`.
+    - A consumer finds row 16c + 8h + 2t + p of shared memory at k, because it loads 16-bit elements
+      and uses them as pairs of 8-bit ones: `_transposed`.
+
+    So the producer puts row 8p + 2t + h where the consumer looks for row 8h + 2t + p.
     """
     return (row & ~9) | ((row & 1) << 3) | ((row >> 3) & 1)
 
@@ -50,14 +57,20 @@ def _tokens(row_token, row, end, GATHER: gl.constexpr):
 
 
 @gluon.jit
-def _producer(rows8, row_token, other_t, work, rows_smem, other_smem, slots, GATHER: gl.constexpr):
+def _producer(rows8, row_token, other_t, work, rows_smem, other_smem, stages, GATHER: gl.constexpr):
+    """The producer warpgroup: fill the ring buffer for all work items of this program.
+
+    A stage has both consumers' columns of the gathered rows, with rows in the order of `exchange`,
+    then the block of the transposed operand. The look-ahead is that of `wgrad`, written out: with
+    `Work.first_two` ptxas orders the loads differently.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     r = exchange(gl.arange(0, BLOCK_K, gl.SliceLayout(1, L)))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     second = first + stride
-    start, end = work.load_rows(first)
-    next_start, next_end = work.load_rows(second)
+    start, end = work.load_entry(first)
+    next_start, next_end = work.load_entry(second)
     expert, start, end = work.rows(first, start, end)
     next_expert, next_start, next_end = work.rows(second, next_start, next_end)
     token = _tokens(row_token, start + r, end, GATHER)
@@ -66,20 +79,20 @@ def _producer(rows8, row_token, other_t, work, rows_smem, other_smem, slots, GAT
         m, n = work.tile(index)
         m0 = m * BLOCK_M
         later = index + 2 * stride
-        later_start, later_end = work.load_rows(later)
+        later_start, later_end = work.load_entry(later)
         first_token = _tokens(row_token, next_start + r, next_end, GATHER)
         tile = start // BLOCK_K + expert  # of a span too: spans are multiples of BLOCK_K
         for block in range(gl.cdiv(end - start, BLOCK_K)):
-            # Load the next block's tokens while this block waits for its ring slot.
+            # Load the next block's tokens while this block waits for its stage.
             next_row = start + (block + 1) * BLOCK_K + r
             token_next = _tokens(row_token, next_row, end, GATHER)
-            slot, barrier = slots.acquire(step, BLOCK_N * BLOCK_K)
+            stage, barrier = stages.acquire(step, BLOCK_N * BLOCK_K)
             copy_in(
-                other_t, [n * BLOCK_N, (tile + block) * BLOCK_K], barrier, other_smem.index(slot)
+                other_t, [n * BLOCK_N, (tile + block) * BLOCK_K], barrier, other_smem.index(stage)
             )
             ok = token >= 0
-            gather(rows_smem.index(2 * slot), rows8, token, ok, m0, work.M, L)
-            gather(rows_smem.index(2 * slot + 1), rows8, token, ok, m0 + CONSUMER_M, work.M, L)
+            gather(rows_smem.index(2 * stage), rows8, token, ok, m0, work.M, L)
+            gather(rows_smem.index(2 * stage + 1), rows8, token, ok, m0 + CONSUMER_M, work.M, L)
             async_copy.mbarrier_arrive(barrier, increment_count=False)
             token = token_next
             step += 1
@@ -96,17 +109,17 @@ def _transposed(smem):
     Pairs of columns are loaded transposed as elements of 16 bits, which gives the registers of an
     FP8 operand but for the order of K, see `exchange`, and for the pairs, which prmt takes apart.
     """
-    PAIRS: gl.constexpr = CONSUMER_M // 2
+    PACKED: gl.constexpr = CONSUMER_M // 2
     L16: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(BLOCK_N, gl.int16), 2)
     L8: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(BLOCK_N, gl.int8), 4)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    pairs = reinterpreted(smem, gl.int16, [BLOCK_K, PAIRS], layout)
-    pairs = gl.reshape(pairs.permute((1, 0)).load(L16), (PAIRS, BLOCK_K // 16, 2, 4, 2))
-    pairs = gl.reshape(gl.permute(pairs, (0, 1, 3, 2, 4)), (PAIRS, BLOCK_K))
+    packed = reinterpreted(smem, gl.int16, [BLOCK_K, PACKED], layout)
+    packed = gl.reshape(packed.permute((1, 0)).load(L16), (PACKED, BLOCK_K // 16, 2, 4, 2))
+    packed = gl.reshape(gl.permute(packed, (0, 1, 3, 2, 4)), (PACKED, BLOCK_K))
     even, odd = gl.inline_asm_elementwise(
         "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;",
         "=r,=r,r,r",
-        [trivially(pairs, L8)],
+        [assume_layout(packed, L8)],
         dtype=(gl.int8, gl.int8),
         is_pure=True,
         pack=4,
@@ -124,7 +137,7 @@ def _interleaved(even, odd):
 
 @gluon.constexpr_function
 def _rows_first(layout):
-    """`layout` of an interleaved piece, with a thread's two neighbouring rows in two successive
+    """`layout` of an interleaved quarter, with a thread's two neighbouring rows in two successive
     registers: a store vectorizes over those."""
     *registers, row = layout.reg_bases
     return gl.DistributedLinearLayout(
@@ -133,40 +146,41 @@ def _rows_first(layout):
 
 
 @gluon.jit
-def _write(work, buffer, piece, plane, m0, n0, TRANSPOSED: gl.constexpr, ADD: gl.constexpr):
-    """Store `piece` in fp32, or add it if ADD: no two programs write the same element."""
-    L: gl.constexpr = _rows_first(piece.type.layout) if TRANSPOSED else piece.type.layout
-    piece = trivially(piece, L)
-    m = (m0 + gl.arange(0, piece.shape[0], gl.SliceLayout(1, L)))[:, None]
-    n = (n0 + gl.arange(0, piece.shape[1], gl.SliceLayout(0, L)))[None, :]
+def _write(work, buffer, quarter, plane, m0, n0, TRANSPOSED: gl.constexpr, ADD: gl.constexpr):
+    """Store `quarter` in fp32, or add it if ADD: no two programs write the same element."""
+    L: gl.constexpr = _rows_first(quarter.type.layout) if TRANSPOSED else quarter.type.layout
+    quarter = assume_layout(quarter, L)
+    m = (m0 + gl.arange(0, quarter.shape[0], gl.SliceLayout(1, L)))[:, None]
+    n = (n0 + gl.arange(0, quarter.shape[1], gl.SliceLayout(0, L)))[None, :]
     base = buffer + plane.to(gl.int64) * (work.M * work.N)
     ptr = base + (n * work.M + m if TRANSPOSED else m * work.N + n)
     inside = (m < work.M) & (n < work.N)
     if ADD:
-        gl.atomic_add(ptr, piece, mask=inside, sem="relaxed")
+        gl.atomic_add(ptr, quarter, mask=inside, sem="relaxed")
     else:
-        gl.store(ptr, piece, mask=inside)
+        gl.store(ptr, quarter, mask=inside)
 
 
 @gluon.jit
 def _store(
-    work, out, out_fp32, piece, expert, m0, n0, staged, any_row,
+    work, out, out_fp32, quarter, expert, m0, n0, out_buffer, any_row,
     TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Store a piece of the tile: by TMA through `staged`, or in fp32 without it."""
+    """Store a quarter of the tile: by TMA through `out_buffer`, or in fp32 without it."""
     if out_fp32 is not None:
         if not ADD:
-            _write(work, out_fp32, piece, expert, m0, n0, TRANSPOSED, False)
+            _write(work, out_fp32, quarter, expert, m0, n0, TRANSPOSED, False)
         elif any_row:
-            _write(work, out_fp32, piece, expert, m0, n0, TRANSPOSED, True)
+            _write(work, out_fp32, quarter, expert, m0, n0, TRANSPOSED, True)
     elif TRANSPOSED:
-        staged.reshape([piece.shape[1], piece.shape[0]]).permute((1, 0)).store(piece.to(out.dtype))
+        transposed = out_buffer.reshape([quarter.shape[1], quarter.shape[0]]).permute((1, 0))
+        transposed.store(quarter.to(out.dtype))
         fence_async_shared()
-        copy_out(out, [expert, n0, m0], staged)
+        copy_out(out, [expert, n0, m0], out_buffer)
     else:
-        staged.reshape([piece.shape[0], piece.shape[1]]).store(piece.to(out.dtype))
+        out_buffer.reshape([quarter.shape[0], quarter.shape[1]]).store(quarter.to(out.dtype))
         fence_async_shared()
-        copy_out(out, [expert, m0, n0], staged)
+        copy_out(out, [expert, m0, n0], out_buffer)
 
 
 @gluon.jit
@@ -184,54 +198,58 @@ def _load_scales(CONSUMER: gl.constexpr, smem, scale, expert, n, any_row, N: gl.
 @gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr, scale, out, out_fp32, partial, work,
-    rows_smem, other_smem, out_smem, scale_smem, slots,
+    rows_smem, other_smem, out_smem, scale_smem, stages,
     BUFFERS: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
+    """A consumer warpgroup: its half of the rows M of every tile of this program.
+
+    The wgmma reads the rows from registers, so a stage is released only when it has finished.
+    """
     L: gl.constexpr = accumulator_layout(BLOCK_N, rows_smem.dtype)
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    start, end = work.load_rows(first)
+    start, end = work.load_entry(first)
     expert, start, end = work.rows(first, start, end)
     step = 0
     for index in range(first, work.total, stride):
         m, n = work.tile(index)
         m0 = m * BLOCK_M + CONSUMER * CONSUMER_M
-        next_start, next_end = work.load_rows(index + stride)
+        next_start, next_end = work.load_entry(index + stride)
         # `end > start` is read here so that Triton 3.6 sees that `start` is carried: it looks for
         # readers everywhere but in bounds of inner loops, and the consumers would deadlock.
         _load_scales(CONSUMER, scale_smem, scale, expert, n, end > start, work.N)
         even = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
         odd = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
         for _ in range(gl.cdiv(end - start, BLOCK_K)):
-            slot = slots.wait(step)
+            stage = stages.wait(step)
             # No fence: gathered rows are read by threads here, not by wgmma.
-            a_even, a_odd = _transposed(rows_smem.index(2 * slot + CONSUMER))
-            b = other_smem.index(slot).permute((1, 0))
+            a_even, a_odd = _transposed(rows_smem.index(2 * stage + CONSUMER))
+            b = other_smem.index(stage).permute((1, 0))
             even = warpgroup_mma(a_even, b, even, is_async=True)
             odd = warpgroup_mma(a_odd, b, odd, is_async=True)
             even, odd = warpgroup_mma_wait(0, deps=(even, odd))
-            slots.release(slot)
+            stages.release(stage)
             step += 1
-        even_pieces = quarters(even)
-        odd_pieces = quarters(odd)
+        even_quarters = quarters(even)
+        odd_quarters = quarters(odd)
         async_copy.wait_group(0)
         group = work.group(index)
         if end >= 0:
             for i in gl.static_range(4):
                 column = n * BLOCK_N + i * (BLOCK_N // 4)
                 factor = scale_smem.index(4 * CONSUMER + i).load(
-                    gl.SliceLayout(0, even_pieces[i].type.layout)
+                    gl.SliceLayout(0, even_quarters[i].type.layout)
                 )[None, :]
-                piece = _interleaved(even_pieces[i] * factor, odd_pieces[i] * factor)
+                quarter = _interleaved(even_quarters[i] * factor, odd_quarters[i] * factor)
                 if work.SPLIT and group >= work.num_experts:
                     place = group - work.num_experts
-                    _write(work, partial, piece, place, m0, column, TRANSPOSED, False)
+                    _write(work, partial, quarter, place, m0, column, TRANSPOSED, False)
                 else:
                     if out_fp32 is None:
                         tma.store_wait(BUFFERS - 1)  # the last store from this buffer is done
-                    staged = out_smem.index(BUFFERS * CONSUMER + i % BUFFERS)
+                    out_buffer = out_smem.index(BUFFERS * CONSUMER + i % BUFFERS)
                     _store(
-                        work, out, out_fp32, piece, expert, m0, column, staged, end > start,
+                        work, out, out_fp32, quarter, expert, m0, column, out_buffer, end > start,
                         TRANSPOSED, ADD,
                     )  # fmt: skip
         expert, start, end = work.rows(index + stride, next_start, next_end)
@@ -265,21 +283,21 @@ def hopper_fp8_wgrad_kernel(
         out_smem = rows_smem  # not used
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scale_smem = gl.allocate_shared_memory(gl.float32, [8, BLOCK_N // 4], plain)
-    slots = make_slots(STAGES, True)
+    stages = make_stages(STAGES, True)
     SPLIT: gl.constexpr = partial is not None
     work = make_work(expert_start, tiles, num_experts, span, places, SPLIT, M, N, BLOCK_M, BLOCK_N)
     gl.warp_specialize(
         [
             (_consumer, (
                 0, scale, out, out_fp32, partial, work, rows_smem, other_smem, out_smem, scale_smem,
-                slots, BUFFERS, TRANSPOSED, ADD,
+                stages, BUFFERS, TRANSPOSED, ADD,
             )),
             (_consumer, (
                 1, scale, out, out_fp32, partial, work, rows_smem, other_smem, out_smem, scale_smem,
-                slots, BUFFERS, TRANSPOSED, ADD,
+                stages, BUFFERS, TRANSPOSED, ADD,
             )),
             (_producer, (
-                rows8, row_token, other_t, work, rows_smem, other_smem, slots, GATHER,
+                rows8, row_token, other_t, work, rows_smem, other_smem, stages, GATHER,
             )),
         ],
         [4, 4],

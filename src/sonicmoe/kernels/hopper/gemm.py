@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .epilogue import stage_and_store
+from .epilogue import store_value
 from .ring import CONSUMER_M, accumulator_layout, buffers, make_ring, producer
 
 
@@ -24,7 +24,7 @@ def _consumer(CONSUMER: gl.constexpr, ring, y, bias, row_scores, y_smem):
             r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
             acc *= tile.load(row_scores, r, 0.0)[:, None]
         tma.store_wait(0)
-        stage_and_store(acc.to(y.dtype), y, tile, column, y_smem.index(CONSUMER))
+        store_value(acc.to(y.dtype), y, tile, column, y_smem.index(CONSUMER))
     tma.store_wait(0)
 
 

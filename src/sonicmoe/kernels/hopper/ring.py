@@ -2,8 +2,11 @@
 
 A tile is 128 rows by BLOCK_N columns. The producer fills a ring buffer of `STAGES` blocks of
 BLOCK_K: weights by TMA, rows by TMA if they lie in order, else gathered row by row with cp.async.
-Each consumer owns 64 rows of the tile. The entry of a tile in the tile table is loaded long before
-it is used: that load takes as long as one step of the loop.
+Each consumer owns 64 rows of the tile.
+
+Look-ahead: a producer knows its next work item already and loads the table entry of the one after
+that (`later`), because such a load takes as long as one step of the loop. Consumers look one item
+ahead.
 
 With a LoRA adapter, U (R, r) and B (E, N, r) in the layout of the weights, the producer appends
 blocks of U and B to those of A and W. The consumers only see more steps.
@@ -19,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile_order import load_tile, place_of
+from ..tile_order import corner_of, load_tile
 from .gluon_compat import aggregate, copy_gathered, copy_in, reinterpreted
 from .ragged import load_rows
 
@@ -50,49 +53,50 @@ def buffers(dtype: gl.constexpr, COUNT: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @aggregate
-class Slots:
-    """The barriers of a ring buffer's slots."""
+class Stages:
+    """The barriers of a ring buffer's stages."""
 
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-    GATHER: gl.constexpr  # cp.async fills the slots too
+    GATHER: gl.constexpr  # cp.async fills the stages too
 
     @gluon.jit
     def acquire(self, step, BYTES: gl.constexpr):
-        """The producer's slot of a step, once it is empty, and the barrier of BYTES by TMA."""
-        slot = step % self.STAGES
-        mbarrier.wait(self.empty.index(slot), (step // self.STAGES & 1) ^ 1)
-        mbarrier.expect(self.full.index(slot), BYTES)
-        return slot, self.full.index(slot)
+        """The producer's stage of a step, once it is empty, and the barrier of BYTES by TMA."""
+        stage = step % self.STAGES
+        mbarrier.wait(self.empty.index(stage), (step // self.STAGES & 1) ^ 1)
+        mbarrier.expect(self.full.index(stage), BYTES)
+        return stage, self.full.index(stage)
 
     @gluon.jit
     def wait(self, step):
-        """A consumer's slot of a step, once it is full."""
-        slot = step % self.STAGES
-        mbarrier.wait(self.full.index(slot), step // self.STAGES & 1)
-        return slot
+        """A consumer's stage of a step, once it is full."""
+        stage = step % self.STAGES
+        mbarrier.wait(self.full.index(stage), step // self.STAGES & 1)
+        return stage
 
     @gluon.jit
-    def release(self, slot, pred=True):
-        """Hand a slot back to the producer; it is empty when both consumers have."""
-        mbarrier.arrive(self.empty.index(slot), count=1, pred=pred)
+    def release(self, stage, pred=True):
+        """Hand a stage back to the producer; it is empty when both consumers have."""
+        mbarrier.arrive(self.empty.index(stage), count=1, pred=pred)
 
     @gluon.jit
     def release_before(self, step, pred=True):
-        """Release the slot of the step before `step`."""
+        """Release the stage of the step before `step`."""
         self.release((step + self.STAGES - 1) % self.STAGES, pred)
 
 
 @gluon.jit
-def make_slots(STAGES: gl.constexpr, GATHER: gl.constexpr):
+def make_stages(STAGES: gl.constexpr, GATHER: gl.constexpr):
+    """Barriers of STAGES stages, initialized."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ARRIVALS: gl.constexpr = 129 if GATHER else 1  # TMA, and each of the producer's 128 threads
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=2)
-    return Slots(full, empty, STAGES, GATHER)
+    return Stages(full, empty, STAGES, GATHER)
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -127,9 +131,9 @@ class Ring:
 
     tiles: gl.tensor
     total: gl.tensor  # work items: N-tiles of all tiles
-    a: gl.shared_memory_descriptor  # (2·STAGES, 64, BLOCK_K): both consumers' rows of each slot
+    a: gl.shared_memory_descriptor  # (2·STAGES, 64, BLOCK_K): both consumers' rows of each stage
     w: gl.shared_memory_descriptor
-    slots: Slots
+    stages: Stages
     K: gl.constexpr
     N: gl.constexpr
     RANK: gl.constexpr
@@ -143,23 +147,23 @@ class Ring:
         """The tile table's entry for work item `index`; past the last item its header, with end
         row 0.
 
-        Called well before `place`, which waits for the load.
+        Called well before `corner` and `locate`, which wait for the load.
         """
         n_tiles: gl.constexpr = ceil_div(self.N, self.BLOCK_N)
         return load_tile(self.tiles, gl.where(index < self.total, index // n_tiles, -1))
 
     @gluon.jit
-    def place(self, index, entry):
+    def corner(self, index, entry):
         """First row and N-tile of work item `index`; past the last item the row is not below the
         entry's end row."""
         _, start, end, number = entry
-        return place_of(index, start, end, number, self.K, self.N, 2 * CONSUMER_M, self.BLOCK_N)
+        return corner_of(index, start, end, number, self.K, self.N, 2 * CONSUMER_M, self.BLOCK_N)
 
     @gluon.jit
     def locate(self, index, entry, CONSUMER: gl.constexpr):
         """A consumer's rows of the tile of work item `index`."""
         expert, start, end, _ = entry
-        row, n = self.place(index, entry)
+        row, n = self.corner(index, entry)
         return Tile(expert, start, end, row + CONSUMER * CONSUMER_M, n)
 
     @gluon.jit
@@ -175,13 +179,13 @@ class Ring:
         return gl.zeros((CONSUMER_M, self.BLOCK_N), gl.float32, L)
 
     @gluon.jit
-    def multiply(self, slot, acc, CONSUMER: gl.constexpr):
-        """Start the wgmma that adds a slot's block to the accumulator."""
+    def multiply(self, stage, acc, CONSUMER: gl.constexpr):
+        """Start the wgmma that adds a stage's block to the accumulator."""
         if self.WEIGHT_LAYOUT == "kn":
-            w = self.w.index(slot).reshape([self.BLOCK_K, self.BLOCK_N])
+            w = self.w.index(stage).reshape([self.BLOCK_K, self.BLOCK_N])
         else:
-            w = self.w.index(slot).reshape([self.BLOCK_N, self.BLOCK_K]).permute((1, 0))
-        return warpgroup_mma(self.a.index(2 * slot + CONSUMER), w, acc, is_async=True)
+            w = self.w.index(stage).reshape([self.BLOCK_N, self.BLOCK_K]).permute((1, 0))
+        return warpgroup_mma(self.a.index(2 * stage + CONSUMER), w, acc, is_async=True)
 
     @gluon.jit
     def accumulate(self, step, CONSUMER: gl.constexpr):
@@ -194,20 +198,20 @@ class Ring:
         BLOCKS: gl.constexpr = ceil_div(self.K, BLOCK_K) + ceil_div(self.RANK, BLOCK_K)
         acc = self.zeros()
         for k in range(0, BLOCKS * BLOCK_K, BLOCK_K):
-            slot = self.slots.wait(step)
-            if self.slots.GATHER:
+            stage = self.stages.wait(step)
+            if self.stages.GATHER:
                 fence_async_shared()  # gathered rows were written by cp.async, not by TMA
-            acc = self.multiply(slot, acc, CONSUMER)
+            acc = self.multiply(stage, acc, CONSUMER)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            self.slots.release_before(step, pred=k > 0)
+            self.stages.release_before(step, pred=k > 0)
             step += 1
         return acc, step
 
     @gluon.jit
     def finish(self, acc, step):
-        """Wait for the last wgmma of a tile and release its ring slot."""
+        """Wait for the last wgmma of a tile and release its stage."""
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        self.slots.release_before(step)
+        self.stages.release_before(step)
         return acc
 
     @gluon.jit
@@ -226,45 +230,46 @@ def make_ring(
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WEIGHT_LAYOUT: gl.constexpr, GATE_UP: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
+    """The ring buffer of a kernel; `dtype` is that of A, `w` the descriptor of the weights."""
     a_smem = buffers(dtype, 2 * STAGES, [CONSUMER_M, BLOCK_K])
     if WEIGHT_LAYOUT == "kn" and GATE_UP == "concatenated":
         w_smem = buffers(w.dtype, STAGES, [BLOCK_K, BLOCK_N])
     else:
         w_smem = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_shape, w.layout)
-    slots = make_slots(STAGES, GATHER)
+    stages = make_stages(STAGES, GATHER)
     total = gl.load(tiles) * ceil_div(N, BLOCK_N)
     return Ring(
-        tiles, total, a_smem, w_smem, slots, K, N, RANK, BLOCK_N, BLOCK_K, WEIGHT_LAYOUT, GATE_UP
+        tiles, total, a_smem, w_smem, stages, K, N, RANK, BLOCK_N, BLOCK_K, WEIGHT_LAYOUT, GATE_UP
     )
 
 
 # --- the producer ---------------------------------------------------------------------------------
 @gluon.jit
-def _load_weights(ring, w, expert, column, k, barrier, slot):
-    """Start the TMA load of the weights' block at (column, k) into ring slot `slot`.
+def _load_weights(ring, w, expert, column, k, barrier, stage):
+    """Start the TMA load of the weights' block at (column, k) into `stage` of the ring.
 
     For concatenated gate/up weights `column` is that of the first gate; its ups come with it.
     """
     if ring.WEIGHT_LAYOUT == "kn" and ring.GATE_UP == "concatenated":
         # Columns lie in panels of 64, so gates and ups next to each other are one tile.
-        shape: gl.constexpr = [2 * ring.slots.STAGES, 1, ring.BLOCK_K, 1, ring.BLOCK_N // 2]
+        shape: gl.constexpr = [2 * ring.stages.STAGES, 1, ring.BLOCK_K, 1, ring.BLOCK_N // 2]
         layout: gl.constexpr = w.layout
         half = reinterpreted(ring.w, w.dtype, shape, layout)
-        copy_in(w, [expert, k, 0, column], barrier, half.index(2 * slot))
-        copy_in(w, [expert, k, 1, column], barrier, half.index(2 * slot + 1))
+        copy_in(w, [expert, k, 0, column], barrier, half.index(2 * stage))
+        copy_in(w, [expert, k, 1, column], barrier, half.index(2 * stage + 1))
     elif ring.WEIGHT_LAYOUT == "kn":
-        copy_in(w, [expert, k, column], barrier, ring.w.index(slot))
+        copy_in(w, [expert, k, column], barrier, ring.w.index(stage))
     elif ring.GATE_UP == "concatenated":
-        copy_in(w, [expert, 0, column, k], barrier, ring.w.index(slot))
+        copy_in(w, [expert, 0, column, k], barrier, ring.w.index(stage))
     else:
-        copy_in(w, [expert, column, k], barrier, ring.w.index(slot))
+        copy_in(w, [expert, column, k], barrier, ring.w.index(stage))
 
 
 @gluon.jit
-def _load_both(ring, a, end, row, k, barrier, slot):
+def _load_both(ring, a, end, row, k, barrier, stage):
     """Start the TMA loads of both consumers' rows, which lie in order."""
     for half in gl.static_range(2):
-        box = ring.a.index(2 * slot + half).reshape([1, 1, CONSUMER_M, ring.BLOCK_K])
+        box = ring.a.index(2 * stage + half).reshape([1, 1, CONSUMER_M, ring.BLOCK_K])
         load_rows(a, end, row + half * CONSUMER_M, k, barrier, box)
 
 
@@ -275,10 +280,10 @@ def _tokens(row_token, row, end, r):
 
 
 @gluon.jit
-def _tokens_of_both(row_token, entry, place, r):
+def _tokens_of_both(row_token, entry, corner, r):
     """Tokens of both consumers' rows."""
     _, _, end, _ = entry
-    row, _ = place
+    row, _ = corner
     return _tokens(row_token, row, end, r), _tokens(row_token, row + CONSUMER_M, end, r)
 
 
@@ -292,7 +297,7 @@ def producer(ring, a, row_token, w, lora_u, lora_b):
     BLOCK_N: gl.constexpr = ring.BLOCK_N
     BLOCK_K: gl.constexpr = ring.BLOCK_K
     K: gl.constexpr = ring.K
-    GATHER: gl.constexpr = ring.slots.GATHER
+    GATHER: gl.constexpr = ring.stages.GATHER
     SIZE: gl.constexpr = ring.a.dtype.primitive_bitwidth // 8
     VECTOR: gl.constexpr = 16 // SIZE  # elements that a thread copies at once
     L: gl.constexpr = gl.BlockedLayout(
@@ -306,14 +311,14 @@ def producer(ring, a, row_token, w, lora_u, lora_b):
     stride = gl.num_programs(0)
     entry = ring.load_entry(first)
     next_entry = ring.load_entry(first + stride)
-    place = ring.place(first, entry)
-    next_place = ring.place(first + stride, next_entry)
+    corner = ring.corner(first, entry)
+    next_corner = ring.corner(first + stride, next_entry)
     if GATHER:
-        upper, lower = _tokens_of_both(row_token, entry, place, r)
+        upper, lower = _tokens_of_both(row_token, entry, corner, r)
     step = 0
     for index in range(first, ring.total, stride):
         expert, _, end, _ = entry
-        row, n = place
+        row, n = corner
         column = n * (BLOCK_N // 2 if ring.GATE_UP == "concatenated" else BLOCK_N)
         later = index + 2 * stride
         later_entry = ring.load_entry(later)
@@ -322,27 +327,27 @@ def producer(ring, a, row_token, w, lora_u, lora_b):
             lower_ptr = a + (lower.to(gl.int64) * K)[:, None] + offs_k[None, :]
             upper_ok = (upper >= 0)[:, None]
             lower_ok = (lower >= 0)[:, None]
-            upper, lower = _tokens_of_both(row_token, next_entry, next_place, r)
+            upper, lower = _tokens_of_both(row_token, next_entry, next_corner, r)
         for k in range(0, K, BLOCK_K):
-            slot, barrier = ring.slots.acquire(step, BYTES)
-            _load_weights(ring, w, expert, column, k, barrier, slot)
+            stage, barrier = ring.stages.acquire(step, BYTES)
+            _load_weights(ring, w, expert, column, k, barrier, stage)
             if GATHER:
                 inside = (k + offs_k < K)[None, :] if K % BLOCK_K else True
-                copy_gathered(ring.a.index(2 * slot), upper_ptr + k, mask=upper_ok & inside)
-                copy_gathered(ring.a.index(2 * slot + 1), lower_ptr + k, mask=lower_ok & inside)
+                copy_gathered(ring.a.index(2 * stage), upper_ptr + k, mask=upper_ok & inside)
+                copy_gathered(ring.a.index(2 * stage + 1), lower_ptr + k, mask=lower_ok & inside)
                 async_copy.mbarrier_arrive(barrier, increment_count=False)
             else:
-                _load_both(ring, a, end, row, k, barrier, slot)
+                _load_both(ring, a, end, row, k, barrier, stage)
             step += 1
         if ring.RANK:
             for k in range(0, ring.RANK, BLOCK_K):
-                slot, barrier = ring.slots.acquire(step, IN_ORDER)
-                _load_weights(ring, lora_b, expert, column, k, barrier, slot)
-                _load_both(ring, lora_u, end, row, k, barrier, slot)
+                stage, barrier = ring.stages.acquire(step, IN_ORDER)
+                _load_weights(ring, lora_b, expert, column, k, barrier, stage)
+                _load_both(ring, lora_u, end, row, k, barrier, stage)
                 if GATHER:
                     async_copy.mbarrier_arrive(barrier, increment_count=False)
                 step += 1
-        entry, place = next_entry, next_place
-        next_entry, next_place = later_entry, ring.place(later, later_entry)
+        entry, corner = next_entry, next_corner
+        next_entry, next_corner = later_entry, ring.corner(later, later_entry)
     if GATHER:
         async_copy.wait_group(0)

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..quantize import BLOCK_FLOOR, scale_and_inverse
-from .epilogue import halves, pairs, quarters, stage_and_store, trivially, z_buffer
+from .epilogue import assume_layout, even_and_odd, halves, quarters, store_value, z_buffer
 from .gluon_compat import aggregate
 from .ring import CONSUMER_M, accumulator_layout, buffers, make_ring, producer
 
@@ -25,14 +25,14 @@ class Epilogue:
 
 
 @gluon.jit
-def _biased(ring, part, b1, expert, column):
-    """`part` plus the bias of its columns, if there is a bias."""
+def _biased(ring, z, b1, expert, column):
+    """Some columns of Z from `column` on, plus their bias if there is one."""
     if b1 is None:
-        return part
+        return z
     else:
-        c = column + gl.arange(0, part.shape[1], gl.SliceLayout(0, part.type.layout))
+        c = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, z.type.layout))
         bias = gl.load(b1 + expert * ring.N + c, mask=c < ring.N, other=0.0)
-        return part + bias.to(gl.float32)[None, :]
+        return z + bias.to(gl.float32)[None, :]
 
 
 @gluon.jit
@@ -50,36 +50,36 @@ def _store_gated(CONSUMER: gl.constexpr, ring, e, acc, tile, L: gl.constexpr):
     """Store Z (64, BLOCK_N) and A (64, BLOCK_N/2) of a gated activation."""
     CONCATENATED: gl.constexpr = ring.GATE_UP == "concatenated"
     HALF: gl.constexpr = ring.BLOCK_N // 2
-    PIECE: gl.constexpr = ring.BLOCK_N // 4
-    STORES: gl.constexpr = 3 if e.KEEP_Z else 1  # per piece of A; they alternate between buffers
+    QUARTER: gl.constexpr = ring.BLOCK_N // 4
+    STORES: gl.constexpr = 3 if e.KEEP_Z else 1  # per quarter of A; they alternate between buffers
     q0, q1, q2, q3 = quarters(acc)
-    # Two pieces of Z make one piece of A: gates and their ups, or two neighbours of pairs.
+    # Two quarters of Z make QUARTER columns of A: gates and their ups, or two interleaved ones.
     if CONCATENATED:
-        pieces = (q0, q2, q1, q3)
+        ordered = (q0, q2, q1, q3)
     else:
-        pieces = (q0, q1, q2, q3)
+        ordered = (q0, q1, q2, q3)
     for i in gl.static_range(2):
         if CONCATENATED:
-            g_column = tile.n * HALF + i * PIECE
+            g_column = tile.n * HALF + i * QUARTER
             u_column = ring.N // 2 + g_column
         else:
-            g_column = tile.n * ring.BLOCK_N + 2 * i * PIECE
-            u_column = g_column + PIECE
-        g = _biased(ring, trivially(pieces[2 * i], L), e.b1, tile.expert, g_column)
-        u = _biased(ring, trivially(pieces[2 * i + 1], L), e.b1, tile.expert, u_column)
+            g_column = tile.n * ring.BLOCK_N + 2 * i * QUARTER
+            u_column = g_column + QUARTER
+        g = _biased(ring, assume_layout(ordered[2 * i], L), e.b1, tile.expert, g_column)
+        u = _biased(ring, assume_layout(ordered[2 * i + 1], L), e.b1, tile.expert, u_column)
         if CONCATENATED:
             value = e.ACTIVATION(g, u).to(e.a.dtype)
         else:
-            g0, u0 = pairs(g)
-            g1, u1 = pairs(u)
+            g0, u0 = even_and_odd(g)
+            g1, u1 = even_and_odd(u)
             v0 = e.ACTIVATION(g0, u0).to(e.a.dtype)
             v1 = e.ACTIVATION(g1, u1).to(e.a.dtype)
-            value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (CONSUMER_M, PIECE))
+            value = gl.reshape(gl.permute(gl.join(v0, v1), (0, 2, 1)), (CONSUMER_M, QUARTER))
             value = gl.convert_layout(value, L)
         first_smem = e.smem.index(2 * CONSUMER + i * STORES % 2)
         second_smem = e.smem.index(2 * CONSUMER + (i * STORES + 1) % 2)
         if e.KEEP_Z:
-            if e.z_scale is not None:  # BLOCK_N is 256, so these pieces are one block
+            if e.z_scale is not None:  # BLOCK_N is 256, so these quarters are one block
                 amax = gl.maximum(gl.max(gl.abs(g), 1), gl.max(gl.abs(u), 1))
                 inverse = _store_scale(ring, amax, e, tile, 2 * tile.n + i, L)
                 g = g * inverse
@@ -88,56 +88,56 @@ def _store_gated(CONSUMER: gl.constexpr, ring, e, acc, tile, L: gl.constexpr):
             u_smem = z_buffer(e.z, second_smem)
             tma.store_wait(1)
             if CONCATENATED:
-                stage_and_store(g.to(e.z.dtype), e.z, tile, g_column, g_smem, 0)
+                store_value(g.to(e.z.dtype), e.z, tile, g_column, g_smem, 0)
                 tma.store_wait(1)
-                stage_and_store(u.to(e.z.dtype), e.z, tile, g_column, u_smem, 1)
+                store_value(u.to(e.z.dtype), e.z, tile, g_column, u_smem, 1)
             else:
-                stage_and_store(g.to(e.z.dtype), e.z, tile, g_column, g_smem)
+                store_value(g.to(e.z.dtype), e.z, tile, g_column, g_smem)
                 tma.store_wait(1)
-                stage_and_store(u.to(e.z.dtype), e.z, tile, u_column, u_smem)
+                store_value(u.to(e.z.dtype), e.z, tile, u_column, u_smem)
         tma.store_wait(1)
-        stage_and_store(value, e.a, tile, tile.n * HALF + i * PIECE, first_smem)
+        store_value(value, e.a, tile, tile.n * HALF + i * QUARTER, first_smem)
 
 
 @gluon.jit
 def _store_plain(CONSUMER: gl.constexpr, ring, e, acc, tile, L: gl.constexpr):
     """Store Z and A, both (64, BLOCK_N), of an activation without a gate."""
-    PIECE: gl.constexpr = ring.BLOCK_N // 4
-    pieces = quarters(acc)
+    QUARTER: gl.constexpr = ring.BLOCK_N // 4
+    of_z = quarters(acc)
     for i in gl.static_range(4):
-        column = tile.n * ring.BLOCK_N + i * PIECE
-        part = _biased(ring, trivially(pieces[i], L), e.b1, tile.expert, column)
+        column = tile.n * ring.BLOCK_N + i * QUARTER
+        z = _biased(ring, assume_layout(of_z[i], L), e.b1, tile.expert, column)
         if e.KEEP_Z:
             tma.store_wait(1)
-            stage_and_store(part.to(e.z.dtype), e.z, tile, column, e.smem.index(2 * CONSUMER))
-        value = e.ACTIVATION(part).to(e.a.dtype)
+            store_value(z.to(e.z.dtype), e.z, tile, column, e.smem.index(2 * CONSUMER))
+        value = e.ACTIVATION(z).to(e.a.dtype)
         tma.store_wait(1)
         a_smem = e.smem.index(2 * CONSUMER + (1 if e.KEEP_Z else i % 2))
-        stage_and_store(value, e.a, tile, column, a_smem)
+        store_value(value, e.a, tile, column, a_smem)
 
 
 @gluon.jit
 def _store_plain_fp8(CONSUMER: gl.constexpr, ring, e, acc, tile, L: gl.constexpr):
     """`_store_plain` with Z in e4m3. BLOCK_N is 256, so half of it is one block."""
-    PIECE: gl.constexpr = ring.BLOCK_N // 4
+    QUARTER: gl.constexpr = ring.BLOCK_N // 4
     z_smem = z_buffer(e.z, e.smem.index(2 * CONSUMER))
     a_smem = e.smem.index(2 * CONSUMER + 1)
     now, then = halves(acc)
     for block in range(2):  # not unrolled: GELU of both halves at once spills 24 registers
-        column = tile.n * ring.BLOCK_N + 2 * block * PIECE
+        column = tile.n * ring.BLOCK_N + 2 * block * QUARTER
         left, right = halves(now)
-        left = _biased(ring, trivially(left, L), e.b1, tile.expert, column)
-        right = _biased(ring, trivially(right, L), e.b1, tile.expert, column + PIECE)
+        left = _biased(ring, assume_layout(left, L), e.b1, tile.expert, column)
+        right = _biased(ring, assume_layout(right, L), e.b1, tile.expert, column + QUARTER)
         amax = gl.maximum(gl.max(gl.abs(left), 1), gl.max(gl.abs(right), 1))
         inverse = _store_scale(ring, amax, e, tile, 2 * tile.n + block, L)
         both = (left, right)
         for i in gl.static_range(2):
             tma.store_wait(1)
-            part = (both[i] * inverse).to(e.z.dtype)
-            stage_and_store(part, e.z, tile, column + i * PIECE, z_smem)
+            z = (both[i] * inverse).to(e.z.dtype)
+            store_value(z, e.z, tile, column + i * QUARTER, z_smem)
             value = e.ACTIVATION(both[i]).to(e.a.dtype)
             tma.store_wait(1)
-            stage_and_store(value, e.a, tile, column + i * PIECE, a_smem)
+            store_value(value, e.a, tile, column + i * QUARTER, a_smem)
         now = then
 
 
@@ -145,7 +145,7 @@ def _store_plain_fp8(CONSUMER: gl.constexpr, ring, e, acc, tile, L: gl.constexpr
 def _consumer(CONSUMER: gl.constexpr, e, ring):
     """A consumer warpgroup: its 64 rows of every tile of this program.
 
-    They are stored in pieces of BLOCK_N/4 columns through two buffers, to leave shared memory to
+    They are stored in quarters of BLOCK_N/4 columns through two buffers, to leave shared memory to
     the ring.
     """
     L: gl.constexpr = accumulator_layout(ring.BLOCK_N // 4, e.a.dtype)

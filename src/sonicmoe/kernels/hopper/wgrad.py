@@ -18,10 +18,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..spans import any_is_split, rows_of
 from ..tile_order import in_bands
-from .epilogue import quarters, trivially
+from .epilogue import assume_layout, quarters
 from .gluon_compat import aggregate, copy_gathered, copy_out
 from .ragged import load_rows
-from .ring import accumulator_layout, ceil_div, make_slots
+from .ring import accumulator_layout, ceil_div, make_stages
+
+
+@aggregate
+class Rows:
+    """The rows that a work item sums over; end row -1 if there is nothing to do."""
+
+    expert: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
 
 
 @aggregate
@@ -45,6 +54,7 @@ class Work:
 
     @gluon.jit
     def group(self, index):
+        """The group of work item `index`: an expert, or num_experts + the place of a span."""
         return index // (self.M_TILES * self.N_TILES)
 
     @gluon.jit
@@ -54,8 +64,11 @@ class Work:
         return in_bands(in_group, self.M_TILES, self.N_TILES, self.BLOCK_M, self.BLOCK_N)
 
     @gluon.jit
-    def load_rows(self, index):
-        """First and end row of the expert of work item `index`; zeros if the item is a span."""
+    def load_entry(self, index):
+        """First and end row of the expert of work item `index`; zeros if the item is a span.
+
+        Called well before `rows` and `locate`, which wait for the load.
+        """
         group = self.group(index)
         start = gl.load(self.expert_start + group, mask=group < self.num_experts, other=0)
         end = gl.load(self.expert_start + group + 1, mask=group < self.num_experts, other=0)
@@ -63,11 +76,7 @@ class Work:
 
     @gluon.jit
     def rows(self, index, start, end):
-        """Expert, first and end row of work item `index`, from the values of `load_rows`; end row
-        -1 if it sums over nothing.
-
-        Called one tile after `load_rows`, since the first use of a value waits for its load.
-        """
+        """Expert, first and end row of work item `index`, from the values of `load_entry`."""
         expert = self.group(index)
         if self.SPLIT and index < self.total:
             expert, start, end = rows_of(
@@ -75,12 +84,34 @@ class Work:
             )
         return expert, start, end
 
+    @gluon.jit
+    def locate(self, index, entry):
+        """The rows of work item `index`."""
+        expert, start, end = self.rows(index, entry[0], entry[1])
+        return Rows(expert, start, end)
+
+    @gluon.jit
+    def first(self):
+        """The rows of the first work item of this program."""
+        first = gl.program_id(0)
+        return self.locate(first, self.load_entry(first))
+
+    @gluon.jit
+    def first_two(self):
+        """The rows of the first two work items: where a producer's look-ahead starts."""
+        first = gl.program_id(0)
+        entry = self.load_entry(first)
+        second = first + gl.num_programs(0)
+        next_entry = self.load_entry(second)
+        return self.locate(first, entry), self.locate(second, next_entry)
+
 
 @gluon.jit
 def make_work(
     expert_start, tiles, num_experts, span, places, SPLIT: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
+    """The work items; spans only if an expert is long enough to be split."""
     M_TILES: gl.constexpr = ceil_div(M, BLOCK_M)
     N_TILES: gl.constexpr = ceil_div(N, BLOCK_N)
     groups = num_experts
@@ -108,9 +139,13 @@ def _tokens(row_token, row, end, r):
 
 @gluon.jit
 def _producer(
-    left, right, row_token, work, left_smem, right_smem, slots,
+    left, right, row_token, work, left_smem, right_smem, stages,
     BLOCK_K: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
 ):  # fmt: skip
+    """The producer warpgroup: fill the ring buffer for all work items of this program.
+
+    A stage has both consumers' halves of `left`, then `right`: BLOCK_K rows of each.
+    """
     BLOCK_M: gl.constexpr = work.BLOCK_M
     BLOCK_N: gl.constexpr = work.BLOCK_N
     CONSUMER_M: gl.constexpr = BLOCK_M // 2
@@ -125,133 +160,131 @@ def _producer(
     r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, L))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    start, end = work.load_rows(first)
-    next_start, next_end = work.load_rows(first + stride)
-    _, start, end = work.rows(first, start, end)
-    _, next_start, next_end = work.rows(first + stride, next_start, next_end)
+    rows, following = work.first_two()
     if GATHER:
-        token = _tokens(row_token, start, end, r)
+        token = _tokens(row_token, rows.start, rows.end, r)
     step = 0
     for index in range(first, work.total, stride):
         m, n = work.tile(index)
         m0 = m * BLOCK_M
         n0 = n * BLOCK_N
-        later = index + 2 * stride
-        later_start, later_end = work.load_rows(later)
+        entry = work.load_entry(index + 2 * stride)
         if GATHER:
-            first_token = _tokens(row_token, next_start, next_end, r)
+            first_token = _tokens(row_token, following.start, following.end, r)
         # Counted from zero: if the carried `start` is only the bound of an inner loop, Triton 3.6
         # uses its first value for all tiles, and the consumers deadlock.
-        for block in range(gl.cdiv(end - start, BLOCK_K)):
-            k = start + block * BLOCK_K
+        for block in range(gl.cdiv(rows.end - rows.start, BLOCK_K)):
+            k = rows.start + block * BLOCK_K
             if GATHER:
-                # Load the next block's tokens while this block waits for its ring slot.
-                token_next = _tokens(row_token, k + BLOCK_K, end, r)
-            slot, barrier = slots.acquire(step, BYTES)
-            ok = k + r < end
-            upper = left_smem.index(2 * slot)
-            lower = left_smem.index(2 * slot + 1)
+                # Load the next block's tokens while this block waits for its stage.
+                token_next = _tokens(row_token, k + BLOCK_K, rows.end, r)
+            stage, barrier = stages.acquire(step, BYTES)
+            ok = k + r < rows.end
+            upper = left_smem.index(2 * stage)
+            lower = left_smem.index(2 * stage + 1)
             if GATHER_LEFT:
                 gather(upper, left, token, ok, m0, work.M, L)
                 gather(lower, left, token, ok, m0 + CONSUMER_M, work.M, L)
             else:
-                load_rows(left, end, k, m0, barrier, upper)
-                load_rows(left, end, k, m0 + CONSUMER_M, barrier, lower)
+                load_rows(left, rows.end, k, m0, barrier, upper)
+                load_rows(left, rows.end, k, m0 + CONSUMER_M, barrier, lower)
             if GATHER_RIGHT:
-                gather(right_smem.index(slot), right, token, ok, n0, work.N, L)
+                gather(right_smem.index(stage), right, token, ok, n0, work.N, L)
             else:
-                load_rows(right, end, k, n0, barrier, right_smem.index(slot))
+                load_rows(right, rows.end, k, n0, barrier, right_smem.index(stage))
             if GATHER:
                 async_copy.mbarrier_arrive(barrier, increment_count=False)
                 token = token_next
             step += 1
         if GATHER:
             token = first_token
-        start, end = next_start, next_end
-        _, next_start, next_end = work.rows(later, later_start, later_end)
+        rows, following = following, work.locate(index + 2 * stride, entry)
     if GATHER:
         async_copy.wait_group(0)
 
 
 @gluon.jit
-def _write(work, buffer, piece, plane, m0, n0, ADD: gl.constexpr):
-    """Store `piece` in fp32, or add it if ADD: no two programs write the same element."""
-    L: gl.constexpr = accumulator_layout(piece.shape[1], gl.bfloat16)
-    m = m0 + gl.arange(0, piece.shape[0], gl.SliceLayout(1, L))
-    n = n0 + gl.arange(0, piece.shape[1], gl.SliceLayout(0, L))
+def _write(work, buffer, quarter, plane, m0, n0, ADD: gl.constexpr):
+    """Store `quarter` in fp32, or add it if ADD: no two programs write the same element."""
+    L: gl.constexpr = accumulator_layout(quarter.shape[1], gl.bfloat16)
+    m = m0 + gl.arange(0, quarter.shape[0], gl.SliceLayout(1, L))
+    n = n0 + gl.arange(0, quarter.shape[1], gl.SliceLayout(0, L))
     row = (plane.to(gl.int64) * work.M + m) * work.N
     ptr = buffer + row[:, None] + n[None, :]
     inside = (m < work.M)[:, None] & (n < work.N)[None, :]
     if ADD:
-        gl.atomic_add(ptr, trivially(piece, L), mask=inside, sem="relaxed")
+        gl.atomic_add(ptr, assume_layout(quarter, L), mask=inside, sem="relaxed")
     else:
-        gl.store(ptr, trivially(piece, L), mask=inside)
+        gl.store(ptr, assume_layout(quarter, L), mask=inside)
 
 
 @gluon.jit
 def _store(
-    CONSUMER: gl.constexpr, work, out, out_fp32, pieces, expert, m0, n0, out_smem, any_row,
+    CONSUMER: gl.constexpr, work, out, out_fp32, of_acc, expert, m0, n0, out_smem, any_row,
     ADD: gl.constexpr,
 ):  # fmt: skip
     """Store a consumer's half of the tile in quarters: by TMA, or in fp32 without it."""
-    PIECE: gl.constexpr = work.BLOCK_N // 4
+    QUARTER: gl.constexpr = work.BLOCK_N // 4
     for i in gl.static_range(4):
-        column = n0 + i * PIECE
+        column = n0 + i * QUARTER
         if out_fp32 is not None:
             if not ADD:
-                _write(work, out_fp32, pieces[i], expert, m0, column, False)
+                _write(work, out_fp32, of_acc[i], expert, m0, column, False)
             elif any_row:
-                _write(work, out_fp32, pieces[i], expert, m0, column, True)
+                _write(work, out_fp32, of_acc[i], expert, m0, column, True)
         else:
-            tma.store_wait(1)  # the last store from this buffer, two pieces ago, is done
-            staged = out_smem.index(2 * CONSUMER + i % 2)
-            staged.reshape([work.BLOCK_M // 2, PIECE]).store(pieces[i].to(out.dtype))
+            tma.store_wait(1)  # the last store from this buffer, two quarters ago, is done
+            out_buffer = out_smem.index(2 * CONSUMER + i % 2)
+            out_buffer.reshape([work.BLOCK_M // 2, QUARTER]).store(of_acc[i].to(out.dtype))
             fence_async_shared()
-            copy_out(out, [expert, m0, column], staged)
+            copy_out(out, [expert, m0, column], out_buffer)
 
 
 @gluon.jit
 def _consumer(
-    CONSUMER: gl.constexpr, out, out_fp32, partial, work, left_smem, right_smem, out_smem, slots,
+    CONSUMER: gl.constexpr, out, out_fp32, partial, work, left_smem, right_smem, out_smem, stages,
     BLOCK_K: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
+    """A consumer warpgroup: its half of the rows M of every tile of this program.
+
+    A whole expert goes to `out` or `out_fp32`, a span to its place in `partial`.
+    """
     BLOCK_N: gl.constexpr = work.BLOCK_N
     CONSUMER_M: gl.constexpr = work.BLOCK_M // 2
     L: gl.constexpr = accumulator_layout(BLOCK_N, left_smem.dtype)
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    start, end = work.load_rows(first)
-    _, start, end = work.rows(first, start, end)
+    rows = work.first()
     step = 0
     for index in range(first, work.total, stride):
         m, n = work.tile(index)
         m0 = m * work.BLOCK_M + CONSUMER * CONSUMER_M
         n0 = n * BLOCK_N
-        next_start, next_end = work.load_rows(index + stride)
+        entry = work.load_entry(index + stride)
         acc = gl.zeros((CONSUMER_M, BLOCK_N), gl.float32, L)
-        for k in range(start, end, BLOCK_K):
-            slot = slots.wait(step)
-            if slots.GATHER:
+        for k in range(rows.start, rows.end, BLOCK_K):
+            stage = stages.wait(step)
+            if stages.GATHER:
                 fence_async_shared()  # gathered rows were written by cp.async, not by TMA
-            a = left_smem.index(2 * slot + CONSUMER).reshape([BLOCK_K, CONSUMER_M]).permute((1, 0))
-            b = right_smem.index(slot).reshape([BLOCK_K, BLOCK_N])
+            a = left_smem.index(2 * stage + CONSUMER).reshape([BLOCK_K, CONSUMER_M]).permute((1, 0))
+            b = right_smem.index(stage).reshape([BLOCK_K, BLOCK_N])
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            slots.release_before(step, pred=k > start)
+            stages.release_before(step, pred=k > rows.start)
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        slots.release_before(step, pred=end > start)
-        pieces = quarters(acc)
+        stages.release_before(step, pred=rows.end > rows.start)
+        of_acc = quarters(acc)
         group = work.group(index)
         if work.SPLIT and group >= work.num_experts:
-            if end >= 0:
+            if rows.end >= 0:
                 place = group - work.num_experts
                 for i in gl.static_range(4):
-                    _write(work, partial, pieces[i], place, m0, n0 + i * (BLOCK_N // 4), False)
-        elif end >= 0:
-            any_row = end > start
-            _store(CONSUMER, work, out, out_fp32, pieces, group, m0, n0, out_smem, any_row, ADD)
-        _, start, end = work.rows(index + stride, next_start, next_end)
+                    _write(work, partial, of_acc[i], place, m0, n0 + i * (BLOCK_N // 4), False)
+        elif rows.end >= 0:
+            any_row = rows.end > rows.start
+            _store(CONSUMER, work, out, out_fp32, of_acc, group, m0, n0, out_smem, any_row, ADD)
+        rows = work.locate(index + stride, entry)
     tma.store_wait(0)
 
 
@@ -286,21 +319,21 @@ def hopper_wgrad_kernel(
         out_smem = gl.allocate_shared_memory(dtype, [4] + out.block_shape, out.layout)
     else:
         out_smem = left_smem  # not used
-    slots = make_slots(STAGES, GATHER)
+    stages = make_stages(STAGES, GATHER)
     SPLIT: gl.constexpr = partial is not None
     work = make_work(expert_start, tiles, num_experts, span, places, SPLIT, M, N, BLOCK_M, BLOCK_N)
     gl.warp_specialize(
         [
             (_consumer, (
-                0, out, out_fp32, partial, work, left_smem, right_smem, out_smem, slots,
+                0, out, out_fp32, partial, work, left_smem, right_smem, out_smem, stages,
                 BLOCK_K, ADD,
             )),
             (_consumer, (
-                1, out, out_fp32, partial, work, left_smem, right_smem, out_smem, slots,
+                1, out, out_fp32, partial, work, left_smem, right_smem, out_smem, stages,
                 BLOCK_K, ADD,
             )),
             (_producer, (
-                left, right, row_token, work, left_smem, right_smem, slots,
+                left, right, row_token, work, left_smem, right_smem, stages,
                 BLOCK_K, GATHER_LEFT, GATHER_RIGHT,
             )),
         ],

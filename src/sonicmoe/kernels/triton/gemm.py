@@ -1,7 +1,7 @@
 """Grouped GEMMs with one output row for each routed row: up, and the GEMM of down and dX.
 
 The kernels are persistent: programs walk over (M-tile, N-tile) pairs in the order of
-`tile_order.place_of`. A program owns the tiles it writes.
+`tile_order.corner_of`. A program owns the tiles it writes.
 """
 
 import triton
