@@ -203,7 +203,7 @@ def test_a_failed_process_leaves_the_others_alone(tmp_path, capfd):
     "changes, complaint",
     [
         ({"variants": ["fp9"]}, "precision: expected"),
-        ({"variants": ["fp32+z=1"]}, "z: expected a name"),
+        ({"variants": ["fp32+z=1"]}, "z: expected the name of a setting"),
         ({"lengths": ["many"]}, "steps: expected"),
     ],
 )

@@ -272,7 +272,7 @@ def test_scores_are_fp32(name, dtype):
 
 MISTAKES = {
     "name": (lambda: make_router("nearest", 4, 2), "router", "'nearest'"),
-    "router of another layer": (lambda: make_router(TopK(5, 2), 4, 2), "router", "one of 5, 2"),
+    "router of another layer": (lambda: make_router(TopK(5, 2), 4, 2), "router", "one for 5 and 2"),
     "k": (lambda: route(torch.randn(3, 4), 5), "k", "5"),
     "logits of other experts": (lambda: TopK(5, 2)(torch.randn(3, 4)), "logits", "(3, 4)"),
     "logits of rank 3": (lambda: Sigmoid(4, 2)(torch.randn(1, 3, 4)), "logits", "(1, 3, 4)"),
