@@ -36,7 +36,7 @@ class Dz(NamedTuple):
 def weight_gradient(left, right, w, p, gathered: str, gradient: Gradient, how: How) -> Any:
     """Σ over an expert's rows of leftᵀ right, with the strides of w; where `gradient` says."""
     if gradient.main is not None:
-        into = gradient.main.main_grad  # type: ignore[attr-defined]
+        into = gradient.main.main_grad
         ops.weight_gradient_into(into, left, right, p, gathered, how.backend)
         return added_to_main_grad(gradient.main)
     return ops.weight_gradient(left, right, w, p, gathered, gradient.fp32, how.backend)

@@ -11,6 +11,7 @@ import torch
 from ..enums import ActivationType
 from ..errors import bad_argument
 from ..tensors import NO_LORA, Lora, Permutation
+from .main_grad import WithMainGrad
 from .weights import ExpertWeights, Projection
 
 
@@ -41,7 +42,7 @@ class Forward(NamedTuple):
 class Gradient(NamedTuple):
     """How the gradient of a weight is returned: added to its `main_grad`, or new, maybe in fp32."""
 
-    main: torch.Tensor | None
+    main: WithMainGrad | None
     fp32: bool
 
 

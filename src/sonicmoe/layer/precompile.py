@@ -191,8 +191,15 @@ def run_experts(layer: Layer, tokens: int, slots: Slots | None = None) -> torch.
     )
     x = _new(tokens, hidden, dtype=layer.dtype)
     weights = ExpertWeights(up, down, layer.activation, layer.gate_up)
-    where = {"slot_token": slot_token, "tokens": tokens, "token_start": token_start}
-    p = permute(ids, number, **where, dtype=layer.dtype, backend="triton")
+    p = permute(
+        ids,
+        number,
+        slot_token=slot_token,
+        tokens=tokens,
+        token_start=token_start,
+        dtype=layer.dtype,
+        backend="triton",
+    )
     scores = scores.to(torch.promote_types(layer.dtype, torch.float32))
     return run(Call(x, scores, weights, p, layer.precision, layer.memory, "triton"))
 

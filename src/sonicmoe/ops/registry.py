@@ -58,7 +58,7 @@ class Signature:
             for place, (name, kind) in enumerate(hints.items())
             if kind in (torch.Tensor, torch.Tensor | None, Mutated)
         }
-        self.tuples: dict[int, list[str]] = {}  # the fields that are tensors
+        self.tuples: dict[int, Sequence[str]] = {}  # the fields that are tensors
         self.flat: list[tuple[str, str]] = []  # name and type in the schema
         for place, (name, kind) in enumerate(hints.items()):
             if _form(kind) == "tuple":
