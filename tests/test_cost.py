@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from sonicmoe import cost
 from sonicmoe.bench import results
 from sonicmoe.bench.cases import ROUTERS
 from sonicmoe.layer.memory import MemoryPolicy
 from sonicmoe.shapes import Problem
+from sonicmoe.tools import cost
 
 HAND = Problem(T=6, H=16, I=8, E=4, K=2)  # R = 12, N = 16
 PLAIN = Problem(T=6, H=16, I=8, E=4, K=2, gated=False)

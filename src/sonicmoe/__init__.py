@@ -11,7 +11,7 @@ from .functional import (
 )
 from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
-from .warmup import warmup
+from .tools.warmup import warmup
 from .watch import watch
 
 __version__ = "0.1.0"

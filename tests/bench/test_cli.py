@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import sonicmoe.functional
-from sonicmoe import cost
 from sonicmoe.bench import results, run
 from sonicmoe.bench.values import TRAINED
 from sonicmoe.cli import main
 from sonicmoe.layer.memory import MemoryPolicy
 from sonicmoe.shapes import Problem
+from sonicmoe.tools import cost
 from sonicmoe.train import hardware
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import cost
 from ..enums import ActivationType
 from ..errors import bad_argument
 from ..layer.memory import Z_POLICIES, MemoryPolicy, memory_policy
 from ..shapes import check_size
+from ..tools import cost
 from ..validation import FP8_PRECISIONS, LAYOUTS, check_writable
 from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case
 from .products import NAMES

@@ -4,8 +4,10 @@ import torch
 
 from ..enums import ActivationType
 from ..functional import experts
-from ..layer.lora import LowRank as LowRank
+from ..layer.lora import LowRank
 from ..layer.memory import MemoryPolicy
+
+__all__ = ["LowRank", "lora_experts"]
 
 
 def lora_experts(
@@ -21,6 +23,7 @@ def lora_experts(
     *,
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
+    precision: str | None = None,
     memory: str | MemoryPolicy = "keep",
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -41,6 +44,7 @@ def lora_experts(
         lora2=lora2,
         activation=activation,
         gate_up=gate_up,
+        precision=precision,
         memory=memory,
         backend=backend,
     )

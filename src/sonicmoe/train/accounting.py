@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from .. import cost
 from ..layer.memory import memory_policy
 from ..shapes import Problem
+from ..tools import cost
 from .config import ModelConfig, TrainConfig
 
 # Bytes per parameter: weights, gradient, moments; under autocast also a bf16 copy of the weights.
