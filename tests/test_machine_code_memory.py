@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from machine_code import compiling
-from sonicmoe.fp8_tensors import Fp8Weight
-from sonicmoe.permutation import Permutation
 from test_machine_code import WIDE, compile_layer
 from test_machine_code_fp8_dz import ALL, compile_dz
 
 from sonicmoe import ActivationType
 from sonicmoe.launch import fp8, fp8_wgrad
-from sonicmoe.reference.fp8 import padded_rows
+from sonicmoe.shapes import padded_rows
+from sonicmoe.tensors import Fp8Weight, Permutation
 
 DRAW = Path(__file__).parents[1] / "docs" / "pictures" / "draw.py"
 MEMORY = {memory.kernel: memory.size for memory in runpy.run_path(str(DRAW))["MEMORY"]}

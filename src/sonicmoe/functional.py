@@ -5,7 +5,7 @@ import torch
 from .enums import ActivationType
 from .layer import prepare
 from .layer.lora import LowRank
-from .layer.memory import MemoryPolicy, memory_policy
+from .layer.memory import KEEP, MemoryPolicy, memory_policy
 from .layer.run import run
 from .layer.weights import ExpertWeights, Projection
 from .routing.scores import router_logits, topk_scores
@@ -28,7 +28,7 @@ def experts(
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Run every token through its experts and return their outputs summed with the scores.
@@ -81,7 +81,7 @@ def grouped_experts(
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Run the experts on rows that are already sorted by expert, such as an all-to-all's output.

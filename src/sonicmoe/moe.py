@@ -12,7 +12,7 @@ from .errors import bad_argument
 from .layer import prepare
 from .layer.fp8_weights import Fp8WeightCache
 from .layer.gate_up_order import check_order, note_order
-from .layer.memory import MemoryPolicy, memory_policy
+from .layer.memory import KEEP, MemoryPolicy, memory_policy
 from .layer.options import OPTIONS, check_layer_precision
 from .layer.run import run
 from .layer.shared_expert import SharedExpert
@@ -117,7 +117,7 @@ class MoE(nn.Module):
         all_reduce_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
         precision: str | None = None,
         cache_fp8_weights: bool = False,
-        memory: str | MemoryPolicy = "keep",
+        memory: str | MemoryPolicy = KEEP,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -72,8 +72,8 @@ def test_every_part(script, capsys):
 
 
 def test_no_figure_from_a_wrong_layer(script, capsys, monkeypatch):
-    right = sonicmoe.layer.finish
-    monkeypatch.setattr(sonicmoe.layer, "finish", lambda *given: right(*given) * 1.001)
+    right = sonicmoe.layer.run.finish
+    monkeypatch.setattr(sonicmoe.layer.run, "finish", lambda *given: right(*given) * 1.001)
     code, records = script("--part", "layer", "lora")
     assert code == 1 and "is wrong in out, x" in capsys.readouterr().err
     assert [r["candidate"] for r in records] == [

@@ -9,12 +9,12 @@ from candidate_tables import candidate_tables
 from helpers import Case as LayerCase
 from helpers import check_experts
 
-from sonicmoe import layer
 from sonicmoe.bench.cases import Case
 from sonicmoe.bench.products import NAMES
 from sonicmoe.bench.run import Options
 from sonicmoe.bench.tune_run import tune_cases
 from sonicmoe.launch import grouped_gemm
+from sonicmoe.layer import prepare
 from sonicmoe.shapes import Problem
 from sonicmoe.tuning import RowConfig, Target, table
 from sonicmoe.tuning.table import RowKey
@@ -45,7 +45,7 @@ def test_the_layer_with_every_candidate(arch, transposed, dtype, monkeypatch):
 
 @pytest.fixture
 def layer_runs_kernels(monkeypatch):
-    monkeypatch.setattr(layer, "resolve_backend", lambda backend, x: "triton")
+    monkeypatch.setattr(prepare, "resolve_backend", lambda backend, x: "triton")
 
 
 class Clock:

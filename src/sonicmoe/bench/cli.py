@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..layer.memory import Z_POLICIES, MemoryPolicy, memory_policy
+from ..layer.memory import KEEP, Z_POLICIES, MemoryPolicy, memory_policy
 from ..shapes import check_size
 from ..tools import cost
 from ..validation import FP8_PRECISIONS, LAYOUTS, check_writable
@@ -67,7 +67,8 @@ def register(subparsers) -> None:
     fp8 = "of the experts' GEMMs; default: that of --dtype"
     costs.add_argument("--precision", choices=FP8_PRECISIONS, help=fp8)
     costs.add_argument("--gpu", default="h200", help=f"one of {', '.join(cost.GPUS)}")
-    costs.add_argument("--memory", choices=Z_POLICIES, default="keep", help="of Z; default: keep")
+    policies = f"of Z: {', '.join(Z_POLICIES)}; default: {KEEP.z}"
+    costs.add_argument("--memory", metavar="POLICY", default=KEEP.z, help=policies)
     costs.add_argument("--slices", type=int, default=1, help="of H in Y and dX; default: 1")
     costs.add_argument("--tile-m", type=int, metavar="M", help="128, in float32 32")
 

@@ -14,7 +14,7 @@ from ..enums import ActivationType
 from ..layer import prepare
 from ..layer.lora import LowRank
 from ..layer.main_grad import with_main_grad
-from ..layer.memory import MemoryPolicy, memory_policy
+from ..layer.memory import KEEP, MemoryPolicy, memory_policy
 from ..layer.nodes import refuse_second_derivatives
 from ..layer.run import run
 from ..layer.weights import ExpertWeights, Projection
@@ -57,7 +57,7 @@ def experts(
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
     """`sonicmoe.experts` with the experts spread evenly over the ranks of `group`.

@@ -5,7 +5,7 @@ import torch
 from ..enums import ActivationType
 from ..functional import experts
 from ..layer.lora import LowRank
-from ..layer.memory import MemoryPolicy
+from ..layer.memory import KEEP, MemoryPolicy
 
 __all__ = ["LowRank", "lora_experts"]
 
@@ -24,7 +24,7 @@ def lora_experts(
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
     """`sonicmoe.experts` with LoRA on frozen weights; gradients for x, scores and the adapters.

@@ -35,7 +35,7 @@ def register(
     *,
     replace: bool = False,
     precision: str | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
 ) -> None:
     """Make `name` a valid `experts_implementation` of transformers.
 

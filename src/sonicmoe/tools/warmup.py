@@ -9,7 +9,7 @@ import torch
 
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..layer.memory import MemoryPolicy, memory_policy
+from ..layer.memory import KEEP, MemoryPolicy, memory_policy
 from ..layer.operands import kind_of
 from ..layer.precompile import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
 from ..routing import Router, auxiliary_loss, make_router
@@ -36,7 +36,7 @@ def warmup(
     main_grad: bool = False,
     weights: torch.dtype | None = None,
     precision: str | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
     device: str | torch.device = "cuda",
     progress: bool = True,
 ) -> float:
