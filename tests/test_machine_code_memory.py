@@ -40,7 +40,8 @@ def compiled_fp8(name):
     with compiling(90) as compiled:
         if name == "fp8_up":
             w = Fp8Weight(e4m3(2, 2 * inner, hidden), None, torch.ones(2))
-            fp8.fp8_up(e4m3(64, hidden), torch.ones(64), w, p, SWIGLU, "interleaved", "keep")
+            x8, how = e4m3(64, hidden), (SWIGLU, "interleaved", torch.bfloat16)
+            fp8.fp8_up(x8, torch.ones(64), w, p, *how)
         elif name == "fp8_gemm":
             w = Fp8Weight(e4m3(2, hidden, inner), None, torch.ones(2))
             fp8.fp8_gemm(e4m3(64, inner), torch.ones(inner // 128, 64), w, None, p)

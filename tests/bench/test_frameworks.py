@@ -76,13 +76,7 @@ def test_no_figure_from_a_wrong_layer(script, capsys, monkeypatch):
     monkeypatch.setattr(sonicmoe.layer.run, "finish", lambda *given: right(*given) * 1.001)
     code, records = script("--part", "layer", "lora")
     assert code == 1 and "is wrong in out, x" in capsys.readouterr().err
-    assert [r["candidate"] for r in records] == [
-        "grouped_mm",
-        "grouped_mm",
-        "lora_experts",
-        "PEFT, use_lora_experts",
-        "PEFT, grouped_mm",
-    ]
+    assert [r["candidate"] for r in records] == ["grouped_mm", "grouped_mm", "PEFT, grouped_mm"]
 
 
 def test_no_figure_from_wrong_losses(script, capsys, monkeypatch):
