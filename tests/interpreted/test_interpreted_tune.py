@@ -79,8 +79,8 @@ def test_from_cases_to_a_table(tmp_path, layer_runs_kernels, capsys):
 def test_a_wrong_kernel_has_no_figure(tmp_path, layer_runs_kernels, monkeypatch, capsys):
     right = grouped_gemm.down
 
-    def off_by_a_little(a, w2, b2, row_scores, lora, p, config=None):
-        y = right(a, w2, b2, row_scores, lora, p, config)
+    def off_by_a_little(a, w2, b2, row_scores, lora, p, config=None, kernel="down"):
+        y = right(a, w2, b2, row_scores, lora, p, config, kernel)
         return y * 1.02 if config and config.block_k == 32 else y
 
     monkeypatch.setattr(grouped_gemm, "down", off_by_a_little)
