@@ -10,7 +10,7 @@ from helpers import Case as LayerCase
 from helpers import check_experts
 
 from sonicmoe.bench.cases import Case
-from sonicmoe.bench.products import NAMES
+from sonicmoe.bench.gemms import NAMES
 from sonicmoe.bench.run import Options
 from sonicmoe.bench.tune_run import tune_cases
 from sonicmoe.launch import grouped_gemm
@@ -62,7 +62,7 @@ def test_from_cases_to_a_table(tmp_path, layer_runs_kernels, capsys):
     cases = [Case.of_shape(TINY), Case.of_shape("40,24,8,3,2")]  # the second differs in T alone
     outcome = tune_cases(cases, OPTIONS, NAMES, out, Clock())
     assert outcome.failures == []
-    assert [r["product"] for r in outcome.records] == list(NAMES)
+    assert [r["gemm"] for r in outcome.records] == list(NAMES)
     assert all(r["taken"] and r["gain"] == 0.5 and not r["faults"] for r in outcome.records)
     json.dumps(outcome.records)
     printed = capsys.readouterr().out

@@ -15,7 +15,7 @@ from ..shapes import check_size
 from ..tools import cost
 from ..validation import FP8_PRECISIONS, LAYOUTS, check_writable
 from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case
-from .products import NAMES
+from .gemms import NAMES
 
 if TYPE_CHECKING:
     from .run import Options, Outcome
@@ -54,7 +54,7 @@ def register(subparsers) -> None:
     add_selection(tune, routings=False)
     add_device(tune)
     gemms = "one of a layer's six GEMMs; default: all"
-    tune.add_argument("--product", action="append", choices=NAMES, help=gemms)
+    tune.add_argument("--gemm", "--product", action="append", choices=NAMES, help=gemms)
     table = "table to write; $SONICMOE_TUNED or ~/.cache/sonicmoe/tuned-<device>.json"
     tune.add_argument("--out", type=Path, metavar="FILE", help=table)
     tune.add_argument("--results", type=Path, metavar="FOLDER", help="keep all measurements there")
@@ -314,7 +314,7 @@ def run_tune(args: argparse.Namespace) -> int:
         if folder is not None:
             check_writable(flag, folder)
     outcome = tune_run.tune_cases(
-        selected_cases(args), options_of(args), args.product or NAMES, args.out
+        selected_cases(args), options_of(args), args.gemm or NAMES, args.out
     )
     if args.results:
         origin = results.provenance(args.device, command(args), args.commit)
