@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from sonicmoe.bench.dense import dense_gemms
-from sonicmoe.bench.inputs import Inputs
 from sonicmoe.bench.gemms import gemms
+from sonicmoe.bench.inputs import Inputs
 from sonicmoe.errors import bad_argument
 
 _LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
