@@ -1,0 +1,50 @@
+"""Every pair of features works together, or is refused for the reason in feature_list.py."""
+
+import feature_table
+import pytest
+import torch
+import torch.distributed as dist
+from feature_list import ERRORS, FEATURES, Feature, case_of, pairs, reasons
+from feature_runs import check, results
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+
+def parameters() -> list:
+    return [
+        pytest.param(*pair, id=" and ".join(f.name for f in pair),
+                     marks=pytest.mark.gpu if any(f.gpu for f in pair) else ())
+        for pair in pairs()
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone(tmp_path_factory):
+    """Expert parallelism in a group of one process."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo",
+                            store=store, rank=0, world_size=1)  # fmt: skip
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("feature", [f for f in FEATURES if not f.gpu], ids=lambda f: f.name)
+def test_feature(feature):
+    check(case_of([feature]))
+
+
+@pytest.mark.parametrize(("one", "other"), parameters())
+def test_pair(one: Feature, other: Feature):
+    pair = (one, other)
+    device = "cuda" if any(f.gpu for f in pair) else "cpu"
+    found = reasons(pair)
+    if not found:
+        check(case_of(pair), device)
+        return
+    with pytest.raises(tuple(ERRORS.get(reason, ValueError) for reason in found)):
+        results(case_of(pair), device)
+
+
+def test_document_is_up_to_date():
+    assert feature_table.DOCUMENT.read_text() == feature_table.text(), "run `make features`"
