@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sonicmoe import ActivationType, MemoryPolicy
+from sonicmoe.layer.memory import KEEP
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     precision: str | None = None
     kept_fp8_weights: bool = False
-    memory: MemoryPolicy = MemoryPolicy()
+    memory: MemoryPolicy = KEEP
     bias: bool = False
     lora: bool = False
     activation: ActivationType = ActivationType.SWIGLU
@@ -36,9 +37,10 @@ class Case:
 
     def computed_plainly(self) -> "Case":
         """The case whose results must have the same bits."""
-        same = {"checkpoint": False, "compiled": False, "cuda_graph": False}
         z = "keep" if self.memory.recompute else self.memory.z
-        return replace(self, memory=MemoryPolicy(z), **same)
+        without = {"kept_fp8_weights", "checkpoint", "compiled", "cuda_graph"}
+        changes: dict[str, Any] = {"memory": MemoryPolicy(z), **dict.fromkeys(without, False)}
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,6 @@ BY_NAME = {feature.name: feature for feature in FEATURES}
 NO_FP8_BIAS = "FP8 has no biases yet."
 NO_FP8_LORA = "FP8 has no LoRA yet."
 ONLY_MOE_KEEPS = "Only `MoE` has the option yet (`TypeError`)."
-NO_ADAPTERS = "`MoE` has no adapters: use `experts`, or PEFT on a transformers model."
 HOST_WAITS = "The host waits for the number of rows that arrive (`RuntimeError` of CUDA)."
 
 REASONS = {
@@ -114,7 +115,6 @@ REASONS = {
     frozenset({"kept FP8 weights", "expert parallelism"}): ONLY_MOE_KEEPS,
     frozenset({"kept FP8 weights", "transformers"}): ONLY_MOE_KEEPS,
     frozenset({"kept FP8 weights", "PEFT"}): ONLY_MOE_KEEPS,
-    frozenset({"MoE", "LoRA"}): NO_ADAPTERS,
     frozenset({"expert parallelism", "CUDA graph"}): HOST_WAITS,
 }
 
@@ -125,6 +125,7 @@ NOTES = {
     frozenset({"kept FP8 weights", "CUDA graph"}): QUANTIZED_AGAIN,
     frozenset({"slices", "grouped_experts"}): "No effect: no rows are combined.",
     frozenset({"gelu", "concatenated"}): "No effect: there is no gate.",
+    frozenset({"MoE", "LoRA"}): "The adapters are PEFT's: call `use_lora_experts`.",
     frozenset({"LoRA", "main_grad"}): "Adapters have gradients in `.grad`.",
     frozenset({"PEFT", "main_grad"}): "Adapters have gradients in `.grad`.",
     frozenset({"expert parallelism", "compile"}): "The graph breaks, so not with `fullgraph=True`.",

@@ -28,7 +28,7 @@ from sonicmoe.reference import layer as reference
 from sonicmoe.reference.activation import activate
 
 # Two slices of H; FP8 needs multiples of 16; I is no multiple of a block of Z, except on a GPU.
-SHAPES = {"cpu": "64,128,48,4,2", "cuda": "256,256,256,8,2"}
+SHAPES = {"cpu": "96,128,48,4,2", "cuda": "256,256,256,8,2"}
 RANK, SCALE = 8, 0.5
 WEIGHTS = ("w1", "w2")
 Tensors = dict[str, torch.Tensor]
@@ -60,7 +60,27 @@ def _tensors(dtype, activation, gate_up, bias, sorted_rows, device) -> Tensors:
     for i, w in enumerate((given.w1, given.w2), 1):
         lora = adapter(w, RANK, SCALE)
         found |= {f"a{i}": lora.a.detach(), f"c{i}": lora.b.detach()}
+    if activation.clamp and device == "cpu":
+        _keep_away_from_clamp(found, activation.clamp.limit)
     return found
+
+
+def _keep_away_from_clamp(t: Tensors, limit: float) -> None:
+    """Draw tokens for which rounding does not decide what of Z is clamped, in any expert.
+
+    On a GPU there are so many values that plain PyTorch clamps as many others as ours.
+    """
+    w, bias, x = t["w1"].double(), t.get("b1"), t["x"]
+    with_lora = written_out(w, LowRank(t["a1"].double(), t["c1"].double(), SCALE))
+    seed, drawn = torch.Generator().manual_seed(2), x[:0]
+    while len(drawn) < len(x):
+        more = torch.randn(4096, x.shape[1], generator=seed).to(x)
+        for weight in (w, with_lora):
+            z = torch.einsum("th,enh->ten", more.double(), weight)
+            z = z if bias is None else z + bias.double()
+            more = more[((z.abs() - limit).abs() > 0.04).flatten(1).all(1)]
+        drawn = torch.cat([drawn, more])
+    x.copy_(drawn[: len(x)])
 
 
 def names_of(case: Case) -> list[str]:
@@ -103,11 +123,10 @@ def _plain_results(case: Case, device: str, exact: bool) -> Tensors:
         wide = torch.promote_types(t["x"].dtype, torch.float32)
         logits = nn.functional.linear(t["x"].to(wide), t["router"].to(wide))
         scores, ids = reference.route(logits, ids.shape[1], softmax_over_topk=True)
-    options = {"activation": case.activation, "gate_up": case.gate_up}
-    layer = partial(reference.experts, **options)
+    layer = partial(reference.experts, activation=case.activation, gate_up=case.gate_up)
     rounded = mock.patch.object(reference, "activate", activate_three_bits)
     with rounded if case.memory.in_e4m3 else contextlib.nullcontext():
-        out = layer(t["x"], ids, scores, w1, w2, t.get("b1"), t.get("b2"))
+        out = layer(t["x"], ids, scores, w1, w2, b1=t.get("b1"), b2=t.get("b2"))
     grads = torch.autograd.grad(out, list(leaves.values()), t["dout"])
     found = {"out": out.detach(), **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)}}
     if case.memory.in_e4m3:  # which the output does not see
@@ -117,7 +136,7 @@ def _plain_results(case: Case, device: str, exact: bool) -> Tensors:
 
 # --- entry points ---------------------------------------------------------------------------------
 def _options(case: Case) -> dict[str, Any]:
-    options = {"precision": case.precision, "memory": case.memory}
+    options: dict[str, Any] = {"precision": case.precision, "memory": case.memory}
     if case.kept_fp8_weights:
         options["fp8_weights"] = Fp8WeightCache()
     return options
@@ -158,7 +177,7 @@ def _moe(case: Case, t: Tensors, backend: str | None) -> Layer:
         gate_up=case.gate_up, fp32_router_logits=True, aux_loss_coef=0.0, precision=case.precision,
         cache_fp8_weights=case.kept_fp8_weights, memory=case.memory,
     )  # fmt: skip
-    places = {"router": (moe.router, "weight")}
+    places: dict[str, tuple[nn.Module, str]] = {"router": (moe.router, "weight")}
     for i, module in enumerate((moe.c_fc, moe.c_proj), 1):
         places |= {f"w{i}": (module, "weight"), f"b{i}": (module, "bias")}
     p = _set_parameters(case, t, places)
@@ -199,8 +218,10 @@ def _hf_experts(case: Case, t: Tensors) -> Any:
     from sonicmoe.integrations.transformers import register
 
     name = "_".join(map(str, ("features", case.precision, *case.memory)))
-    options = {"precision": case.precision, "memory": case.memory}
-    register(name, **options, **({"fp8_weights": True} if case.kept_fp8_weights else {}))
+    options: dict[str, Any] = {"precision": case.precision, "memory": case.memory}
+    if case.kept_fp8_weights:
+        options["fp8_weights"] = True
+    register(name, **options)
 
     class Experts(nn.Module):
         def __init__(self, config):
@@ -233,12 +254,14 @@ def _with_peft(model: nn.Module, targets: list[str], t: Tensors) -> tuple[Any, T
     )
     wrapped = peft.get_peft_model(model, config)
     use_lora_experts(wrapped)
-    kind, found = peft.tuners.lora.ParamWrapper, {}
-    wrappers = [m for m in wrapped.modules() if isinstance(m, kind)]
+    found: Tensors = {}
+    kind = peft.tuners.lora.ParamWrapper
+    wrappers: list[Any] = [m for m in wrapped.modules() if isinstance(m, kind)]
     for wrapper in wrappers:
         i = 1 + (wrapper.get_param().shape == t["w2"].shape)
         for factor, linear in (("a", wrapper.lora_A["default"]), ("c", wrapper.lora_B["default"])):
-            linear.weight = found[f"{factor}{i}"] = nn.Parameter(t[f"{factor}{i}"].clone())
+            linear.weight = nn.Parameter(t[f"{factor}{i}"].clone())
+            found[f"{factor}{i}"] = linear.weight
     return wrappers[0], found
 
 
@@ -340,7 +363,9 @@ def check(case: Case, device: str = "cpu") -> None:
             near = (near.float() + 0.5) - 0.5
         budget(found, near, want, name=name, dtype=step, tokens=tokens)
     alike = case.computed_plainly()
-    if alike != case:
+    # PyTorch compiles the backward pass of fp32 logits for the dtype of autocast.
+    rounded_router = case.entry == "MoE" and case.autocast and case.compiled
+    if alike != case and not rounded_router:
         same_bits(got, _plain_call(alike, device))
 
 
@@ -360,7 +385,8 @@ def _fp8_limit(case: Case, name: str, rough: Tensors, exact: torch.Tensor) -> fl
     limit = LIMITS.get(name, max(LIMITS.values()))
     if helpers._kinks(case.activation) and name in ("dx", "dw1", "db1", "da1", "dc1"):
         limit = KINKS
-    return math.hypot(limit, 0.055 * (case.memory.in_e4m3 and name != "out"))
+    limit = math.hypot(limit, 0.055 * (case.memory.in_e4m3 and name != "out"))
+    return limit + helpers.floor(torch.float8_e4m3fn, len(rough["out"]))
 
 
 @cache

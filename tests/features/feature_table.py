@@ -2,15 +2,21 @@
 
 from pathlib import Path
 
+from feature_combinations import OF_CALLS, OF_KERNELS
 from feature_list import FEATURES, NOTES, Feature, numbered, reasons
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "features.md"
 BEGINNING = """\
 # Features
 
-What works with what? Where a row and a column meet, ✓ means that the two work together in both passes, a number why
-they do not, and ✓ with a letter that they do, with a remark. Without a feature, a call is `sonicmoe.experts` in bf16
-with SwiGLU, `gate_up="interleaved"`, `memory="keep"`, and gradients for everything.
+What works with what? Where a row and a column meet:
+
+- ✓: they work together, in both passes
+- ✓ and a letter: they do, with a remark
+- a number: they do not, for that reason
+
+Without a feature, a call is `sonicmoe.experts` in bf16 with SwiGLU, `gate_up="interleaved"`,
+`memory="keep"`, and gradients for everything. Features of one group exclude each other.
 
 """
 REFUSED = """
@@ -20,25 +26,30 @@ A pair with a number raises a `ValueError`, unless the list says otherwise:
 PROVED = """
 ## Tests
 
-`make features` writes this page from `tests/features/feature_list.py`, where each feature is declared once.
+`tests/features/feature_list.py` declares each feature once; `make features` writes this page.
 
-| test | what it runs |
-|---|---|
-| `test_pair` in `tests/features/test_features.py` | every pair, without a GPU |
-| `test_product` in `tests/gpu/test_gpu_features.py` | on a GPU, every combination of the features from fp8 to PEFT, \
-except for kept FP8 weights |
-| `test_every_triple` in `tests/gpu/test_gpu_features.py` | on a GPU, combinations in which every three features meet |
+| test | where | what it runs |
+|---|---|---|
+| `test_pair` | `tests/features/test_features.py` | every pair; on a CPU, CUDA graphs on a GPU |
+| `test_product` | `tests/gpu/test_gpu_features.py` | every combination of the groups {product} |
+| `test_every_triple` | `tests/gpu/test_gpu_features.py` | combinations in which any three meet |
 
-Each compares the output and every gradient with fp64, within the [error budget](numerics.md#the-error-budget). With
-recompute, slices, checkpoint, compile, CUDA graph and kept FP8 weights the bits must also be those of a call without
-them.
+Output and gradients are compared with fp64 within the [error budget](numerics.md#the-error-budget).
+With recompute, slices, kept FP8 weights, checkpoint, compile and CUDA graph they must have the bits
+of the call without these. One exception: fp32 router logits compiled under autocast, whose backward
+pass PyTorch runs in bf16.
 """
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def text() -> str:
     """The document."""
-    return BEGINNING + _matrix() + _features() + REFUSED + _footnotes() + PROVED
+    return BEGINNING + _matrix() + _features() + REFUSED + _footnotes() + _proved()
+
+
+def _proved() -> str:
+    groups = OF_KERNELS + OF_CALLS
+    return PROVED.format(product=", ".join(groups[:-1]) + f" and {groups[-1]}, without fp32")
 
 
 def _matrix() -> str:
@@ -46,7 +57,8 @@ def _matrix() -> str:
     columns = FEATURES[:-1]
     lines = [["", *(str(i) for i, _ in enumerate(columns, 1))]]
     for i, feature in enumerate(FEATURES, 1):
-        lines.append([f"{i} {feature.name}", *(_cell(feature, other) for other in columns[: i - 1])])
+        cells = [_cell(feature, other) for other in columns[: i - 1]]
+        lines.append([f"{i} {feature.name}", *cells])
     return _table(lines, len(columns) + 1)
 
 

@@ -4,7 +4,7 @@ import feature_table
 import pytest
 import torch
 import torch.distributed as dist
-from feature_list import ERRORS, FEATURES, Feature, case_of, pairs, reasons
+from feature_list import ERRORS, Feature, case_of, pairs, reasons
 from feature_runs import check, results
 
 pytest.importorskip("transformers")
@@ -27,11 +27,6 @@ def _alone(tmp_path_factory):
                             store=store, rank=0, world_size=1)  # fmt: skip
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("feature", [f for f in FEATURES if not f.gpu], ids=lambda f: f.name)
-def test_feature(feature):
-    check(case_of([feature]))
 
 
 @pytest.mark.parametrize(("one", "other"), parameters())
