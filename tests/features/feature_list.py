@@ -131,10 +131,11 @@ NOTES = {
     frozenset({"expert parallelism", "compile"}): "The graph breaks, so not with `fullgraph=True`.",
 }
 
-# What a pair with a reason raises, where it is not a ValueError.
-ERRORS: dict[str, type[Exception]] = {
-    ONLY_MOE_KEEPS: TypeError,  # the functions have no such argument
-    HOST_WAITS: RuntimeError,  # of CUDA, while the graph is captured
+# What a pair with a reason raises, and what the message has in it.
+BAD_ARGUMENT: tuple[type[Exception], str] = (ValueError, r"^[\w.]+: expected ")
+ERRORS: dict[str, tuple[type[Exception], str]] = {
+    ONLY_MOE_KEEPS: (TypeError, "unexpected keyword argument 'fp8_weights'"),
+    HOST_WAITS: (RuntimeError, "captur"),
 }
 
 
@@ -157,7 +158,7 @@ def reasons(features: Iterable[Feature]) -> list[str]:
     """Why these features cannot be combined; empty if they can."""
     names = [feature.name for feature in with_implied(features).values()]
     found = [REASONS.get(frozenset(pair)) for pair in combinations(names, 2)]
-    return sorted({reason for reason in found if reason is not None}, key=numbered().index)
+    return [reason for reason in numbered() if reason in found] if any(found) else []
 
 
 def numbered() -> list[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "features"))
 
 from feature_combinations import Combination, calls, covering, kernels, name_of
 from feature_list import case_of
-from feature_runs import check
+from feature_runs import check, start
 
 pytestmark = pytest.mark.gpu
 
@@ -42,11 +41,7 @@ def failures(request):
 def _start(processes: int) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # else each compiles in a thread for each core
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
-    device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    start(tempfile.mkdtemp())
 
 
 def _failures(combinations: tuple[Combination, ...]) -> list[str]:
