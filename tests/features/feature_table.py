@@ -37,7 +37,7 @@ PROVED = """
 Output and gradients are compared with fp64 within the [error budget](numerics.md#the-error-budget).
 With recompute, slices, kept FP8 weights, checkpoint, compile and CUDA graph they must have the bits
 of the call without these. One exception: fp32 router logits compiled under autocast, whose backward
-pass PyTorch runs in bf16.
+pass PyTorch runs in bf16. [GPU tests](gpu_tests.md) lists what has been run on a GPU.
 """
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
