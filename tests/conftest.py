@@ -27,6 +27,7 @@ TESTS = Path(__file__).parent
 SLOW = {
     "bench",
     "distributed",
+    "features",
     "integrations",
     "train",
     "test_candidates_compile.py",

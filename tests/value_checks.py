@@ -44,7 +44,7 @@ def check_values(
         got = run_poisoned(partial(run, layer, inputs), device)
         rough, exact = run(plain(case), inputs), run(plain(case), inputs.double())
         if memory == "e4m3" and backend == "torch":
-            with mock.patch.object(reference, "activate", _activate_three_bits):
+            with mock.patch.object(reference, "activate", activate_three_bits):
                 rough |= run(plain(case), inputs) | {"out": rough["out"]}
         elif memory == "e4m3":
             rough |= run(partial(ours(case, "torch"), memory="e4m3"), inputs)
@@ -61,7 +61,7 @@ def check_values(
         assert max(skipped.values()) <= 0.01, f"plain PyTorch overflows: {skipped}"
 
 
-def _activate_three_bits(z, *options, activate=reference.activate):
+def activate_three_bits(z, *options, activate=reference.activate):
     """The activation of a rounded Z, whose gradient passes the rounding unchanged."""
     mantissa, exponent = torch.frexp(z.detach().float())
     rounded = torch.ldexp((mantissa * 16).round() / 16, exponent).to(z.dtype)

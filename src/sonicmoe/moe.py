@@ -12,6 +12,7 @@ from .errors import bad_argument
 from .layer import prepare
 from .layer.fp8_weights import Fp8WeightCache
 from .layer.gate_up_order import check_order, note_order
+from .layer.lora import LowRank
 from .layer.memory import KEEP, MemoryPolicy, memory_policy
 from .layer.options import OPTIONS, check_layer_precision
 from .layer.run import run
@@ -249,6 +250,7 @@ class MoE(nn.Module):
             slot_token=r.slot_token,
             token_start=r.token_start,
             trusted=r.token_start is not None,  # which our own routers know
+            lora=self._adapters(),
             precision=self.precision,
             memory=self.memory,
             backend=backend,
@@ -283,6 +285,9 @@ class MoE(nn.Module):
     def _weights(self) -> ExpertWeights:
         up, down = (Projection(m.weight, m.bias) for m in (self.c_fc, self.c_proj))
         return ExpertWeights(up, down, self.activation_function, self.gate_up)
+
+    def _adapters(self) -> tuple[LowRank | None, LowRank | None]:
+        return _adapter("c_fc", self.c_fc), _adapter("c_proj", self.c_proj)
 
     def refresh_fp8_weights(self) -> None:
         """Quantize the weights again in the next forward pass, if they are cached."""
@@ -365,6 +370,21 @@ class MoE(nn.Module):
             f"experts={self.num_experts}, top_k={self.top_k}, router={self.router_kind}"
             + (f", precision={self.precision}" if self.precision else "")
         )
+
+
+def _adapter(name: str, experts: nn.Module) -> LowRank | None:
+    """The LoRA adapter of `experts`, if PEFT has wrapped them; their weight is without it."""
+    if isinstance(experts, Experts):
+        return None
+    low_rank: Any = getattr(experts, "low_rank", None)
+    if low_rank is None:
+        raise bad_argument(
+            name,
+            "sonicmoe.Experts, or PEFT's LoRA on their weight after use_lora_experts(model)",
+            type(experts).__name__,
+            "Call sonicmoe.integrations.peft.use_lora_experts(model).",
+        )
+    return low_rank()
 
 
 def _backend_name(backend: KernelBackendMoE | None) -> str | None:

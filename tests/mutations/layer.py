@@ -4,6 +4,19 @@ from mutations.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "Z is recomputed without the bias", "layer/run.py",
+        ", how), up.bias, u1", ", how), None, u1",
+        "tests/features/test_features.py -k recompute",
+    ),
+    Mutation(
+        "expert parallelism ignores adapters", "distributed/layer.py",
+        "        lora=(lora1, lora2),\n", "", "tests/features/test_features.py -k LoRA",
+    ),
+    Mutation(
+        "MoE ignores the adapters of PEFT", "moe.py",
+        "            lora=self._adapters(),\n", "", "tests/features/test_features.py -k LoRA",
+    ),
+    Mutation(
         "dX without the router's share", "routing/nodes.py",
         "ops.router_gradient_into(dx, dlogits, weight)", "pass", "tests/test_published.py",
     ),

@@ -49,6 +49,8 @@ class ExpertParallelMoE(MoE):
         # Counts of this rank's tokens, which its own experts do not know.
         aux_loss = None if is_inference_mode else self._aux_loss(logits, r, None, backend)
         (w1, b1, *_), (w2, b2, *_), activation, gate_up = self._weights()
+        with self._raise_on_all_ranks():
+            lora1, lora2 = self._adapters()
         out = experts(
             x,
             r.ids,
@@ -57,6 +59,8 @@ class ExpertParallelMoE(MoE):
             group=self.mesh.get_group(),
             slot_token=r.slot_token,
             token_start=r.token_start,
+            lora1=lora1,
+            lora2=lora2,
             activation=activation,
             gate_up=gate_up,
             precision=self.precision,
