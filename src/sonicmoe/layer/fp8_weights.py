@@ -111,7 +111,7 @@ class Fp8Weights:
         """`quantize_weights`; what is kept is also transposed."""
         kept = self._kept
         if torch.compiler.is_compiling():
-            if kept is None or kept.first.owner() is not w1 or kept.second.owner() is not w2:
+            if kept is None or not (kept.first.is_owned_by(w1) and kept.second.is_owned_by(w2)):
                 return quantize_weights(w1, w2, transposed, backend)
             return kept.compared(w1, w2)
         if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
@@ -210,7 +210,8 @@ class Fp8Weights:
             raise bad_argument(
                 self._names[which],
                 "the values it had when its FP8 copy was made",
-                "others, written without PyTorch noticing, for example through .data",
+                "others, written without PyTorch noticing, for example through .data, or between"
+                " calls of a compiled model",
                 "Call refresh_fp8_weights() of MoE, or refresh() of Fp8Weights, after such a write.",
             )
 
@@ -231,6 +232,12 @@ class _KeptWeight:
 
     def is_of(self, w: torch.Tensor) -> bool:
         return self.has_memory_of(w) and w._version == self.version
+
+    def is_owned_by(self, w: torch.Tensor) -> bool:
+        """What a compiler can tell: it has no addresses."""
+        kept = self.quantized.w8
+        assert kept is not None
+        return self.owner() is w and kept.shape == w.shape and kept.device == w.device
 
     def found(self) -> torch.Tensor | None:
         """The weight, unless it is gone or its memory was replaced."""
