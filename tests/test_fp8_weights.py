@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sonicmoe import MoE
+from sonicmoe import Fp8Weights, MoE, experts, grouped_experts
 from sonicmoe.layer import fp8_weights
 from sonicmoe.reference import fp8
 
@@ -482,3 +483,150 @@ def test_activation_checkpointing():
     got = torch.autograd.grad(out.sum(), list(moe.parameters()))
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_models_read_kept_weights(backend, quantized):
+    torch._dynamo.reset()
+    moe, x = layer(), tokens().requires_grad_()
+    moe.refresh_fp8_weights()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(moe, fullgraph=True, backend=counter)
+    optimizer = torch.optim.AdamW(moe.parameters(), 0.05, fused=True)
+
+    def step(layer):
+        out, loss = layer(x)
+        gradients = torch.autograd.grad(out.float().square().sum() + loss, list(moe.parameters()))
+        return [out, *gradients]
+
+    outs = []
+    for _ in range(3):
+        quantized.clear()
+        got = step(compiled)
+        assert not quantized
+        for p, gradient in zip(moe.parameters(), got[1:], strict=True):
+            p.grad = gradient
+        for a, b in zip(got, step(moe), strict=True):
+            assert torch.equal(a, b)
+        outs.append(got[0])
+        optimizer.step()
+    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2])
+    state = {name: 2 * t for name, t in moe.state_dict().items()}
+    nn.Sequential(moe).load_state_dict({f"0.{name}": t for name, t in state.items()})
+    loaded = compiled(x)[0]
+    assert torch.equal(loaded, fresh(moe)) and not torch.equal(loaded, outs[2])
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_stale_weights_of_a_compiled_model():
+    torch._dynamo.reset()
+    moe, x = layer(), tokens()
+    moe(x)
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    out = compiled(x.requires_grad_())[0]
+    with torch.no_grad():
+        moe.c_fc.weight[2].mul_(2)
+    assert compiled(x)[0].isnan().any()
+    with pytest.raises(ValueError, match=r"^c_fc\.weight: expected the values it had"):
+        torch.optim.SGD(moe.parameters(), 0.1).step()
+    with pytest.raises(ValueError, match=r"^c_fc\.weight: expected the values it had"):
+        moe(x)
+    moe.refresh_fp8_weights()
+    assert torch.equal(compiled(x)[0], fresh(moe))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    torch._dynamo.reset()
+
+
+def test_compiled_with_other_weights(quantized):
+    """They are quantized in the call, as are all before the first call that is not compiled."""
+    torch._dynamo.reset()
+    moe, x = layer(), tokens()
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    want = compiled(x)[0]
+    assert len(quantized) == 2 and torch.equal(moe(x)[0], want)
+    doubled = {"c_fc.weight": 2 * moe.c_fc.weight.detach()}
+    expected = torch.func.functional_call(moe, doubled, (x,))[0]
+    moe(x)
+    quantized.clear()
+    call = torch.compile(
+        lambda own, x: torch.func.functional_call(moe, own, (x,)), backend="aot_eager"
+    )
+    assert torch.equal(call(doubled, x)[0], expected) and len(quantized) == 2
+    assert torch.equal(compiled(x)[0], want) and len(quantized) == 2
+    torch._dynamo.reset()
+
+
+def arguments(strided: bool) -> dict[str, Any]:
+    """Of `experts`; weights may be views of parameters."""
+    moe, x = layer(), tokens()
+    scores, ids = moe.router(x).detach().float().topk(2)
+    weights = [moe.c_fc.weight.detach(), moe.c_proj.weight.detach()]
+    given: dict[str, Any] = {"x": x, "ids": ids, "scores": scores}
+    if strided:
+        given["owners"] = [nn.Parameter(w.mT.contiguous()) for w in weights]
+        given["w1"], given["w2"] = (owner.mT for owner in given["owners"])
+    else:
+        given["owners"] = [nn.Parameter(w) for w in weights]
+        given["w1"], given["w2"] = given["owners"]
+    return given
+
+
+def run_experts(given: dict[str, Any], **options: Any) -> torch.Tensor:
+    names = ("x", "ids", "scores", "w1", "w2")
+    return experts(*(given[name] for name in names), precision="fp8", **options)
+
+
+def run_grouped(given: dict[str, Any], **options: Any) -> torch.Tensor:
+    counts = torch.full((4,), 3)
+    weights = (given["w1"], given["w2"])
+    return grouped_experts(given["x"], counts, *weights, precision="fp8", **options)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("function", [run_experts, run_grouped])
+def test_functions(function, strided, quantized):
+    given, kept = arguments(strided), Fp8Weights()
+    optimizer = torch.optim.SGD(given["owners"], 0.1)
+    for _ in range(2):
+        want = function(given)
+        quantized.clear()
+        for _ in range(2):
+            out = function(given, fp8_weights=kept)
+            assert torch.equal(out, want)
+        assert len(quantized) in (0, 2)
+        out.sum().backward()
+        quantized.clear()
+        optimizer.step()
+        assert len(quantized) == 2
+        if strided:  # views of the new values
+            given["w1"], given["w2"] = (owner.mT for owner in given["owners"])
+        function(given, fp8_weights=kept)
+        assert len(quantized) == 2
+    with torch.no_grad():
+        given["owners"][1].data.mul_(2)
+    with pytest.raises(ValueError, match=r"^w2: expected the values it had"):
+        function(given, fp8_weights=kept)
+    kept.refresh()
+    assert torch.equal(function(given, fp8_weights=kept), function(given))
+
+
+def test_bad_stores():
+    given = arguments(False)
+    with pytest.raises(ValueError, match="^fp8_weights: expected an Fp8Weights, got bool"):
+        run_experts(given, fp8_weights=True)
+    with pytest.raises(ValueError, match="^fp8_weights: expected None without precision"):
+        experts(*list(given.values())[:3], given["w1"], given["w2"], fp8_weights=Fp8Weights())
+
+
+def test_refresh_of_weights_that_are_gone():
+    given, kept = arguments(False), Fp8Weights()
+    kept.refresh()
+    run_experts(given, fp8_weights=kept)
+    kept.refresh()
+    assert kept.is_kept
+    given.clear()
+    gc.collect()
+    kept.refresh()
+    assert not kept.is_kept

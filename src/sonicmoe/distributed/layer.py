@@ -75,6 +75,8 @@ def experts(
     """
     with raise_on_all_ranks(group, w1, x, ids):
         check_fp8_weights(fp8_weights, precision)
+        if fp8_weights is not None:
+            fp8_weights.raise_if_stale()  # before one rank alone would
         (x,) = prepare.autocast(x)  # before x travels
         weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
         prepare.check(x, weights, (lora1, lora2), precision, backend)

@@ -116,8 +116,7 @@ class Fp8Weights:
             return kept.compared(w1, w2)
         if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
             return quantize_weights(w1, w2, transposed, backend)
-        if kept is not None:
-            self._raise_if_stale(kept)
+        self.raise_if_stale()
         if kept is None or not kept.is_of(w1, w2, backend):
             kept, is_new = self._renewed(w1, w2, backend)
             if kept is None:
@@ -127,7 +126,7 @@ class Fp8Weights:
         kept.wait_in_other_streams()
         found = kept.compared(w1, w2)
         if not w1.is_cuda:
-            self._raise_if_stale(kept)
+            self.raise_if_stale()
         return found
 
     def _renewed(
@@ -204,8 +203,10 @@ class Fp8Weights:
             return False
         return True
 
-    def _raise_if_stale(self, kept: "_Kept") -> None:
-        which = kept.alarm.raised()
+    def raise_if_stale(self) -> None:
+        """Raise a ValueError if a call before found stale weights, and nothing refreshed them."""
+        kept = self._kept
+        which = None if kept is None else kept.alarm.raised()
         if which is not None:
             raise bad_argument(
                 self._names[which],
@@ -422,17 +423,17 @@ _hooks: list = []  # the two below, once there is one
 @torch.compiler.disable
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise before gradients of stale weights, which are NaN, are applied."""
-    for store, kept, _ in _owned_by(optimizer):
-        store._raise_if_stale(kept)
+    for store, _ in _owned_by(optimizer):
+        store.raise_if_stale()
 
 
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for store, _, changed in _owned_by(optimizer):
+    for store, changed in _owned_by(optimizer):
         store._step(changed)
 
 
-def _owned_by(optimizer: Optimizer) -> Iterator[tuple[Fp8Weights, _Kept, tuple[bool, bool]]]:
+def _owned_by(optimizer: Optimizer) -> Iterator[tuple[Fp8Weights, tuple[bool, bool]]]:
     """The stores with a weight among the parameters of `optimizer`, and which of the two it is.
 
     Only these are quantized again: an optimizer may make its step in the backward pass, before the
@@ -449,4 +450,4 @@ def _owned_by(optimizer: Optimizer) -> Iterator[tuple[Fp8Weights, _Kept, tuple[b
         if kept is not None:
             changed = (id(kept.first.owner()) in owned, id(kept.second.owner()) in owned)
             if any(changed):
-                yield store, kept, changed
+                yield store, changed
