@@ -1,5 +1,7 @@
 """Kept FP8 weights on Hopper: CUDA graphs, streams, compiled models, and stale weights."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -29,7 +31,7 @@ def fresh(moe: MoE, x: torch.Tensor) -> torch.Tensor:
     return other(x)[0]
 
 
-def train(moe: MoE, x: torch.Tensor) -> torch.Tensor:
+def train(moe: Any, x: torch.Tensor) -> torch.Tensor:
     """Forward and backward; gradients of the parameters are written in place."""
     out, loss = moe(x)
     gradients = torch.autograd.grad(out.float().square().mean() + loss, list(moe.parameters()))
@@ -236,3 +238,15 @@ def test_nothing_waits_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(moe(x)[0], fresh(moe, x))
+
+
+@pytest.mark.parametrize("name", ["c_fc", "c_proj"])
+def test_weights_refreshed_before_the_backward_pass_are_an_error(name):
+    """Kernels write them, which autograd does not see by itself."""
+    moe, x = layers(cache_fp8_weights=True), tokens().requires_grad_()
+    moe(x)
+    out = moe(x)[0]
+    getattr(moe, name).weight.data.mul_(2)
+    moe.refresh_fp8_weights()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

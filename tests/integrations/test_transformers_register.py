@@ -82,7 +82,7 @@ def test_kept_fp8_weights(family, monkeypatch):
         if hasattr(m, "sonicmoe_fp8_weights"):
             assert m.sonicmoe_fp8_weights.is_kept
             assert not pickle.loads(pickle.dumps(m.sonicmoe_fp8_weights)).is_kept
-    with pytest.raises(ValueError, match="^cache_fp8_weights: expected False without precision"):
+    with pytest.raises(ValueError, match=r"^cache_fp8_weights: expected False without precision"):
         adapter.register("other", cache_fp8_weights=True)
 
 

@@ -60,7 +60,7 @@ def register(
     policy = memory_policy(memory)
     function: Any = experts_forward
     if policy != KEEP or precision:
-        options = {"precision": precision, "cache_fp8_weights": cache_fp8_weights}
+        options: Any = {"precision": precision, "cache_fp8_weights": cache_fp8_weights}
         function = partial(experts_forward, **options, memory=policy)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)

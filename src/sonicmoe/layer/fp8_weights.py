@@ -167,16 +167,17 @@ class Fp8Weights:
             _hooks.append(register_optimizer_step_post_hook(_after_step))
         # Also a training step may use what inference left here.
         with torch.inference_mode(False), torch.no_grad():
-            parts: list[_KeptWeight] = []
-            before = (None, None) if kept is None else (kept.first, kept.second)
-            for i, (part, w) in enumerate(zip(before, (w1, w2), strict=True)):
-                if part is None or changed[i]:
-                    part = _quantized_weight(part, w, i == 1, backend)
-                parts.append(part)
-            alarm = None if kept is None else kept.alarm
+            if kept is None:
+                first = second = alarm = None
+            else:
+                first, second, alarm = kept.first, kept.second, kept.alarm
+            if first is None or changed[0]:
+                first = _quantized_weight(first, w1, False, backend)
+            if second is None or changed[1]:
+                second = _quantized_weight(second, w2, True, backend)
             if alarm is None or not alarm.fits(w1):
                 alarm = _Alarm(w1)
-            return _Kept(*parts, backend, alarm, *_stream_and_event(w1))
+            return _Kept(first, second, backend, alarm, *_stream_and_event(w1))
 
     def _step(self, changed: tuple[bool, bool]) -> None:
         """Quantize the weights that an optimizer has just changed."""
@@ -213,7 +214,7 @@ class Fp8Weights:
                 "the values it had when its FP8 copy was made",
                 "others, written without PyTorch noticing, for example through .data, or between"
                 " calls of a compiled model",
-                "Call refresh_fp8_weights() of MoE, or refresh() of Fp8Weights, after such a write.",
+                "Call refresh_fp8_weights() of MoE, or refresh() of Fp8Weights, after a write.",
             )
 
 

@@ -77,8 +77,8 @@ def checked_scales(
     """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
 
     If there is such an expert, or one that was not finite when it was quantized and is now, the
-    int32 `generation` (1,) is written to flags[0] for the first weight, flags[1] for the second. `flags`
-    is the address of host memory that the device can write.
+    int32 `generation` (1,) is written to flags[0] for the first weight, flags[1] for the second.
+    `flags` is the address of host memory that the device can write.
 
     Kernels compare one sample of an expert, at most 16384 values. `sample` (2, E) is the number of
     the next one, which they increment: consecutive samples cover all. It lies on the device, so
