@@ -10,12 +10,13 @@ from helpers import Case, make_inputs, plain, relative_error, run, same_bits
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
-from sonicmoe import ActivationType, MemoryPolicy, MoE, cost
+from sonicmoe import ActivationType, MemoryPolicy, MoE
 from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8
 from sonicmoe.shapes import Problem
 from sonicmoe.tensors import Fp8Weight
+from sonicmoe.tools import cost
 
 EXACT = ("recompute", MemoryPolicy(slices=2), MemoryPolicy("recompute", slices=5))
 PRECISIONS = ("fp8", "fp8_bf16_dw")

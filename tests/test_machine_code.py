@@ -74,19 +74,19 @@ def compile_layer(
 
 def check(compiled, arch, tensor_cores, gemms=6):
     """Returns how many of the GEMMs TMA feeds."""
-    products = copied = 0
+    counted = copied = 0
     for kernel in compiled:
         found, name = report(kernel), kernel.metadata.name
         assert found["spills"] == 0, f"{name} spills: {found}"
         assert found["bytes"] < CACHE, f"{name} waits for its instructions: {found}"
         if name.endswith(GEMMS):
-            products += 1
+            counted += 1
             copied += found["TMA loads"] > 0
             assert not tensor_cores or found[TENSOR_CORES[arch]], (
                 f"{name} misses tensor cores: {found}"
             )
             assert not bounds_from_outside(kernel), name
-    assert products == gemms
+    assert counted == gemms
     return copied
 
 
@@ -207,13 +207,13 @@ def test_z_in_fp8(arch, dtype, activation, gate_up, sizes, bias):
     layer = (arch, dtype, activation, gate_up, False, bias, sizes)
     compiled = compile_layer(*layer, z_dtype=torch.float8_e4m3fn, whole=whole)
     check(compiled, arch, dtype.itemsize == 2, gemms=6 if whole else 2)
-    products = [k for k in compiled if k.metadata.name.endswith(("up_kernel", "dz_kernel"))]
-    up, dz = (k.asm["ptx"] for k in products)
+    gemms = [k for k in compiled if k.metadata.name.endswith(("up_kernel", "dz_kernel"))]
+    up, dz = (k.asm["ptx"] for k in gemms)
     if arch >= 90:
         assert "cvt.rn.satfinite.e4m3x2.f32" in up and "cvt.rn.f16x2.e4m3x2" in dz
     aligned = sizes == WIDE or (sizes == (2048, 272) and activation.is_gated)
     hopper = arch == 90 and dtype.itemsize == 2 and aligned
-    assert products[0].metadata.name.startswith("hopper_") == hopper
+    assert gemms[0].metadata.name.startswith("hopper_") == hopper
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from machine_code import compiling
-from sonicmoe.fp8_tensors import Fp8Weight
-from sonicmoe.permutation import Permutation
 from test_machine_code import WIDE, compile_layer
 from test_machine_code_fp8_dz import ALL, compile_dz
 
 from sonicmoe import ActivationType
 from sonicmoe.launch import fp8, fp8_wgrad
-from sonicmoe.reference.fp8 import padded_rows
+from sonicmoe.shapes import padded_rows
+from sonicmoe.tensors import Fp8Weight, Permutation
 
 DRAW = Path(__file__).parents[1] / "docs" / "pictures" / "draw.py"
 MEMORY = {memory.kernel: memory.size for memory in runpy.run_path(str(DRAW))["MEMORY"]}
@@ -41,7 +40,8 @@ def compiled_fp8(name):
     with compiling(90) as compiled:
         if name == "fp8_up":
             w = Fp8Weight(e4m3(2, 2 * inner, hidden), None, torch.ones(2))
-            fp8.fp8_up(e4m3(64, hidden), torch.ones(64), w, p, SWIGLU, "interleaved", "keep")
+            x8, how = e4m3(64, hidden), (SWIGLU, "interleaved", torch.bfloat16)
+            fp8.fp8_up(x8, torch.ones(64), w, p, *how)
         elif name == "fp8_gemm":
             w = Fp8Weight(e4m3(2, hidden, inner), None, torch.ones(2))
             fp8.fp8_gemm(e4m3(64, inner), torch.ones(inner // 128, 64), w, None, p)

@@ -1,4 +1,4 @@
-"""Weight gradients added to an fp32 `main_grad` by the product itself."""
+"""Weight gradients added to an fp32 `main_grad` by the GEMM itself."""
 
 import copy
 
@@ -129,7 +129,7 @@ def test_a_buffer_that_does_not_fit(wrong):
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 def test_compiled(checkpointed):
-    """Compiled products add to the buffers too, and notice one that was not there before."""
+    """Compiled GEMMs add to the buffers too, and notice one that was not there before."""
 
     def run(moe, x):
         return (checkpoint(moe, x, use_reentrant=False) if checkpointed else moe(x))[0]

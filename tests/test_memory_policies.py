@@ -10,7 +10,7 @@ from memory_policies import CASES, EXACT, POLICIES, check_bars, check_not_finite
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
-from sonicmoe import ActivationType, MemoryPolicy, MoE, cost, notices
+from sonicmoe import ActivationType, MemoryPolicy, MoE, errors
 from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.layer.memory import memory_policy
 from sonicmoe.layer.run import permute
@@ -21,6 +21,7 @@ from sonicmoe.reference.quantize import (
     quantize_blocks,
 )
 from sonicmoe.shapes import Problem, slice_width
+from sonicmoe.tools import cost
 
 ROUTINGS = ("uniform", "empty_experts", "one_expert", "dropped")
 
@@ -33,7 +34,7 @@ def test_a_word_is_a_policy():
 
 
 def test_the_old_word_for_e4m3():
-    notices.say_once.cache_clear()
+    errors.say_once.cache_clear()
     with pytest.warns(UserWarning, match="memory='fp8' is now called 'e4m3'") as said:
         for memory in ("fp8", MemoryPolicy("fp8", 2)):
             assert memory_policy(memory).in_e4m3

@@ -8,10 +8,11 @@ import torch
 
 pytest.importorskip("triton", reason="launchers need Triton, which is for Linux")
 
-from sonicmoe import MemoryPolicy, cost, experts, validation
+from sonicmoe import MemoryPolicy, experts, validation
 from sonicmoe.launch import grouped_gemm, memory
 from sonicmoe.layer.memory import Z_POLICIES
 from sonicmoe.shapes import Problem
+from sonicmoe.tools import cost
 from sonicmoe.tuning import Target
 
 MODULES = ("grouped_gemm", "fp8", "fp8_dz", "fp8_scales", "fp8_wgrad", "quantize", "routing")

@@ -27,7 +27,7 @@ from sonicmoe.layer.precompile import Layer, compile_together, run_step
 from sonicmoe.layer.weights import ExpertWeights, Projection
 from sonicmoe.routing import TokenRounding
 from sonicmoe.shapes import Problem
-from sonicmoe.warmup import run_layer
+from sonicmoe.tools.warmup import run_layer
 
 H, I, E, K = 64, 32, 48, 2
 

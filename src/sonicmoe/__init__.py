@@ -12,7 +12,7 @@ from .functional import (
 from .layer.fp8_weights import Fp8Weights
 from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
-from .warmup import warmup
+from .tools.warmup import warmup
 from .watch import watch
 
 __version__ = "0.1.0"

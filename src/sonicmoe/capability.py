@@ -21,5 +21,5 @@ def check_z_in_fp8(arch: int) -> None:
             "memory",
             "'keep' or 'recompute' on a GPU without e4m3",
             f"'e4m3' on compute capability {arch / 10}",
-            "'recompute' keeps less than 'fp8'.",
+            "'recompute' keeps less than 'e4m3'.",
         )

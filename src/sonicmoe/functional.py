@@ -6,7 +6,7 @@ from .enums import ActivationType
 from .layer import prepare
 from .layer.fp8_weights import Fp8Weights, check_fp8_weights
 from .layer.lora import LowRank
-from .layer.memory import MemoryPolicy, memory_policy
+from .layer.memory import KEEP, MemoryPolicy, memory_policy
 from .layer.run import run
 from .layer.weights import ExpertWeights, Projection
 from .routing.scores import router_logits, topk_scores
@@ -30,7 +30,7 @@ def experts(
     gate_up: str = "interleaved",
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Run every token through its experts and return their outputs summed with the scores.
@@ -87,7 +87,7 @@ def grouped_experts(
     gate_up: str = "interleaved",
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Run the experts on rows that are already sorted by expert, such as an all-to-all's output.

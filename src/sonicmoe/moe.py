@@ -9,18 +9,18 @@ from torch.func import functional_call
 
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .gate_up_order import check_order, note_order
 from .layer import prepare
 from .layer.fp8_weights import Fp8Weights
-from .layer.memory import MemoryPolicy, memory_policy
+from .layer.gate_up_order import check_order, note_order
+from .layer.memory import KEEP, MemoryPolicy, memory_policy
+from .layer.options import OPTIONS, check_layer_precision
 from .layer.run import run
+from .layer.shared_expert import SharedExpert
 from .layer.weights import ExpertWeights, Projection
-from .layer_options import OPTIONS, check_layer_precision
-from .plain_linear import is_linear, is_plain_linear
 from .routing import Router, Routing, auxiliary_loss, make_router
+from .routing.plain_linear import is_linear, is_plain_linear
 from .routing.scores import router_logits
 from .shapes import check_size
-from .shared import SharedExpert
 from .validation import (
     check_activation,
     check_floating,
@@ -116,7 +116,7 @@ class MoE(nn.Module):
         all_reduce_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
         precision: str | None = None,
         cache_fp8_weights: bool = False,
-        memory: str | MemoryPolicy = "keep",
+        memory: str | MemoryPolicy = KEEP,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

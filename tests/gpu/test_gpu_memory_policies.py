@@ -14,12 +14,13 @@ from memory_policies import (
     results,
 )
 
-from sonicmoe import ActivationType, MemoryPolicy, MoE, cost
+from sonicmoe import ActivationType, MemoryPolicy, MoE
 from sonicmoe.launch import grouped_gemm
 from sonicmoe.layer.run import permute
 from sonicmoe.reference.quantize import dequantize_blocks, quantize_blocks
 from sonicmoe.shapes import Problem
 from sonicmoe.tensors import NO_LORA
+from sonicmoe.tools import cost
 from sonicmoe.tuning import Target
 
 pytestmark = pytest.mark.gpu

@@ -123,14 +123,14 @@ def test_kernels_compile_without_spills(arch, case, rank):
         grouped_gemm.down(z, w1.mT, None, None, Lora(u, down), p, kernel="dx")
         of_w2 = (w2, given.b2, given.scores, Lora(u, across))
         grouped_gemm.dz(x, z, None, *of_w2, p, act, gate_up, DzResults(True, True, True))
-    products, narrow = 0, case.dtype.itemsize == 2
+    gemms, narrow = 0, case.dtype.itemsize == 2
     for kernel in compiled:
         found, name = report(kernel), kernel.metadata.name
         assert found["spills"] == 0, f"{name} spills: {found}"
         if name.endswith(("up_kernel", "gemm_kernel", "dz_kernel")):
-            products += 1
+            gemms += 1
             assert ("hopper" in name and found["wgmma"] > 0) == (arch == 90 and narrow), found
-    assert products == 4
+    assert gemms == 4
 
 
 def test_a_frozen_input_pays_for_no_gradient():

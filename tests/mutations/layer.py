@@ -37,7 +37,7 @@ MUTATIONS = [
         "    check_z_in_fp8(target.arch)\n", "    pass\n", "tests/tuning/test_select.py -k e4m3",
     ),
     Mutation(
-        "costs of FP8 on other GPUs than Hopper", "cost.py",
+        "costs of FP8 on other GPUs than Hopper", "tools/cost.py",
         "            check_fp8_experts(self.arch)\n", "            pass\n",
         "tests/bench/test_cli.py -k cost",
     ),
@@ -47,21 +47,21 @@ MUTATIONS = [
         "tests/bench/test_cli.py -k cost",
     ),
     Mutation(
-        "cost: rows of dX are read once, whatever the slices", "cost.py",
+        "cost: rows of dX are read once, whatever the slices", "tools/cost.py",
         'slices * q["z"] + q["w1"]', 'q["z"] + q["w1"]', "tests/test_memory_policies.py -k stages",
     ),
     Mutation(
-        "cost: slices of dX share one reading of the map", "cost.py",
+        "cost: slices of dX share one reading of the map", "tools/cost.py",
         's["y"] + slices * s["index"], s["x"])', 's["y"] + s["index"], s["x"])',
         "tests/test_memory_policies.py -k stages",
     ),
     Mutation(
-        "cost: slices of Y share one reading of scores and map", "cost.py",
+        "cost: slices of Y share one reading of scores and map", "tools/cost.py",
         's["y"] + slices * (s["scores"] + s["index"])', 's["y"] + (s["scores"] + s["index"])',
         "tests/test_memory_policies.py -k stages",
     ),
     Mutation(
-        "cost: all of dX's rows exist at once", "cost.py",
+        "cost: all of dX's rows exist at once", "tools/cost.py",
         "second = total + recomputed + rows_i, later + tokens_h + max(rows_h, dw1)",
         "second = total + recomputed + rows_i, later + tokens_h + "
         "max(p.R * p.H * itemsize, dw1)",

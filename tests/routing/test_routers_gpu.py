@@ -150,9 +150,7 @@ def test_logits_in_fp32(dtype):
     """Of data in 16 bits, without a copy of it in fp32."""
     x = torch.randn(3000, 512, device="cuda", dtype=dtype, requires_grad=True)
     weight = (torch.randn(24, 512, device="cuda") / 22).to(dtype).requires_grad_()
-    router_logits(
-        x, weight, fp32_logits=True
-    )  # the first product of a process asks for a work space
+    router_logits(x, weight, fp32_logits=True)  # the first GEMM of a process asks for a work space
     before = torch.cuda.memory_allocated()
     logits, same = router_logits(x, weight, fp32_logits=True)
     assert torch.cuda.memory_allocated() - before < 4 * 3000 * 32 + 2**16

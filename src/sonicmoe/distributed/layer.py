@@ -15,7 +15,7 @@ from ..layer import prepare
 from ..layer.fp8_weights import Fp8Weights, check_fp8_weights
 from ..layer.lora import LowRank
 from ..layer.main_grad import with_main_grad
-from ..layer.memory import MemoryPolicy, memory_policy
+from ..layer.memory import KEEP, MemoryPolicy, memory_policy
 from ..layer.nodes import refuse_second_derivatives
 from ..layer.run import run
 from ..layer.weights import ExpertWeights, Projection
@@ -59,7 +59,7 @@ def experts(
     gate_up: str = "interleaved",
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
     """`sonicmoe.experts` with the experts spread evenly over the ranks of `group`.

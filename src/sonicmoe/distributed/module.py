@@ -14,7 +14,7 @@ from ..enums import KernelBackendMoE
 from ..errors import bad_argument
 from ..layer.weights import ExpertWeights, Projection
 from ..moe import MoE
-from ..plain_linear import is_linear
+from ..routing.plain_linear import is_linear
 from .agreement import raise_on_all_ranks
 from .drift import note_training
 from .layer import experts

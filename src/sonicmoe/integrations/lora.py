@@ -4,8 +4,10 @@ import torch
 
 from ..enums import ActivationType
 from ..functional import experts
-from ..layer.lora import LowRank as LowRank
-from ..layer.memory import MemoryPolicy
+from ..layer.lora import LowRank
+from ..layer.memory import KEEP, MemoryPolicy
+
+__all__ = ["LowRank", "lora_experts"]
 
 
 def lora_experts(
@@ -21,7 +23,8 @@ def lora_experts(
     *,
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
-    memory: str | MemoryPolicy = "keep",
+    precision: str | None = None,
+    memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
     """`sonicmoe.experts` with LoRA on frozen weights; gradients for x, scores and the adapters.
@@ -41,6 +44,7 @@ def lora_experts(
         lora2=lora2,
         activation=activation,
         gate_up=gate_up,
+        precision=precision,
         memory=memory,
         backend=backend,
     )

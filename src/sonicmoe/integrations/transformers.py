@@ -37,7 +37,7 @@ def register(
     replace: bool = False,
     precision: str | None = None,
     cache_fp8_weights: bool = False,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
 ) -> None:
     """Make `name` a valid `experts_implementation` of transformers.
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import bad_argument
-from ..notices import say_once
+from ..errors import bad_argument, say_once
 from ..tensors import E4M3
 
 Z_POLICIES = ("keep", "e4m3", "recompute")

@@ -19,7 +19,7 @@ import torch
 
 from .. import ops
 from ..enums import ActivationType
-from ..notices import say_once
+from ..errors import say_once
 from .main_grad import with_main_grad
 from .memory import KEEP, MemoryPolicy
 from .nodes import run_backward

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import bad_argument
-from ..notices import say_once
+from ..errors import bad_argument, say_once
 
 _WEIGHTS = frozenset(("w", "w1", "w2", "lora_b"))
 _ROWS = frozenset(

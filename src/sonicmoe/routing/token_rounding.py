@@ -3,9 +3,8 @@
 import torch
 
 from .. import ops
-from ..errors import bad_argument
+from ..errors import bad_argument, say_once
 from ..layer.nodes import refuse_second_derivatives
-from ..notices import say_once
 from ..reference.token_rounding import STOCHASTIC, SUBROUTINES, spread_pairs
 from ..shapes import check_size
 from ..validation import (

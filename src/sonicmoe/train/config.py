@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import bad_argument
-from ..layer.memory import memory_policy
+from ..layer.memory import KEEP, memory_policy
 from ..validation import FP8_ALIGNMENT
 
 PRECISIONS = {
@@ -106,7 +106,7 @@ class TrainConfig:
     compile: bool = False
     deterministic: bool = True
     recompute: bool = False
-    memory: str = "keep"
+    memory: str = KEEP.z
     loss_chunk: int = 0
     expert_parallel: int = 1
 

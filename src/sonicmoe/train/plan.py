@@ -126,7 +126,7 @@ def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -
         moe = compute["MoE layers"]
         again = m.num_layers * moe_recomputed_seconds(m, tokens, device, eff)
         compute["recomputation"] = (blocks - moe) / 3 + again  # forward is a third of a step
-    if config.memory == "recompute":
+    if memory_policy(config.memory).recompute:
         compute["recomputation of Z"] = m.num_layers * up_seconds(m, tokens, device, eff)
     if not config.is_autocast or layout.shard > 1:  # FSDP casts each GPU's own shard
         del compute["casts of weights and gradients"]

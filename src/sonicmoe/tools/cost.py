@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .capability import check_fp8_experts, check_z_in_fp8
-from .errors import bad_argument
-from .layer.memory import KEEP, MemoryPolicy
-from .shapes import BLOCK, Problem, ceil_div, max_tiles, padded_rows, slice_width
+from ..capability import check_fp8_experts, check_z_in_fp8
+from ..errors import bad_argument
+from ..layer.memory import KEEP, MemoryPolicy
+from ..shapes import BLOCK, Problem, ceil_div, max_tiles, padded_rows, slice_width
 
 INDEX = 4  # bytes of an index
 SCALE = 4  # bytes of a scale of Z in e4m3

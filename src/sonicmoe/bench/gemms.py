@@ -15,7 +15,7 @@ NAMES = ("up", "down", "dz", "dw2", "dx", "dw1")
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Gemm:
     """`run` launches the same kernel as a training step and returns everything it computed.
 
     With None it uses the layer's own configuration.
@@ -27,7 +27,7 @@ class Product:
     run: Callable[[Config | None], tuple[torch.Tensor, ...]]
 
 
-def products(inputs: Inputs, gate_up: str) -> tuple[list[Product], Target]:
+def gemms(inputs: Inputs, gate_up: str) -> tuple[list[Gemm], Target]:
     """The GEMMs of one case on its inputs, and the GPU they are tuned for."""
     from ..launch import grouped_gemm as launches
     from ..launch import memory
@@ -69,12 +69,12 @@ def products(inputs: Inputs, gate_up: str) -> tuple[list[Product], Target]:
     large = 2 * problem.R * problem.H * problem.N
     h, i, n, gated = problem.H, problem.I, problem.N, activation.is_gated
     found = [
-        Product("up", RowKey("up", size, h, n, gated), large, up),
-        Product("down", RowKey("down", size, i, h, True), small, down),
-        Product("dz", RowKey("dz", size, h, i, gated), small, dz),
-        Product("dw2", WeightKey(size, h, i, True, False), small, dw2),
-        Product("dx", RowKey("dx", size, n, h, True), large, dx),
-        Product("dw1", WeightKey(size, n, h, False, True), large, dw1),
+        Gemm("up", RowKey("up", size, h, n, gated), large, up),
+        Gemm("down", RowKey("down", size, i, h, True), small, down),
+        Gemm("dz", RowKey("dz", size, h, i, gated), small, dz),
+        Gemm("dw2", WeightKey(size, h, i, True, False), small, dw2),
+        Gemm("dx", RowKey("dx", size, n, h, True), large, dx),
+        Gemm("dw1", WeightKey(size, n, h, False, True), large, dw1),
     ]
     z, a = up(default_config(found[0].key, target))
     dz_rows, scaled_a, _ = dz(default_config(found[2].key, target))

@@ -7,14 +7,14 @@ from itertools import product
 
 import torch
 
-from .enums import ActivationType
-from .errors import bad_argument
-from .layer.memory import MemoryPolicy, memory_policy
-from .layer.operands import kind_of
-from .layer.precompile import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
-from .routing import Router, auxiliary_loss, make_router
-from .shapes import check_size
-from .validation import (
+from ..enums import ActivationType
+from ..errors import bad_argument
+from ..layer.memory import KEEP, MemoryPolicy, memory_policy
+from ..layer.operands import kind_of
+from ..layer.precompile import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
+from ..routing import Router, auxiliary_loss, make_router
+from ..shapes import check_size
+from ..validation import (
     check_activation,
     check_gate_up,
     check_k,
@@ -36,7 +36,7 @@ def warmup(
     main_grad: bool = False,
     weights: torch.dtype | None = None,
     precision: str | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
     device: str | torch.device = "cuda",
     progress: bool = True,
 ) -> float:

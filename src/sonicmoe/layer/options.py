@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from .errors import bad_argument
-from .layer.memory import memory_policy
-from .layer.operands import kind_of
-from .shapes import check_size
-from .validation import FP8_ALIGNMENT, check_activation, check_gate_up
+from ..errors import bad_argument
+from ..shapes import check_size
+from ..validation import FP8_ALIGNMENT, check_activation, check_gate_up
+from .memory import memory_policy
+from .operands import kind_of
 
 
 def check_layer_precision(
