@@ -108,7 +108,7 @@ class Fp8Weights:
     def quantized(
         self, w1: torch.Tensor, w2: torch.Tensor, transposed: bool, backend: str
     ) -> tuple[Fp8Weight, Fp8Weight]:
-        """`quantize_weights`; what is kept is also transposed."""
+        """W1 and W2 for one call: what is kept, which is also transposed, or quantized just now."""
         kept = self._kept
         if torch.compiler.is_compiling():
             if kept is None or not (kept.first.is_owned_by(w1) and kept.second.is_owned_by(w2)):
