@@ -63,6 +63,12 @@ def check_weight(w: torch.Tensor) -> None:
         assert list(got) == [name for name in want if not left_out.get(name)]
         for name in got:
             (near if name == "w_norm" else same)(got[name], want[name], name)
+        given = [got.get(name) for name in want]
+        buffers = [None if t is None else torch.empty_like(t).fill_(torch.nan) for t in given]
+        quantize.quantize_weight_into(*buffers, w)
+        for name, t, buffer in zip(want, given, buffers, strict=True):
+            if t is not None:
+                same(buffer, t.cpu(), f"{name}, given")
 
 
 def near(got: torch.Tensor, want: torch.Tensor, name: str) -> None:

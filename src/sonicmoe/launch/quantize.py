@@ -64,25 +64,27 @@ def _norms_kernel(columns: int, count: int) -> Bound:
     return Bound(kernels.column_norms_kernel, C=columns, **options, num_warps=4)
 
 
-def quantize_weight(w, transposed, norms):
-    experts, n, k = w.shape
-    w8 = memory.empty((experts, n, k), E4M3, w.device)
-    w8_t = memory.empty((experts, k, n), E4M3, w.device) if transposed else None
-    scale = memory.empty((experts,), torch.float32, w.device)
-    norm = memory.empty((experts, k), torch.float32, w.device) if norms else None
-    quantize_weight_into(w8, w8_t, scale, norm, w)
-    return w8, w8_t, scale, norm
-
-
 def quantize_weight_into(w8, w8_t, w_scale, w_norm, w):
+    quantize_weight(w, w8_t is not None, w_norm is not None, (w8, w8_t, w_scale, w_norm))
+
+
+def quantize_weight(w, transposed, norms, into=None):
     """w is dense, as (E, N, K) or as (E, K, N); N and K are multiples of 4."""
+    experts, summed, columns = w.shape
+    if into is None:
+        into = (
+            memory.empty((experts, summed, columns), E4M3, w.device),
+            memory.empty((experts, columns, summed), E4M3, w.device) if transposed else None,
+            memory.empty((experts,), torch.float32, w.device),
+            memory.empty((experts, columns), torch.float32, w.device) if norms else None,
+        )
+    w8, w8_t, w_scale, w_norm = into
     in_order = weight_layout(w) == "nk"
-    summed, columns = w.shape[1:]
     w, q, q_t = (w, w8, w8_t) if in_order else (w.mT, w8_t, w8)
-    experts, n, k = w.shape
+    _, n, k = w.shape
     bits = memory.empty((experts,), torch.int32, w.device).zero_()
     squares = sum_over = None
-    if w_norm is not None:
+    if norms:
         sum_over = "n" if in_order else "k"
         shape = (experts, ceil_div(summed, _TILE), columns)
         squares = memory.empty(shape, torch.float32, w.device)
@@ -90,9 +92,10 @@ def quantize_weight_into(w8, w8_t, w_scale, w_norm, w):
     launch(amax, (ceil_div(n * k, _STEPS * _BLOCK), experts), w, bits)
     words = None if q_t is None else q_t.view(torch.int32)
     launch(quantize, (tiles, experts), w, bits, q, words, w_scale, squares)
-    if w_norm is not None:
+    if norms:
         kernel = _norms_kernel(columns, summed)
         launch(kernel, (ceil_div(columns, 128), experts), squares, w_scale, w_norm)
+    return into
 
 
 def dequantize_rows(dout, q, scale):
