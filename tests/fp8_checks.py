@@ -63,6 +63,12 @@ def check_weight(w: torch.Tensor) -> None:
         assert list(got) == [name for name in want if not left_out.get(name)]
         for name in got:
             (near if name == "w_norm" else same)(got[name], want[name], name)
+        given = [got.get(name) for name in want]
+        buffers = [None if t is None else torch.empty_like(t).fill_(torch.nan) for t in given]
+        quantize.quantize_weight_into(*buffers, w)
+        for name, t, buffer in zip(want, given, buffers, strict=True):
+            if t is not None:
+                same(buffer, t.cpu(), f"{name}, given")
 
 
 def near(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
@@ -79,16 +85,25 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
     quantized = [fp8.quantize_weight(w, False, False) for w in weights]
     wants = [scale.cpu() for _, _, scale, _ in quantized]
 
+    samples = torch.tensor([quantize.samples_of(*size) for size in sizes])[:, None]
+    generation = torch.full((1,), 7, dtype=torch.int32, device=device)
+    flags = torch.zeros(2, dtype=torch.int32, pin_memory=device != "cpu")
+
     def checked(sample: int) -> dict[int, torch.Tensor]:
         given: list = []
         for w, (q, _, scale, _) in zip(weights, quantized, strict=True):
             given += [w, q, scale]
-        given.append(sample)
-        return run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given))), device)
+        now = (sample % samples).expand(2, 3).to(device, torch.int32).contiguous()
+        given += [now, generation, flags.data_ptr()]
+        flags.zero_()
+        found = run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given))), device)
+        same(now, ((sample + 1) % samples).expand(2, 3).to(torch.int32).contiguous(), "sample")
+        return found
 
-    def check(sample: int = 0) -> None:
+    def check(sample: int = 0, raised: Sequence[int] = (0, 0)) -> None:
         for i, got in checked(sample).items():
             same(got, wants[i], f"scale {i}")
+        assert flags.tolist() == list(raised)
 
     for sample in (0, 1, 12345):
         check(sample)
@@ -99,7 +114,7 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
         for place in ((), (slice(None), part.shape[1] // 3)):
             part[place] += 1
             wants[which] = torch.where(torch.arange(3) == expert, torch.nan, scale)
-            check(sample=expert)
+            check(expert, [7 * (i == which) for i in range(2)])
             part.copy_(before)
         part[3, 5] += 1
         found = [checked(i)[which][expert].isnan() for i in range(quantize.samples_of(*part.shape))]
@@ -107,6 +122,8 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
         part.copy_(before)
         wants[which] = scale
         check()
+    weights[0][2, 0, 0] = 0  # finite again, though it stays NaN
+    check(5, (7, 0))
 
 
 def all_bf16() -> torch.Tensor:

@@ -10,6 +10,7 @@ from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
 from sonicmoe.tensors import E4M3, Fp8DzResults, Fp8Kept, Fp8Weight, Permutation
 
+FLAGS = torch.zeros(2, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 CASE = Case("12,16,8,4,2", torch.float32, bias=True, routing="dropped")
 
 
@@ -167,12 +168,18 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     sorted_rows = (*in_order, "swiglu", "concatenated")
     recomputed = (*p, "swiglu", "interleaved", b)
     ragged = torch.arange(0, 25, 2, dtype=torch.int32)
+    sample, generation = (torch.ones(size, dtype=torch.int32) for size in ((2, 4), (1,)))
+    state = (sample, generation, FLAGS.data_ptr())
     return {
         "quantize_rows": [(x, True, b), (x, False, b), (x[:0], True, b)],
         "quantize_weight": [(w1, True, False, b), (w1, False, False, b)]
         + [(w2_t.float(), transposed, True, b) for transposed in (True, False)],
+        "quantize_weight_into": [
+            (*of_w1._replace(w_norm=None), w1, b),
+            (of_w2.w8, None, of_w2.w_scale, of_w2.w_norm, w2_t.float(), b),
+        ],
         "checked_scales": [
-            (w1, *w1_scaled, w2, of_w2.w8, of_w2.w_scale, 0, b),
+            (w1, *w1_scaled, w2, of_w2.w8, of_w2.w_scale, *state, b),
             (
                 w1.float(),
                 of_w1.w8,
@@ -180,7 +187,7 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
                 w2.mT.contiguous(),
                 of_w2.w8_t,
                 of_w2.w_scale,
-                7,
+                *state,
                 b,
             ),
         ],

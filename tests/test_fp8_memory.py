@@ -176,10 +176,13 @@ def test_modes(mode, memory, precision):
 
 
 def test_a_cache_serves_the_recomputation(monkeypatch):
-    """Cached weights are not quantized again in the backward pass; others are."""
-    found, quantize = [], fp8.quantize_weight
-    monkeypatch.setattr(fp8, "quantize_weight", lambda w, *o: found.append(w) or quantize(w, *o))
-    monkeypatch.setattr("sonicmoe.layer.fp8_weights._fsdp2_is_used", lambda: False)
+    """Kept weights are not quantized again in the backward pass; others are."""
+    found = []
+    for name in ("quantize_weight", "quantize_weight_into"):
+        quantize = getattr(fp8, name)
+        monkeypatch.setattr(
+            fp8, name, lambda *a, quantize=quantize: found.append(a) or quantize(*a)
+        )
     x = torch.randn(12, 32).bfloat16().requires_grad_()
     for cached, calls in ((True, 2), (False, 5)):
         torch.manual_seed(0)

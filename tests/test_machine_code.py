@@ -304,7 +304,8 @@ def test_quantizers(arch):
             for dtype in (torch.bfloat16, torch.float32) if arch > 80 else ():
                 quantized = (new(2, 512, 256).to(torch.float8_e4m3fn), new(2))
                 weight = (new(2, 512, 256, dtype=dtype), *quantized)
-                quantize.checked_scales(*weight, *weight, 0)
+                state = (new(2, 2, dtype=torch.int32), new(1, dtype=torch.int32))
+                quantize.checked_scales(*weight, *weight, *state, 1 << 40)
             for activation in (ActivationType.SWIGLU, ActivationType.GELU) if arch > 80 else ():
                 z = new(2 * tokens, 512 if activation.is_gated else 256, dtype=torch.bfloat16)
                 scored = (new(2, 2 * tokens), new(tokens, 2), p, activation, "interleaved")

@@ -9,6 +9,7 @@ from .functional import (
     moe_TC_softmax_topk_layer,
     topk_scores,
 )
+from .layer.fp8_weights import Fp8Weights
 from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
 from .tools.warmup import warmup
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationType",
     "Experts",
+    "Fp8Weights",
     "KernelBackendMoE",
     "MemoryPolicy",
     "MoE",

@@ -4,6 +4,7 @@ import torch
 
 from .enums import ActivationType
 from .layer import prepare
+from .layer.fp8_weights import Fp8Weights, check_fp8_weights
 from .layer.lora import LowRank
 from .layer.memory import KEEP, MemoryPolicy, memory_policy
 from .layer.run import run
@@ -28,6 +29,7 @@ def experts(
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
     memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -48,8 +50,10 @@ def experts(
 
     `precision="fp8"` runs the grouped GEMMs, backward too, in e4m3 for x in bf16: output and
     gradients then err by about 7% of their norm. "fp8_bf16_dw" computes weight gradients in bf16.
-    No biases; H and I are multiples of 16. The weights are quantized in every call.
+    No biases; H and I are multiples of 16. The weights are quantized in every call, or with an
+    `Fp8Weights` as `fp8_weights` when they change.
     """
+    check_fp8_weights(fp8_weights, precision)
     weights = _weights(w1, w2, b1, b2, activation, gate_up)
     call = prepare.routed(
         x,
@@ -62,6 +66,7 @@ def experts(
         precision=precision,
         memory=memory_policy(memory),
         backend=backend,
+        fp8_weights=fp8_weights,
     )
     return run(call)
 
@@ -81,6 +86,7 @@ def grouped_experts(
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
     memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -91,9 +97,10 @@ def grouped_experts(
     e has rows [offsets[e], offsets[e] + counts[e]). Rows of no expert are neither read nor trusted;
     their output and gradient are zero. scores (R,), optional, multiply the rows of the result.
     Counts or offsets that do not fit R rows raise a ValueError on a CPU; on a GPU, where reading
-    them would wait for the device, output and dX are NaN. Adapters, `precision` and `memory` as in
-    `experts`; `slices` has no effect without gaps, since no rows are combined.
+    them would wait for the device, output and dX are NaN. Adapters, `precision`, `fp8_weights` and
+    `memory` as in `experts`; `slices` has no effect without gaps, since no rows are combined.
     """
+    check_fp8_weights(fp8_weights, precision)
     call = prepare.grouped(
         rows,
         counts,
@@ -104,6 +111,7 @@ def grouped_experts(
         precision=precision,
         memory=memory_policy(memory),
         backend=backend,
+        fp8_weights=fp8_weights,
     )
     return run(call)
 

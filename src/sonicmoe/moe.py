@@ -10,7 +10,7 @@ from torch.func import functional_call
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
 from .layer import prepare
-from .layer.fp8_weights import Fp8WeightCache
+from .layer.fp8_weights import Fp8Weights
 from .layer.gate_up_order import check_order, note_order
 from .layer.lora import LowRank
 from .layer.memory import KEEP, MemoryPolicy, memory_policy
@@ -83,12 +83,11 @@ class MoE(nn.Module):
     "e4m3", "recompute" or a `MemoryPolicy`.
 
     `precision="fp8"` is that of `experts`. The weights are then quantized in every forward pass, or
-    with `cache_fp8_weights` when they are seen to have changed. The cache sees steps of optimizers
-    of `torch.optim` and what PyTorch's version counter sees. After any other change, such as writes
-    through `.data` or a broadcast, call `refresh_fp8_weights`; else the forward pass raises a
-    ValueError on a CPU. On a GPU each call compares another sample of the weights, and experts that
-    changed give NaN. Compiled, captured in a CUDA graph, under FSDP or expert parallelism, the
-    cache is not used.
+    with `cache_fp8_weights` when they are seen to have changed: see `Fp8Weights`. A step of an
+    optimizer of `torch.optim`, `load_state_dict` and what PyTorch's version counter sees are seen.
+    After any other change, such as writes through `.data` or a broadcast, call
+    `refresh_fp8_weights`; also before the layer is compiled or captured in a CUDA graph, unless it
+    ran before. Under FSDP every forward pass quantizes.
 
     State-dict keys: `router.weight` (E, H), `c_fc.weight` (E, 2I, H), `c_proj.weight` (E, H, I);
     with `router_bias` also `router.bias`, with `add_bias` also `c_fc.bias` and `c_proj.bias`. The
@@ -177,6 +176,7 @@ class MoE(nn.Module):
                 device=device,
                 dtype=dtype,
             )
+        self.register_load_state_dict_post_hook(_refresh_fp8_weights)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Options may be set later: what they do is done, and what they cannot do is refused."""
@@ -194,14 +194,15 @@ class MoE(nn.Module):
     @property
     def cache_fp8_weights(self) -> bool:
         """Whether the weights in FP8 are kept from one forward pass to the next."""
-        return self._fp8_cache is not None
+        return self._fp8_weights is not None
 
     @cache_fp8_weights.setter
     def cache_fp8_weights(self, cached: bool) -> None:
         if cached and self.precision is None:
             expected, remedy = "False without precision='fp8'", "Set precision='fp8'."
             raise bad_argument("cache_fp8_weights", expected, cached, remedy)
-        self._fp8_cache = Fp8WeightCache() if cached else None
+        names = ("c_fc.weight", "c_proj.weight")
+        self._fp8_weights = Fp8Weights(names) if cached else None
 
     def reset_parameters(self) -> None:
         """Initialize all parameters and the router's state, for example after `to_empty`."""
@@ -254,7 +255,7 @@ class MoE(nn.Module):
             precision=self.precision,
             memory=self.memory,
             backend=backend,
-            cache=self._fp8_cache,
+            fp8_weights=self._fp8_weights,
             logits=r.logits.dtype,
         )
         # Before the experts, so that a checkpoint need not run them again to get at it.
@@ -290,12 +291,14 @@ class MoE(nn.Module):
         return _adapter("c_fc", self.c_fc), _adapter("c_proj", self.c_proj)
 
     def refresh_fp8_weights(self) -> None:
-        """Quantize the weights again in the next forward pass, if they are cached."""
-        if self._fp8_cache is not None:
-            self._fp8_cache.clear()
+        """Quantize the weights now, with `cache_fp8_weights`."""
+        if self._fp8_weights is not None:
+            weights = self._weights()
+            self._fp8_weights.refresh(weights.up.weight, weights.down.weight)
 
     def _apply(self, fn, recurse=True):
-        self.refresh_fp8_weights()  # before the weights move or change their dtype
+        if self._fp8_weights is not None:
+            self._fp8_weights.clear()  # before the weights move or change their dtype
         return super()._apply(fn, recurse)
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -385,6 +388,12 @@ def _adapter(name: str, experts: nn.Module) -> LowRank | None:
             "Call sonicmoe.integrations.peft.use_lora_experts(model).",
         )
     return low_rank()
+
+
+def _refresh_fp8_weights(moe: MoE, incompatible_keys: Any) -> None:
+    """Compiled models do not see that weights were loaded."""
+    if moe._fp8_weights is not None and moe._fp8_weights.is_kept:
+        moe.refresh_fp8_weights()
 
 
 def _backend_name(backend: KernelBackendMoE | None) -> str | None:

@@ -88,6 +88,15 @@ def test_layer_with_fsdp_on_the_other_dimension(four, tokens, options):
     four.run(ranks.layer_with_fsdp_on_the_other_dimension, tokens, options)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_kept_fp8_weights(two, sharded):
+    two.run(ranks.kept_fp8_weights, sharded)
+
+
+def test_kept_fp8_weights_that_are_stale(two):
+    two.run(ranks.kept_fp8_weights_that_are_stale)
+
+
 def test_layer_in_fp8(two):
     two.run(ranks.fp8_layer, [7, 5])
 

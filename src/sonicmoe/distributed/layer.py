@@ -12,6 +12,7 @@ import torch.distributed as dist
 from .. import ops
 from ..enums import ActivationType
 from ..layer import prepare
+from ..layer.fp8_weights import Fp8Weights, check_fp8_weights
 from ..layer.lora import LowRank
 from ..layer.main_grad import with_main_grad
 from ..layer.memory import KEEP, MemoryPolicy, memory_policy
@@ -57,6 +58,7 @@ def experts(
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
     memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -72,6 +74,9 @@ def experts(
     on one rank raises on all.
     """
     with raise_on_all_ranks(group, w1, x, ids):
+        check_fp8_weights(fp8_weights, precision)
+        if fp8_weights is not None:
+            fp8_weights.raise_if_stale()  # before one rank alone would
         (x,) = prepare.autocast(x)  # before x travels
         weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
         prepare.check(x, weights, (lora1, lora2), precision, backend)
@@ -102,6 +107,7 @@ def experts(
         precision=precision,
         memory=policy,
         backend=backend,
+        fp8_weights=fp8_weights,
     )
     y = run(call)
     return combine(y, plan)

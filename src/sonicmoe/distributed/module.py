@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from ..enums import KernelBackendMoE
 from ..errors import bad_argument
+from ..layer.weights import ExpertWeights, Projection
 from ..moe import MoE
 from ..routing.plain_linear import is_linear
 from .agreement import raise_on_all_ranks
@@ -51,11 +52,15 @@ class ExpertParallelMoE(MoE):
         (w1, b1, *_), (w2, b2, *_), activation, gate_up = self._weights()
         with self._raise_on_all_ranks():
             lora1, lora2 = self._adapters()
+        fp8_weights = None if self.precision is None else self._fp8_weights
         out = experts(
             x,
             r.ids,
             r.scores,
-            *map(_local, (w1, w2, b1, b2)),
+            w1,
+            w2,
+            b1,
+            b2,
             group=self.mesh.get_group(),
             slot_token=r.slot_token,
             token_start=r.token_start,
@@ -64,10 +69,17 @@ class ExpertParallelMoE(MoE):
             activation=activation,
             gate_up=gate_up,
             precision=self.precision,
+            fp8_weights=fp8_weights,
             memory=self.memory,
             backend=backend,
         )
         return out, aux_loss
+
+    def _weights(self) -> ExpertWeights:
+        """Those of this rank."""
+        up, down, activation, gate_up = super()._weights()
+        up, down = (Projection(_local(w.weight), _local(w.bias)) for w in (up, down))
+        return ExpertWeights(up, down, activation, gate_up)
 
     def _checked_backend(self, hidden_states, backend):
         with self._raise_on_all_ranks():

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import bad_argument
 from ..extras import missing
 from ..functional import experts
+from ..layer.fp8_weights import Fp8Weights
 from ..layer.lora import LowRank
 from ..layer.memory import KEEP, MemoryPolicy, memory_policy
 from ..layer.operands import kind_of
@@ -35,6 +36,7 @@ def register(
     *,
     replace: bool = False,
     precision: str | None = None,
+    cache_fp8_weights: bool = False,
     memory: str | MemoryPolicy = KEEP,
 ) -> None:
     """Make `name` a valid `experts_implementation` of transformers.
@@ -43,17 +45,23 @@ def register(
     "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
     package behind that name, for this process. Models whose experts do not use transformers'
     interface, or are loaded quantized, would ignore the name: asking for it raises a ValueError
-    from now on. `precision` and `memory` are those of `sonicmoe.experts`.
+    from now on. `precision` and `memory` are those of `sonicmoe.experts`. With `cache_fp8_weights`
+    each module of experts has a `sonicmoe.Fp8Weights` as `sonicmoe_fp8_weights` after its first
+    call, which must not be compiled; `refresh` it after changes that it does not see.
     They stay those of `name`: transformers looks a name up in every call, so other ones would
     change models that exist already. Register another name for them.
     """
     if not isinstance(name, str) or not name:
         raise bad_argument("name", "a string that is not empty", repr(name), _KEEP)
     kind_of(precision)
+    if cache_fp8_weights and precision is None:
+        remedy = "Set precision='fp8'."
+        raise bad_argument("cache_fp8_weights", "False without precision='fp8'", True, remedy)
     policy = memory_policy(memory)
     function: Any = experts_forward
     if policy != KEEP or precision:
-        function = partial(experts_forward, precision=precision, memory=policy)
+        options: Any = {"precision": precision, "cache_fp8_weights": cache_fp8_weights}
+        function = partial(experts_forward, **options, memory=policy)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
     current = ALL_EXPERTS_FUNCTIONS.get(name)
@@ -78,19 +86,21 @@ def _calls_ours(function: Any) -> bool:
     return getattr(function, "func", function) is experts_forward
 
 
-def _options_of(function: Any) -> tuple[str | None, MemoryPolicy]:
-    """`precision` and `memory` of what `register` made."""
+def _options_of(function: Any) -> tuple[str | None, bool, MemoryPolicy]:
+    """`precision`, `cache_fp8_weights` and `memory` of what `register` made."""
     options = getattr(function, "keywords", {})
-    return options.get("precision"), options.get("memory", KEEP)
+    cached = options.get("cache_fp8_weights", False)
+    return options.get("precision"), cached, options.get("memory", KEEP)
 
 
 def _check_same_options(name: str, current: Any, wanted: Any) -> None:
     if _options_of(current) != _options_of(wanted):
-        precision, memory = _options_of(current)
+        precision, cached, memory = _options_of(current)
         raise bad_argument(
             "name",
             "one that is not registered yet, for other options",
-            f"{name!r}, which models may use with precision={precision!r} and {memory}",
+            f"{name!r}, which models may use with precision={precision!r},"
+            f" cache_fp8_weights={cached} and {memory}",
             f"Register another name, for example {name + '_2'!r}, and load models with that.",
         )
 
@@ -103,6 +113,7 @@ def experts_forward(
     lora1: LowRank | None = None,
     lora2: LowRank | None = None,
     precision: str | None = None,
+    cache_fp8_weights: bool = False,
     memory: MemoryPolicy = KEEP,
 ) -> torch.Tensor:
     """Run the experts of a transformers module; `register` makes transformers call this.
@@ -125,6 +136,8 @@ def experts_forward(
         w1, w2 = w1.mT, w2.mT
     options: dict[str, Any] = {"activation": activation_of(module), "gate_up": gate_up_of(module)}
     options |= {"lora1": lora1, "lora2": lora2, "precision": precision, "memory": memory}
+    if cache_fp8_weights:
+        options["fp8_weights"] = _fp8_weights(module, name)
 
     def run(x, ids, scores):
         return experts(x, ids, scores, w1, w2, b1, b2, **options)
@@ -144,6 +157,15 @@ def _normed(run, norm, num_experts: int, x, ids, scores) -> torch.Tensor:
     rows = norm(rows).view(tokens, k, -1) * scores[..., None]
     present = (ids >= 0) & (ids < num_experts)
     return torch.where(present[..., None], rows, 0).sum(1)
+
+
+def _fp8_weights(module: Any, name: str) -> Fp8Weights | None:
+    """Those of the module, made in the first call; None if that is compiled."""
+    if not hasattr(module, "sonicmoe_fp8_weights"):
+        if torch.compiler.is_compiling():
+            return None
+        module.sonicmoe_fp8_weights = Fp8Weights((name, "down_proj"))
+    return module.sonicmoe_fp8_weights
 
 
 def _local(module: Any, name: str) -> torch.Tensor:

@@ -28,6 +28,7 @@ from .quantize import (
     dequantize_rows,
     quantize_rows,
     quantize_weight,
+    quantize_weight_into,
     scored_activation,
 )
 
@@ -36,6 +37,7 @@ __all__ = [  # operators too
     "dequantize_rows",
     "quantize_rows",
     "quantize_weight",
+    "quantize_weight_into",
     "scored_activation",
 ]
 

@@ -64,30 +64,38 @@ def _norms_kernel(columns: int, count: int) -> Bound:
     return Bound(kernels.column_norms_kernel, C=columns, **options, num_warps=4)
 
 
-def quantize_weight(w, transposed, norms):
+def quantize_weight_into(w8, w8_t, w_scale, w_norm, w):
+    quantize_weight(w, w8_t is not None, w_norm is not None, (w8, w8_t, w_scale, w_norm))
+
+
+def quantize_weight(w, transposed, norms, into=None):
     """w is dense, as (E, N, K) or as (E, K, N); N and K are multiples of 4."""
+    experts, summed, columns = w.shape
+    if into is None:
+        into = (
+            memory.empty((experts, summed, columns), E4M3, w.device),
+            memory.empty((experts, columns, summed), E4M3, w.device) if transposed else None,
+            memory.empty((experts,), torch.float32, w.device),
+            memory.empty((experts, columns), torch.float32, w.device) if norms else None,
+        )
+    w8, w8_t, w_scale, w_norm = into
     in_order = weight_layout(w) == "nk"
-    summed, columns = w.shape[1:]
-    w = w if in_order else w.mT
-    experts, n, k = w.shape
-    q = memory.empty((experts, n, k), E4M3, w.device) if in_order or transposed else None
-    q_t = memory.empty((experts, k, n), E4M3, w.device) if transposed or not in_order else None
-    scale = memory.empty((experts,), torch.float32, w.device)
+    w, q, q_t = (w, w8, w8_t) if in_order else (w.mT, w8_t, w8)
+    _, n, k = w.shape
     bits = memory.empty((experts,), torch.int32, w.device).zero_()
-    squares = norm = sum_over = None
+    squares = sum_over = None
     if norms:
         sum_over = "n" if in_order else "k"
         shape = (experts, ceil_div(summed, _TILE), columns)
         squares = memory.empty(shape, torch.float32, w.device)
-        norm = memory.empty((experts, columns), torch.float32, w.device)
     amax, quantize, tiles = _weight_kernels(n, k, sum_over)
     launch(amax, (ceil_div(n * k, _STEPS * _BLOCK), experts), w, bits)
     words = None if q_t is None else q_t.view(torch.int32)
-    launch(quantize, (tiles, experts), w, bits, q, words, scale, squares)
+    launch(quantize, (tiles, experts), w, bits, q, words, w_scale, squares)
     if norms:
         kernel = _norms_kernel(columns, summed)
-        launch(kernel, (ceil_div(columns, 128), experts), squares, scale, norm)
-    return (q, q_t, scale, norm) if in_order else (q_t, q, scale, norm)
+        launch(kernel, (ceil_div(columns, 128), experts), squares, w_scale, w_norm)
+    return into
 
 
 def dequantize_rows(dout, q, scale):
@@ -134,11 +142,12 @@ def _check_kernel(shape1, shape2) -> Bound:
     return Bound(kernels.checked_scales_kernel, **first, **second, BLOCK=512, num_warps=8)
 
 
-def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample):
+def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample, generation, flags):
     """A sample is at most 16384 values of an expert, in groups of 16, spread evenly."""
     experts, device = weight1.shape[0], weight1.device
     new1 = memory.empty((experts,), torch.float32, device)
     new2 = memory.empty((experts,), torch.float32, device)
     kernel = _check_kernel(weight1.shape, weight2.shape)
-    launch(kernel, (experts, 2), weight1, q1, scale1, new1, weight2, q2, scale2, new2, sample)
+    first, second = (weight1, q1, scale1, new1), (weight2, q2, scale2, new2)
+    launch(kernel, (experts, 2), *first, *second, sample, generation, flags)
     return new1, new2

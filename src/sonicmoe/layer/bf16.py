@@ -46,7 +46,7 @@ class Bf16(Operands):
     Dz = Dz
 
     @staticmethod
-    def operands(weights, x, how, cache):
+    def operands(weights, x, how, fp8_weights):
         w1, w2 = weights.up.weight, weights.down.weight
         return Operand(w1.to(x.dtype)), Operand(w2.to(x.dtype))
 

@@ -49,15 +49,15 @@ class Fp8(Operands):
         return fp8_backend(backend, x)
 
     @staticmethod
-    def operands(weights, x, how, cache):
+    def operands(weights, x, how, fp8_weights):
         w1, w2 = weights.up.weight, weights.down.weight
-        quantize = quantize_weights if cache is None else cache.quantized
+        quantize = quantize_weights if fp8_weights is None else fp8_weights.quantized
         q1, q2 = quantize(w1, w2, how.z_dtype is not None, how.backend)
         return Operand(w1, q1), Operand(w2, q2)
 
     @staticmethod
     def kept_operand(operand, how):
-        """The transpose alone, unless Z is recomputed: then all of a cached weight, or nothing."""
+        """The transpose alone, unless Z is recomputed: then all of a kept weight, or nothing."""
         q = operand.quantized
         if not how.recompute:
             return operand._replace(quantized=q._replace(w8=None))

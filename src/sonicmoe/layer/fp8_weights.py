@@ -1,14 +1,25 @@
-"""The weights of the experts in FP8, and a cache of them for layers that ask for one."""
+"""The weights of the experts in FP8, and `Fp8Weights`, which keeps them from call to call."""
 
+import ctypes
 import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .. import ops
 from ..errors import bad_argument
-from ..tensors import Fp8Weight
+from ..tensors import E4M3, Fp8Weight
+from ..validation import fp8_backend, resolve_backend
 
 
 @torch.no_grad()
@@ -23,111 +34,421 @@ def quantize_weights(
     return q1._replace(w8_t=None), Fp8Weight(*q2)._replace(w8_t=None, w_norm=None)
 
 
-_optimizer_steps = 0
-_hooks: list = []  # the one below, once there is a cache
+def check_fp8_weights(fp8_weights: Any, precision: str | None) -> None:
+    """Raise unless `fp8_weights` is None, or an `Fp8Weights` for experts in FP8."""
+    if fp8_weights is None:
+        return
+    if not isinstance(fp8_weights, Fp8Weights):
+        remedy = "Make one for each layer: sonicmoe.Fp8Weights()."
+        raise bad_argument("fp8_weights", "an Fp8Weights", type(fp8_weights).__name__, remedy)
+    if precision is None:
+        remedy = "Set precision='fp8'."
+        raise bad_argument("fp8_weights", "None without precision='fp8'", "Fp8Weights", remedy)
 
 
-def _count_step(*_: object) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
+class Fp8Weights:
+    """W1 and W2 of one layer in FP8, quantized when they change instead of in every call.
 
+    Pass the same object with the same weights: `experts(…, precision="fp8", fp8_weights=kept)`. The
+    first call quantizes. Later ones do when the version counter of PyTorch or the memory of a
+    weight changed; a step of an optimizer of `torch.optim` quantizes the weights it owns at once.
+    Values change in place, at fixed addresses, so that compiled models and CUDA graphs read the new
+    ones. The backward pass of an earlier call then raises PyTorch's error about tensors modified by
+    an inplace operation. Weights that are replaced get new memory.
 
-class Fp8WeightCache:
-    """The weights in FP8 of the last call, as long as w1 and w2 are not seen to change.
+    After any other change call `refresh`: after writes through `.data` or NumPy, collectives of
+    `torch.distributed`, optimizers that own a copy of the weights; in compiled models and CUDA
+    graphs after every change but the step of an optimizer. Without it, each call compares a sample
+    of the weights, always another one, and experts that changed give NaN. On a CPU the call raises
+    a ValueError, on a GPU, where it would have to wait, the next call or step of the optimizer.
+    Those inside of compiled models and graphs do not raise.
 
-    Seen are: another tensor or storage, PyTorch's version counter, and a step of any optimizer of
-    `torch.optim`, since fused ones leave the counter alone. Not seen are writes that bypass the
-    counter: through `.data` or NumPy, by collectives of `torch.distributed`, by replayed CUDA
-    graphs. They are an error: see `quantized`. Copies and pickles are empty.
+    A call that is compiled or captured does not quantize. Before it, call the layer once or call
+    `refresh`: else a capture raises a ValueError, and a compiled model quantizes in every call.
+    Under FSDP, which gathers the weights in every pass, and for weights that are computed, every
+    call quantizes. Threads may share the object. Copies and pickles are empty.
+
+    `names` are those of the weights in errors.
     """
 
-    def __init__(self) -> None:
-        self._key: tuple = ()
-        self._weights: tuple[Fp8Weight, Fp8Weight] | None = None
-        self._sample = 0  # of the weights, the last that was compared
-        if not _hooks:
-            _hooks.append(register_optimizer_step_post_hook(_count_step))
+    def __init__(self, names: tuple[str, str] = ("w1", "w2")) -> None:
+        self._names = names
+        self._kept: _Kept | None = None  # replaced as a whole, so that threads need no lock to read
+        self._lock = threading.Lock()  # held to quantize
+        self._gathered: weakref.ref | None = None  # a weight of FSDP2, seen in the last call
 
-    def __reduce__(self):
-        return Fp8WeightCache, ()
+    def __reduce__(self) -> tuple:
+        return type(self), (self._names,)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it has quantized weights."""
+        return self._kept is not None
 
     def clear(self) -> None:
-        self._weights = None
+        """Free the memory; the next call quantizes into new memory."""
+        with self._lock:
+            self._kept = None
+
+    def refresh(self, w1: torch.Tensor | None = None, w2: torch.Tensor | None = None) -> None:
+        """Quantize w1 and w2 now; by default those of the last call, if there was one."""
+        with self._lock:
+            kept = self._kept
+            if w1 is None or w2 is None:
+                found = (None, None) if kept is None else (kept.first.found(), kept.second.found())
+                w1, w2 = found
+            if w1 is None or w2 is None or not self._can_keep(w1, w2):
+                self._kept = None
+                return
+            backend = fp8_backend(resolve_backend(None, w1), w1) if kept is None else kept.backend
+            self._kept = self._quantized_now(kept, w1, w2, (True, True), backend)
+            if not _is_capturing(w1):
+                self._kept.alarm.reset()
 
     def quantized(
         self, w1: torch.Tensor, w2: torch.Tensor, transposed: bool, backend: str
     ) -> tuple[Fp8Weight, Fp8Weight]:
-        """`quantize_weights`; what is cached is also transposed.
-
-        Cached weights that are not w1 and w2 in FP8 are a ValueError on a CPU. On a GPU, reading
-        that would wait for the device: the scales of experts that changed become NaN, and so does
-        their output.
-        """
-        if _is_traced(w1) or not (_is_tracked(w1) and _is_tracked(w2)):
+        """W1 and W2 for one call: what is kept, which is also transposed, or quantized just now."""
+        kept = self._kept
+        if torch.compiler.is_compiling():
+            if kept is None or not (kept.first.is_owned_by(w1) and kept.second.is_owned_by(w2)):
+                return quantize_weights(w1, w2, transposed, backend)
+            return kept.compared(w1, w2)
+        if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
             return quantize_weights(w1, w2, transposed, backend)
-        key = (_optimizer_steps, backend, *_identity(w1), *_identity(w2))
-        if self._weights is None or key != self._key:
-            # Also a training step may use what inference left here.
-            with torch.inference_mode(False):
-                self._key, self._weights = key, quantize_weights(w1, w2, True, backend)
-            return self._weights
-        q1, q2 = self._weights
-        of_w1, of_w2 = _as_it_lies(w1, q1), _as_it_lies(w2, q2)
-        self._sample = (self._sample + 1) % 2**31  # an int32
+        self.raise_if_stale()
+        if kept is None or not kept.is_of(w1, w2, backend):
+            kept, is_new = self._renewed(w1, w2, backend)
+            if kept is None:
+                return quantize_weights(w1, w2, transposed, backend)
+            if is_new:
+                return kept.first.quantized, kept.second.quantized
+        kept.wait_in_other_streams()
+        found = kept.compared(w1, w2)
+        if not w1.is_cuda:
+            self.raise_if_stale()
+        return found
+
+    def _renewed(
+        self, w1: torch.Tensor, w2: torch.Tensor, backend: str
+    ) -> "tuple[_Kept | None, bool]":
+        """What is kept of these weights, None if that cannot be; and whether it was quantized."""
+        with self._lock:
+            kept = self._kept
+            if kept is not None and kept.is_of(w1, w2, backend):  # another thread was faster
+                return kept, False
+            if not self._can_keep(w1, w2):
+                return None, False
+            if _is_capturing(w1):
+                raise bad_argument(
+                    self._names[0],
+                    "weights whose FP8 copy was made before the capture of a CUDA graph",
+                    "none" if kept is None else "others, or a change since",
+                    "Call the layer once before the capture, or refresh its FP8 weights.",
+                )
+            changed = (True, True)
+            if kept is not None and kept.backend == backend:
+                changed = (not kept.first.is_of(w1), not kept.second.is_of(w2))
+            self._kept = self._quantized_now(kept, w1, w2, changed, backend)
+            return self._kept, True
+
+    def _quantized_now(
+        self,
+        kept: "_Kept | None",
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        changed: tuple[bool, bool],
+        backend: str,
+    ) -> "_Kept":
+        """`kept` with the weights that `changed` quantized again, in place if they may be."""
+        _stores.add(self)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+            _hooks.append(register_optimizer_step_post_hook(_after_step))
+        # Also a training step may use what inference left here.
+        with torch.inference_mode(False), torch.no_grad():
+            if kept is None:
+                first = second = alarm = None
+            else:
+                first, second, alarm = kept.first, kept.second, kept.alarm
+            if first is None or changed[0]:
+                first = _quantized_weight(first, w1, False, backend)
+            if second is None or changed[1]:
+                second = _quantized_weight(second, w2, True, backend)
+            if alarm is None or not alarm.fits(w1):
+                alarm = _Alarm(w1)
+            return _Kept(first, second, backend, alarm, *_stream_and_event(w1))
+
+    def _step(self, changed: tuple[bool, bool]) -> None:
+        """Quantize the weights that an optimizer has just changed."""
+        with self._lock:
+            kept = self._kept
+            if kept is None:
+                return
+            w1, w2 = kept.first.found(), kept.second.found()
+            if w1 is None or w2 is None:
+                self._kept = None
+                return
+            self._kept = self._quantized_now(kept, w1, w2, changed, kept.backend)
+
+    def _can_keep(self, w1: torch.Tensor, w2: torch.Tensor) -> bool:
+        """Whether changes of the weights can be seen."""
+        if not (_is_tracked(w1) and _is_tracked(w2)):
+            return False
+        owner = _owner(w1)
+        if self._gathered is not None and self._gathered() is owner:
+            return False
+        if _is_gathered_by_fsdp2(owner):
+            self._gathered = weakref.ref(owner)
+            self._kept = None
+            return False
+        return True
+
+    def raise_if_stale(self) -> None:
+        """Raise a ValueError if a call before found stale weights, and nothing refreshed them."""
+        kept = self._kept
+        which = None if kept is None else kept.alarm.raised()
+        if which is not None:
+            raise bad_argument(
+                self._names[which],
+                "the values it had when its FP8 copy was made",
+                "others, written without PyTorch noticing, for example through .data, or between"
+                " calls of a compiled model",
+                "Call refresh_fp8_weights() of MoE, or refresh() of Fp8Weights, after a write.",
+            )
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+@dataclass(eq=False)
+class _KeptWeight:
+    """One weight in FP8, and what tells that it is still that of a tensor. Never changed."""
+
+    owner: weakref.ref  # the tensor that an optimizer has: the weight, or what it is a view of
+    storage: StorageWeakRef  # while it exists, no other storage gets its address
+    place: tuple  # in the storage
+    version: int
+    quantized: Fp8Weight
+
+    def has_memory_of(self, w: torch.Tensor) -> bool:
+        return w.untyped_storage()._cdata == self.storage.cdata and _place(w) == self.place
+
+    def is_of(self, w: torch.Tensor) -> bool:
+        return self.has_memory_of(w) and w._version == self.version
+
+    def is_owned_by(self, w: torch.Tensor) -> bool:
+        """What a compiler can tell: it has no addresses."""
+        kept = self.quantized.w8
+        assert kept is not None
+        return self.owner() is w and kept.shape == w.shape and kept.device == w.device
+
+    def found(self) -> torch.Tensor | None:
+        """The weight, unless it is gone or its memory was replaced."""
+        owner = self.owner()
+        if owner is None or owner.untyped_storage()._cdata != self.storage.cdata:
+            return None
+        address, shape, strides, dtype = self.place
+        if owner.dtype != dtype:
+            return None
+        offset = (address - owner.untyped_storage().data_ptr()) // dtype.itemsize
+        return owner.detach().as_strided(shape, strides, offset)
+
+    def as_it_lies(self, w: torch.Tensor) -> tuple:
+        """A dense weight, its copy in e4m3 in the same order of memory, and the scales."""
+        q = self.quantized
+        return (w, q.w8, q.w_scale) if w.stride(2) == 1 else (w.mT, q.w8_t, q.w_scale)
+
+
+class _Alarm:
+    """Flags in host memory that `ops.checked_scales` raises when a weight is stale.
+
+    A raised flag has the number of the present generation. `reset` starts the next one in the order
+    of the stream: flags that calls before it raise afterwards have an old number.
+    """
+
+    def __init__(self, w: torch.Tensor) -> None:
+        experts, device = w.shape[0], w.device
+        self.memory = torch.zeros(2, dtype=torch.int32, pin_memory=w.is_cuda)
+        self.flags = self.memory.data_ptr()
+        self.read = (ctypes.c_int32 * 2).from_address(self.flags)  # a tensor takes 10 times longer
+        self.number = 1
+        self.generation = _static(torch.ones(1, dtype=torch.int32, device=device))
+        self.sample = _static(torch.zeros(2, experts, dtype=torch.int32, device=device))
+
+    def fits(self, w: torch.Tensor) -> bool:
+        return self.sample.device == w.device and self.sample.shape[1] == w.shape[0]
+
+    def raised(self) -> int | None:
+        """0 if the flag of W1 is raised, 1 if that of W2 is."""
+        if self.read[0] == self.number:
+            return 0
+        return 1 if self.read[1] == self.number else None
+
+    def reset(self) -> None:
+        self.number += 1
+        with torch.inference_mode(False), torch.no_grad():
+            self.generation.fill_(self.number)
+
+
+@dataclass(eq=False)
+class _Kept:
+    """Both weights. Never changed, but its tensors are."""
+
+    first: _KeptWeight
+    second: _KeptWeight
+    backend: str
+    alarm: _Alarm
+    stream: int | None  # where it was quantized; None on a CPU and in a captured graph
+    event: Any  # then
+
+    def is_of(self, w1: torch.Tensor, w2: torch.Tensor, backend: str) -> bool:
+        return self.backend == backend and self.first.is_of(w1) and self.second.is_of(w2)
+
+    def wait_in_other_streams(self) -> None:
+        """Another thread may have quantized just now, in its own stream."""
+        if self.stream is None:
+            return
+        device = self.alarm.sample.get_device()
+        capturing = torch.cuda.is_current_stream_capturing
+        if torch._C._cuda_getCurrentRawStream(device) != self.stream and not capturing():
+            torch.cuda.current_stream(device).wait_event(self.event)
+
+    def compared(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Fp8Weight, Fp8Weight]:
+        """What is kept; scales of experts that are seen to have changed are NaN."""
+        first, second, alarm = self.first, self.second, self.alarm
         with torch.no_grad():
-            scale1, scale2 = ops.checked_scales(*of_w1, *of_w2, self._sample, backend)
-        if w1.device.type == "cpu":
-            _refuse_stale("c_fc.weight", w1, q1, scale1)
-            _refuse_stale("c_proj.weight", w2, q2, scale2)
-        return q1._replace(w_scale=scale1), q2._replace(w_scale=scale2)
-
-
-@torch.no_grad()  # else a checkpoint would keep the weights in its second pass alone
-def _refuse_stale(
-    name: str, weight: torch.Tensor, cached: Fp8Weight, checked: torch.Tensor
-) -> None:
-    """Raise if `checked` has a NaN more than the cached scales, or these have one for an expert
-    that is finite now."""
-    assert cached.w_scale is not None
-    was_finite, is_finite = ~cached.w_scale.isnan(), weight.isfinite().flatten(1).all(1)
-    if (was_finite & checked.isnan()).any() or (~was_finite & is_finite).any():
-        raise bad_argument(
-            name,
-            "the values it had when its FP8 copy was made (cache_fp8_weights=True)",
-            "others, written without PyTorch noticing, for example through .data",
-            "Call refresh_fp8_weights() after such a write.",
+            weights = (*first.as_it_lies(w1), *second.as_it_lies(w2))
+            scale1, scale2 = ops.checked_scales(
+                *weights, alarm.sample, alarm.generation, alarm.flags, self.backend
+            )
+        return (
+            first.quantized._replace(w_scale=scale1),
+            second.quantized._replace(w_scale=scale2),
         )
 
 
-def _as_it_lies(w: torch.Tensor, q: Fp8Weight) -> tuple:
-    """A dense weight, its copy in e4m3 in the same order of memory, and the scales."""
-    return (w, q.w8, q.w_scale) if w.stride(2) == 1 else (w.mT, q.w8_t, q.w_scale)
+def _quantized_weight(
+    part: _KeptWeight | None, w: torch.Tensor, norms: bool, backend: str
+) -> _KeptWeight:
+    """`w` in FP8, in the memory of `part` if that has been quantized from the memory of `w`.
+
+    Weights elsewhere may be those of another call, which still reads this memory.
+    """
+    if part is not None and part.has_memory_of(w):
+        part = replace(part, version=w._version)
+    else:
+        storage = StorageWeakRef(w.untyped_storage())
+        quantized = _empty(w, norms)
+        part = _KeptWeight(weakref.ref(_owner(w)), storage, _place(w), w._version, quantized)
+    w = w.detach()
+    ops.quantize_weight_into(*part.quantized, w, backend)
+    # Kernels are not seen by autograd, which checks the versions of tensors that it saved.
+    buffers = [t for t in part.quantized if t is not None]
+    torch.autograd.graph.increment_version(buffers)
+    return part
 
 
-def _identity(w: torch.Tensor) -> tuple:
-    # While there is a weak reference, no other storage gets this address.
-    storage = StorageWeakRef(w.untyped_storage())
-    return storage, w.data_ptr(), w._version, w.shape, w.stride(), w.dtype
+def _empty(w: torch.Tensor, norms: bool) -> Fp8Weight:
+    experts, n, k = w.shape
+
+    def new(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return _static(torch.empty(shape, dtype=dtype, device=w.device))
+
+    return Fp8Weight(
+        new(experts, n, k, dtype=E4M3),
+        new(experts, k, n, dtype=E4M3),
+        new(experts, dtype=torch.float32),
+        new(experts, k, dtype=torch.float32) if norms else None,
+    )
 
 
+def _static(t: torch.Tensor) -> torch.Tensor:
+    """`torch._dynamo.mark_static_address`, whose import takes seconds: a compiled model that
+    replays CUDA graphs need not copy it."""
+    t._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+    return t
+
+
+def _stream_and_event(w: torch.Tensor) -> tuple:
+    if not w.is_cuda or _is_capturing(w):
+        return None, None
+    stream = torch.cuda.current_stream(w.device)
+    return stream.cuda_stream, stream.record_event()
+
+
+def _place(w: torch.Tensor) -> tuple:
+    return w.data_ptr(), w.shape, w.stride(), w.dtype
+
+
+def _owner(w: torch.Tensor) -> torch.Tensor:
+    return w if w._base is None else w._base
+
+
+# --- which weights are kept -----------------------------------------------------------------------
 def _is_tracked(w: torch.Tensor) -> bool:
-    """Whether changes of `w` can be seen: not if FSDP gathers it or another tensor makes it."""
-    flattened = hasattr(w, "_fsdp_flattened")
-    plain = type(w) in (torch.Tensor, torch.nn.Parameter)
-    return plain and w.is_leaf and not w.is_inference() and not flattened and not _fsdp2_is_used()
+    """Whether changes of `w` can be seen: not if FSDP1 gathers it or another tensor makes it."""
+    owner = _owner(w)
+    plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in (w, owner))
+    if not plain or w.is_meta or w.is_inference() or not owner.is_leaf:
+        return False
+    return not (hasattr(w, "_fsdp_flattened") or hasattr(owner, "_fsdp_flattened"))
 
 
-def _fsdp2_is_used() -> bool:
+def _is_gathered_by_fsdp2(owner: torch.Tensor) -> bool:
     """FSDP2 gathers into the same parameter and restores its version counter."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and bool(fsdp.FSDPModule.__subclasses__())
+    if fsdp is None or not fsdp.FSDPModule.__subclasses__():
+        return False
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for state in [state() for state in _module_state_mapping.values()]:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # one group, before PyTorch 2.13
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for p in () if group is None else group.fsdp_params:
+                gathered = getattr(p, "_unsharded_param", None)
+                if owner is gathered or owner is getattr(gathered, "_local_tensor", None):
+                    return True
+    return False
 
 
-def _is_traced(w: torch.Tensor) -> bool:
-    """Whether this call is recorded, to be run again with other weights."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or (w.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
+def _is_capturing(w: torch.Tensor) -> bool:
+    return w.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# --- steps of optimizers --------------------------------------------------------------------------
+_stores: weakref.WeakSet[Fp8Weights] = weakref.WeakSet()  # that have kept something
+_hooks: list = []  # the two below, once there is one
+
+
+@torch.compiler.disable
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise before gradients of stale weights, which are NaN, are applied."""
+    for store, _ in _owned_by(optimizer):
+        store.raise_if_stale()
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for store, changed in _owned_by(optimizer):
+        store._step(changed)
+
+
+def _owned_by(optimizer: Optimizer) -> Iterator[tuple[Fp8Weights, tuple[bool, bool]]]:
+    """The stores with a weight among the parameters of `optimizer`, and which of the two it is.
+
+    Only these are quantized again: an optimizer may make its step in the backward pass, before the
+    other weight is used there.
+    """
+    stores = [(store, store._kept) for store in list(_stores)]
+    if not stores:
+        return
+    owned = set()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            owned.add(id(getattr(p, "_local_tensor", p)))  # a DTensor's own
+    for store, kept in stores:
+        if kept is not None:
+            changed = (id(kept.first.owner()) in owned, id(kept.second.owner()) in owned)
+            if any(changed):
+                yield store, changed

@@ -88,8 +88,10 @@ class Operands:
         return backend
 
     @staticmethod
-    def operands(weights: ExpertWeights, x: torch.Tensor, how: How, cache: Any) -> tuple[Any, Any]:
-        """W1 and W2 as the GEMMs take them. `cache` is the caller's, or None."""
+    def operands(
+        weights: ExpertWeights, x: torch.Tensor, how: How, fp8_weights: Any
+    ) -> tuple[Any, Any]:
+        """W1 and W2 as the GEMMs take them. `fp8_weights` are the caller's, or None."""
         raise NotImplementedError
 
     @staticmethod

@@ -1,7 +1,5 @@
 """From a caller's arguments to a `Call`: check, autocast, precompile, permute."""
 
-from typing import Any
-
 import torch
 
 from ..errors import bad_argument
@@ -18,6 +16,7 @@ from ..validation import (
     nan_unless,
     resolve_backend,
 )
+from .fp8_weights import Fp8Weights
 from .lora import LowRank, check_adapter, with_adapter
 from .memory import KEEP, MemoryPolicy
 from .operands import kind_of
@@ -39,7 +38,7 @@ def routed(
     precision: str | None = None,
     memory: MemoryPolicy = KEEP,
     backend: str | None = None,
-    cache: Any = None,
+    fp8_weights: Fp8Weights | None = None,
     logits: torch.dtype | None = None,
 ) -> Call:
     """A call for tokens x (T, H) with ids and scores as `experts` takes them.
@@ -63,7 +62,7 @@ def routed(
         dtype=x.dtype,
         backend=backend,
     )
-    return Call(x, scores, weights, p, precision, memory, backend, cache)
+    return Call(x, scores, weights, p, precision, memory, backend, fp8_weights)
 
 
 def grouped(
@@ -77,7 +76,7 @@ def grouped(
     precision: str | None = None,
     memory: MemoryPolicy = KEEP,
     backend: str | None = None,
-    cache: Any = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> Call:
     """A call for rows that are sorted by expert, as `grouped_experts` takes them."""
     if counts is None and offsets is None:
@@ -92,7 +91,7 @@ def grouped(
             assert counts is not None
             offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         p = sorted_rows(rows, offsets, backend)
-    return Call(rows, scores, weights, p, precision, memory, backend, cache)
+    return Call(rows, scores, weights, p, precision, memory, backend, fp8_weights)
 
 
 def _checked_groups(rows, counts, offsets, scores, num_experts: int) -> torch.Tensor | None:

@@ -4,7 +4,7 @@
 here.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from ..validation import check_num_experts, resolve_backend
 from . import bf16 as bf16  # kinds of operands, which register themselves
 from . import fp8 as fp8
 from .checkpoint import deferred_output, finish
+from .fp8_weights import Fp8Weights
 from .memory import MemoryPolicy
 from .nodes import Down, DownGiven, Shape, Up, UpGiven
 from .operands import How, Source, kind_of
@@ -25,8 +26,7 @@ from .weights import ExpertWeights
 class Call(NamedTuple):
     """The experts on the rows of one permutation, checked and ready to run.
 
-    scores (T, K), (S,) or, for sorted rows, (R,) or None. `cache` is the caller's cache of
-    quantized weights.
+    scores (T, K), (S,) or, for sorted rows, (R,) or None.
     """
 
     x: torch.Tensor
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     precision: str | None
     memory: MemoryPolicy
     backend: str
-    cache: Any = None
+    fp8_weights: Fp8Weights | None = None
 
     @property
     def counts(self) -> torch.Tensor:
@@ -71,7 +71,7 @@ def run(call: Call) -> torch.Tensor:
     kind = kind_of(how.precision)
     up, down = weights.up, weights.down
     with torch.no_grad():
-        operand1, operand2 = kind.operands(weights, x, how, call.cache)
+        operand1, operand2 = kind.operands(weights, x, how, call.fp8_weights)
         rows, kept, u1 = kind.up(x, up, operand1, p, how)
         u2 = None if down.lora_a is None else kind.low_rank(rows, down.lora_a, p, how)
     source, deferred = None, deferred_output()

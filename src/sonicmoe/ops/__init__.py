@@ -1,6 +1,7 @@
 """Operators: every stage of the layer as `torch.ops.sonicmoe.*`, for both backends.
 
-All functional but those that end in `_into`, which add a gradient to their first argument.
+All functional but those that end in `_into`, which write to their first arguments, and
+`checked_scales`, which counts its calls.
 """
 
 from .fp8 import checked_scales as checked_scales
@@ -15,6 +16,7 @@ from .fp8 import fp8_weight_gradient as fp8_weight_gradient
 from .fp8 import fp8_weight_gradient_into as fp8_weight_gradient_into
 from .fp8 import quantize_rows as quantize_rows
 from .fp8 import quantize_weight as quantize_weight
+from .fp8 import quantize_weight_into as quantize_weight_into
 from .fp8 import scored_activation as scored_activation
 from .grouped_gemm import bias_gradient as bias_gradient
 from .grouped_gemm import combine as combine

@@ -50,6 +50,18 @@ def quantize_weight(
 
 
 @operator(reference, "fp8")
+def quantize_weight_into(
+    w8: Mutated,
+    w8_t: Mutated | None,
+    w_scale: Mutated,
+    w_norm: Mutated | None,
+    w: Tensor,
+    backend: str,
+) -> None:
+    """`quantize_weight` into these buffers."""
+
+
+@operator(reference, "fp8")
 def checked_scales(
     weight1: Tensor,
     q1: Tensor,
@@ -57,12 +69,20 @@ def checked_scales(
     weight2: Tensor,
     q2: Tensor,
     scale2: Tensor,
-    sample: int,
+    sample: Mutated,
+    generation: Tensor,
+    flags: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
 
-    Kernels compare one sample of an expert, at most 16384 values; consecutive samples cover all.
+    If there is such an expert, or one that was not finite when it was quantized and is now, the
+    int32 `generation` (1,) is written to flags[0] for the first weight, flags[1] for the second.
+    `flags` is the address of host memory that the device can write.
+
+    Kernels compare one sample of an expert, at most 16384 values. `sample` (2, E) is the number of
+    the next one, which they increment: consecutive samples cover all. It lies on the device, so
+    that each replay of a graph compares another.
     """
     return torch.empty_like(scale1), torch.empty_like(scale2)
 

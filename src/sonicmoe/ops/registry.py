@@ -23,14 +23,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .layout import Layout
 
-Mutated = Annotated[torch.Tensor, "the operator adds to it"]
+Mutated = Annotated[torch.Tensor, "the operator writes to it"]
 
 NAMESPACE = re.sub(r"\W", "_", __name__.removesuffix(".ops.registry"))
 _library = torch.library.Library(NAMESPACE, "DEF")
 _SCHEMA_TYPES = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
-    Mutated: "Tensor(a!)",
+    Mutated: "Tensor({}!)",  # the alias set: each argument has its own
+    Mutated | None: "Tensor({}!)?",
     int: "SymInt",
     float: "float",
     bool: "bool",
@@ -56,7 +57,7 @@ class Signature:
         self.tensors = {
             place: name
             for place, (name, kind) in enumerate(hints.items())
-            if kind in (torch.Tensor, torch.Tensor | None, Mutated)
+            if kind in (torch.Tensor, torch.Tensor | None, Mutated, Mutated | None)
         }
         self.tuples: dict[int, Sequence[str]] = {}  # the fields that are tensors
         self.flat: list[tuple[str, str]] = []  # name and type in the schema
@@ -79,7 +80,10 @@ class Signature:
             self.returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
     def schema(self, name: str) -> str:
-        arguments = ", ".join(f"{kind} {argument}" for argument, kind in self.flat)
+        arguments = ", ".join(
+            f"{kind.format(f'a{place}')} {argument}"
+            for place, (argument, kind) in enumerate(self.flat)
+        )
         return f"{name}({arguments}) -> {self.returns}"
 
     def flatten(self, args: Sequence) -> list:

@@ -32,10 +32,16 @@ from .quantize import (
     power_of_two_scale,
     quantize_rows,
     quantize_weight,
+    quantize_weight_into,
     to_e4m3,
 )
 
-__all__ = ["checked_scales", "quantize_rows", "quantize_weight"]  # operators too
+__all__ = [  # operators too
+    "checked_scales",
+    "quantize_rows",
+    "quantize_weight",
+    "quantize_weight_into",
+]
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
