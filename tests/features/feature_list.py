@@ -62,8 +62,8 @@ FEATURES = [
     Feature("fp8", "precision", '`precision="fp8"`', {"precision": "fp8"}),
     Feature("fp8_bf16_dw", "precision", '`precision="fp8_bf16_dw"`', {"precision": "fp8_bf16_dw"}),
     Feature(
-        "kept FP8 weights", "kept FP8 weights", "`cache_fp8_weights=True`",
-        {"kept_fp8_weights": True}, implies=("fp8", "MoE"),
+        "kept FP8 weights", "kept FP8 weights", "`Fp8Weights`, or `cache_fp8_weights=True`",
+        {"kept_fp8_weights": True}, implies=("fp8",),
     ),
     Feature("e4m3", "memory", '`memory="e4m3"`', {"memory": MemoryPolicy("e4m3")}),
     Feature("recompute", "memory", '`memory="recompute"`', {"memory": MemoryPolicy("recompute")}),
@@ -101,7 +101,6 @@ BY_NAME = {feature.name: feature for feature in FEATURES}
 
 NO_FP8_BIAS = "FP8 has no biases yet."
 NO_FP8_LORA = "FP8 has no LoRA yet."
-ONLY_MOE_KEEPS = "Only `MoE` has the option yet (`TypeError`)."
 HOST_WAITS = "The host waits for the number of rows that arrive (`RuntimeError` of CUDA)."
 
 REASONS = {
@@ -110,19 +109,14 @@ REASONS = {
     frozenset({"fp8", "LoRA"}): NO_FP8_LORA,
     frozenset({"fp8_bf16_dw", "LoRA"}): NO_FP8_LORA,
     frozenset({"kept FP8 weights", "fp32"}): "The weights are not in FP8.",
-    frozenset({"kept FP8 weights", "experts"}): ONLY_MOE_KEEPS,
-    frozenset({"kept FP8 weights", "grouped_experts"}): ONLY_MOE_KEEPS,
-    frozenset({"kept FP8 weights", "expert parallelism"}): ONLY_MOE_KEEPS,
-    frozenset({"kept FP8 weights", "transformers"}): ONLY_MOE_KEEPS,
-    frozenset({"kept FP8 weights", "PEFT"}): ONLY_MOE_KEEPS,
     frozenset({"expert parallelism", "CUDA graph"}): HOST_WAITS,
 }
 
 # What to know about pairs that work.
-QUANTIZED_AGAIN = "Nothing is kept: the weights are quantized in every call."
+KEPT_BEFORE = "Call the layer once before, or refresh its FP8 weights."
 NOTES = {
-    frozenset({"kept FP8 weights", "compile"}): QUANTIZED_AGAIN,
-    frozenset({"kept FP8 weights", "CUDA graph"}): QUANTIZED_AGAIN,
+    frozenset({"kept FP8 weights", "compile"}): KEPT_BEFORE,
+    frozenset({"kept FP8 weights", "CUDA graph"}): KEPT_BEFORE,
     frozenset({"slices", "grouped_experts"}): "No effect: no rows are combined.",
     frozenset({"gelu", "concatenated"}): "No effect: there is no gate.",
     frozenset({"MoE", "LoRA"}): "The adapters are PEFT's: call `use_lora_experts`.",
@@ -134,7 +128,6 @@ NOTES = {
 # What a pair with a reason raises, and what the message has in it.
 BAD_ARGUMENT: tuple[type[Exception], str] = (ValueError, r"^[\w.]+: expected ")
 ERRORS: dict[str, tuple[type[Exception], str]] = {
-    ONLY_MOE_KEEPS: (TypeError, "unexpected keyword argument 'fp8_weights'"),
     HOST_WAITS: (RuntimeError, "captur"),
 }
 

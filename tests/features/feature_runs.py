@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from value_checks import activate_three_bits
 
 import sonicmoe
-from sonicmoe import KernelBackendMoE, MemoryPolicy, MoE, distributed
+from sonicmoe import Fp8Weights, KernelBackendMoE, MemoryPolicy, MoE, distributed
 from sonicmoe.integrations.lora import LowRank
-from sonicmoe.layer.fp8_weights import Fp8WeightCache
 from sonicmoe.reference import layer as reference
 from sonicmoe.reference.activation import activate
 
@@ -147,7 +146,7 @@ def _plain_results(case: Case, device: str, exact: bool) -> Tensors:
 def _options(case: Case) -> dict[str, Any]:
     options: dict[str, Any] = {"precision": case.precision, "memory": case.memory}
     if case.kept_fp8_weights:
-        options["fp8_weights"] = Fp8WeightCache()
+        options["fp8_weights"] = Fp8Weights()
     return options
 
 
@@ -226,11 +225,10 @@ def _hf_experts(case: Case, t: Tensors) -> Any:
 
     from sonicmoe.integrations.transformers import register
 
-    name = "_".join(map(str, ("features", case.precision, *case.memory)))
-    options: dict[str, Any] = {"precision": case.precision, "memory": case.memory}
-    if case.kept_fp8_weights:
-        options["fp8_weights"] = True
-    register(name, **options)
+    options = (case.precision, case.kept_fp8_weights, *case.memory)
+    name = "_".join(map(str, ("features", *options)))
+    kept = case.kept_fp8_weights
+    register(name, precision=case.precision, cache_fp8_weights=kept, memory=case.memory)
 
     class Experts(nn.Module):
         def __init__(self, config):
