@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import bad_argument
 from ..extras import missing
 from .lora import LowRank
-from .transformers import ALL_EXPERTS_FUNCTIONS, _calls_ours, _options_of, register
+from .transformers import ALL_EXPERTS_FUNCTIONS, _calls_ours, register
 
 try:
     from peft import PeftModel
@@ -45,16 +45,9 @@ def use_lora_experts(model: nn.Module) -> int:
             f"{type(model).__name__} without any",
             "Pass target_parameters=['experts.gate_up_proj', 'experts.down_proj'] to LoraConfig.",
         )
-    functions = [_implementation(wrapper.get_base_layer()) for wrapper in outer]
-    is_ours = all(map(_calls_ours, functions))
-    if not is_ours:
+    if not all(_is_ours(wrapper.get_base_layer()) for wrapper in outer):
         if not _calls_ours(ALL_EXPERTS_FUNCTIONS.get(_NAME)):  # else other models may use it
             register(_NAME)
-        functions = [ALL_EXPERTS_FUNCTIONS[_NAME]]
-    if any(_options_of(f)[0] is not None for f in functions):
-        remedy = "register('another_name'), then model.set_experts_implementation('another_name')."
-        raise bad_argument("model", "experts without precision='fp8'", "experts in FP8", remedy)
-    if not is_ours:
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         base.set_experts_implementation(_NAME)
     for wrapper in outer:
@@ -110,12 +103,8 @@ def _weights(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def _implementation(experts: Any) -> Any:
-    return ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
-
-
 def _is_ours(experts: Any) -> bool:
-    return _calls_ours(_implementation(experts))
+    return _calls_ours(ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation))
 
 
 def _low_rank(wrapper: Any) -> LowRank | None:

@@ -83,9 +83,9 @@ def fp8_up(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Z = X W1ᵀ + b1 (R, N), zmax (J, R), zmax_columns (E, I), A = act(Z) (R, I), a_scale (J, R).
 
-    A is in e4m3. zmax is the largest |Z| of a block of 128 columns of A, J = ⌈I/128⌉; zmax_columns that of a
-    column over the rows of its expert. Z is in bf16, or in e4m3 and scaled by zmax; without a
-    `z_dtype` the first three are None.
+    A is in e4m3. zmax is the largest |Z| of a block of 128 columns of A, J = ⌈I/128⌉; zmax_columns
+    that of a column over the rows of its expert. Z is in bf16, or in e4m3 and scaled by zmax;
+    without a `z_dtype` the first three are None.
     """
     assert w.w8 is not None
     rows, n = p.rows_of(x8), w.w8.shape[1]
