@@ -9,9 +9,10 @@ import torch
 from helpers import run_poisoned
 
 from sonicmoe.enums import ActivationType
-from sonicmoe.launch import fp8_scales, quantize
+from sonicmoe.launch import fp8_scales, grouped_gemm, quantize
 from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8, routing
+from sonicmoe.reference import grouped_gemm as reference_gemm
 from sonicmoe.reference.fp8_scales import dz_scales
 from sonicmoe.tensors import Fp8Kept, Fp8Weight, Permutation
 
@@ -235,17 +236,33 @@ def check_scales(
     assert bad is None or bad_ones, "nothing was bad"
 
 
-def check_dequantized(rows: int, columns: int, device: str = "cpu") -> None:
+def check_dequantized(rows: int, columns: int, device: str = "cpu", blocks: bool = False) -> None:
     q = (32 * torch.randn(rows, columns)).clamp(-448, 448).to(E4M3)
-    scale = torch.randint(-70, 30, (rows,)).float().exp2()
-    scale[:1] = torch.nan
+    scale = torch.randint(-70, 30, (-(-columns // 128), rows) if blocks else (rows,)).float().exp2()
+    scale.view(-1)[:1] = torch.nan
+    per_column = scale.T.repeat_interleave(128, 1)[:, :columns] if blocks else scale[:, None]
     got = run_poisoned(
         lambda: {"rows": quantize.dequantize_rows(None, q.to(device), scale.to(device))}, device
     )["rows"].cpu()
     assert got.dtype == torch.bfloat16 and got.is_contiguous()
     torch.testing.assert_close(
-        got.double(), q.double() * scale[:, None], rtol=0, atol=0, equal_nan=True
+        got.double(), q.double() * per_column, rtol=0, atol=0, equal_nan=True
     )
+
+
+def check_bias_gradient(device: str = "cpu") -> None:
+    """Of rows in e4m3 with a scale each; what lies past those of experts may be anything."""
+    p, used, columns = make_permutation(COUNTS, is_gathered=True, dropped=15), sum(COUNTS), 144
+    q = (32 * torch.randn(used + 15, columns)).clamp(-448, 448).to(E4M3)
+    scale = torch.randint(-9, 3, (used + 15,)).float().exp2()
+    q.view(torch.uint8)[used:], scale[used:] = 0x7F, torch.nan
+    want = reference_gemm.bias_gradient(q, scale, p, False, torch.float32)
+    maps = [None if t is None else t.to(device) for t in p[:-1]]
+    there = (q.to(device), scale.to(device), Permutation._make([*maps, p.tile_m]))
+    got = run_poisoned(
+        lambda: {"db1": grouped_gemm.bias_gradient(*there, False, torch.float32)}, device
+    )["db1"]
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-3)
 
 
 def check_scored_activation(

@@ -8,7 +8,7 @@ from helpers import Case, Inputs, make_inputs
 from sonicmoe import ActivationType, ops
 from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
-from sonicmoe.tensors import E4M3, Fp8DzResults, Fp8Kept, Fp8Weight, Permutation
+from sonicmoe.tensors import E4M3, NO_LORA, Fp8DzResults, Fp8Kept, Fp8Weight, Permutation
 
 FLAGS = torch.zeros(2, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 CASE = Case("12,16,8,4,2", torch.float32, bias=True, routing="dropped")
@@ -132,6 +132,7 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
         "bias_gradient": [
             (given.dout, given.scores, *p, True, dtype, b),
             (z, None, *p, False, dtype, b),
+            (z.to(E4M3), torch.rand(24), *p, False, torch.bfloat16, b),
         ],
     }
 
@@ -148,22 +149,29 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     rows8, rows_scale, _ = reference.quantize_rows(rows, False)
     of_w1, of_w2 = (Fp8Weight(*reference.quantize_weight(w, True, w is w2)) for w in (w1, w2))
     act = (ActivationType.SWIGLU, "interleaved")
-    up = (x8, x_scale, *of_w1, *p, "swiglu", "interleaved")
-    up_rows = (rows8, rows_scale, *of_w1._replace(w8_t=None), *in_order)
-    found = reference.fp8_up(x8, x_scale, of_w1, p, *act, torch.bfloat16)
+    low, norm = torch.randn(24, 8).bfloat16(), torch.rand(4, 16)
+    b1, b2 = torch.randn(4, 32).bfloat16(), torch.randn(4, 16).bfloat16()
+    of_b1, of_b2 = torch.randn(4, 32, 8).bfloat16(), torch.randn(4, 16, 8).bfloat16()
+    alone, of_up, of_down = (None, None, None), (b1, low, of_b1), (low, of_b2)
+    up = (x8, x_scale, *of_w1, *alone, *p, "swiglu", "interleaved")
+    up_rows = (rows8, rows_scale, *of_w1._replace(w8_t=None), *alone, *in_order)
+    found = reference.fp8_up(x8, x_scale, of_w1, None, NO_LORA, p, *act, torch.bfloat16)
     of_z, (a8, a_scale) = found[:3], found[3:]
     every, without_scores = (Fp8DzResults(True, True, True, scores) for scores in (True, False))
     dx_alone, dw1_alone, dw2_alone = (
         Fp8DzResults(*(i == needed for i in range(4))) for needed in range(3)
     )
     kept, of_rows = Fp8Kept._make((*of_z, a_scale, x_scale)), (*of_z, a_scale, rows_scale)
-    in_e4m3 = (*reference.fp8_up(x8, x_scale, of_w1, p, *act, E4M3)[:3], a_scale, x_scale)
-    down = (dout, kept, w2, of_w2, given.scores, p, *act, every)
+    in_e4m3 = reference.fp8_up(x8, x_scale, of_w1, None, NO_LORA, p, *act, E4M3)[:3]
+    in_e4m3 = (*in_e4m3, a_scale, x_scale)
+    down = (dout, kept, w2, of_w2, None, given.scores, NO_LORA, None, p, *act, every)
     *dz, a_t, a_t_scale, do8, _ = reference.fp8_dz(*down)
     grad1, grad2 = (torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2))
     w1_scaled = (of_w1.w8, of_w1.w_scale)
     empty, transposed = Fp8Weight(), of_w2._replace(w8=None)
-    down_back = (given.scores, *p, "swiglu", "interleaved")
+    scored = (given.scores, *p, "swiglu", "interleaved")
+    down_back = (None, given.scores, None, None, None, *p, "swiglu", "interleaved")
+    adapted = (b2, given.scores, *of_down, norm, *p, "swiglu", "interleaved")
     w1_t, w2_t = (w.mT.contiguous().mT for w in (w1, w2))
     sorted_rows = (*in_order, "swiglu", "concatenated")
     recomputed = (*p, "swiglu", "interleaved", b)
@@ -192,18 +200,22 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
             ),
         ],
         "fp8_up": [
+            (x8, x_scale, *of_w1, *of_up, *p, "swiglu", "concatenated", torch.bfloat16, b),
             *((*up, z_dtype, b) for z_dtype in (torch.bfloat16, E4M3, None)),
             (*up_rows, "relu_sq", "interleaved", E4M3, b),
             (*up_rows, "geglu", "concatenated", torch.bfloat16, b),
         ],
-        "fp8_recomputed": [(dout, x, w1, *w, *recomputed) for w in (of_w1, empty)],
+        "fp8_recomputed": [
+            (dout, x, w1, *of_w1, *alone, *recomputed),
+            (dout, x, w1, *empty, *of_up, *recomputed),
+        ],
         "fp8_gemm": [
-            (a8, a_scale, *of_w2, None, *p, b),
-            (a8, a_scale, *of_w2, torch.rand(24), *in_order, b),
+            (a8, a_scale, *of_w2, None, None, None, None, *p, b),
+            (a8, a_scale, *of_w2, b2, torch.rand(24), *of_down, *in_order, b),
         ],
         "fp8_down_and_combine": [
-            (a8, a_scale, *of_w2, given.scores, *p, 12, 2, b),
-            (a8, a_scale, *of_w2, None, *p._replace(token_start=ragged), 12, 1, b),
+            (a8, a_scale, *of_w2, b2, given.scores, *of_down, *p, 12, 2, b),
+            (a8, a_scale, *of_w2, *alone, None, *p._replace(token_start=ragged), 12, 1, b),
         ],
         "fp8_dz": [
             (dout, *kept, w2, *transposed, *down_back, *every, b),
@@ -212,11 +224,12 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
             (dout, *in_e4m3, w2, *of_w2, *down_back, *every, b),
             (dout, *kept, w2, *of_w2, *down_back, *dw1_alone, b),
             (dout, *kept, w2, *empty, *down_back, *dw2_alone, b),
-            (rows, *of_rows, w2, *of_w2, None, *sorted_rows, *without_scores, b),
+            (dout, *kept, w2, *of_w2, *adapted, *every, b),
+            (rows, *of_rows, w2, *of_w2, *alone, None, None, *sorted_rows, *without_scores, b),
         ],
         "fp8_dx": [
-            (*dz[:2], w1, *of_w1, *p, 12, 1, b),
-            (*dz[:2], w1_t, *empty, *p, 12, 2, b),
+            (*dz[:2], w1, *of_w1, None, None, *p, 12, 1, b),
+            (*dz[:2], w1_t, *empty, *of_down, *p, 12, 2, b),
         ],
         "fp8_weight_gradient": [
             (do8, a_t, a_t_scale, w2, *p, False, False, b),
@@ -228,10 +241,10 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
             (grad2.clone(), do8, a_t, a_t_scale, *p, False, b),
             (grad1.clone(), x, *dz[2:], *p, True, b),
         ],
-        "dequantize_rows": [(dz[0], *dz[:2], b)],
+        "dequantize_rows": [(dz[0], *dz[:2], b), (a8, a8, a_scale, b)],
         "scored_activation": [
-            (dout, *kept[:2], *down_back, b),
-            (dout, *in_e4m3[:2], *down_back, b),
+            (dout, *kept[:2], *scored, b),
+            (dout, *in_e4m3[:2], *scored, b),
             (rows, *of_rows[:2], None, *sorted_rows, b),
         ],
     }

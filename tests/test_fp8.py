@@ -381,8 +381,6 @@ def test_autocast():
     [
         ({"precision": "fp16"}, r"^precision: expected 'fp8', 'fp8_bf16_dw' or None, got 'fp16'"),
         ({"x": torch.float32, "w1": torch.float32, "w2": torch.float32}, "^x: expected bfloat16"),
-        ({"b1": torch.zeros(5, 32)}, "^b1: expected None with precision='fp8'"),
-        ({"b2": torch.zeros(5, 32)}, "^b2: expected None with precision='fp8'"),
         ({"shape": "40,32,8,5,2"}, "^I of w2: expected a multiple of 16 with precision='fp8'"),
         ({"shape": "40,24,16,5,2"}, "^H of w2: expected a multiple of 16 with precision='fp8'"),
     ],
@@ -393,8 +391,6 @@ def test_bad_arguments(changes, message):
     given = make_inputs(Case(changes.pop("shape", SMALL.shape))).arguments()
     given["precision"] = "fp8"
     for name, change in changes.items():
-        if isinstance(change, torch.Tensor):
-            change = change.bfloat16()
         given[name] = given[name].to(change) if isinstance(change, torch.dtype) else change
     with pytest.raises(ValueError, match=message):
         sonicmoe.experts(**given)
@@ -414,7 +410,6 @@ def test_weights_of_another_dtype():
     ("options", "name"),
     [
         ({"precision": "bf16"}, "precision"),
-        ({"precision": "fp8", "add_bias": True}, "add_bias"),
         ({"precision": "fp8", "hidden_size": 24}, "hidden_size"),
         ({"precision": "fp8", "intermediate_size": 24}, "intermediate_size"),
         ({"cache_fp8_weights": True}, "cache_fp8_weights"),

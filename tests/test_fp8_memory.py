@@ -15,7 +15,7 @@ from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8
 from sonicmoe.shapes import Problem
-from sonicmoe.tensors import Fp8Weight
+from sonicmoe.tensors import NO_LORA, Fp8Weight
 from sonicmoe.tools import cost
 
 EXACT = ("recompute", MemoryPolicy(slices=2), MemoryPolicy("recompute", slices=5))
@@ -93,7 +93,8 @@ def test_z_in_fp8_of_rows_of_other_sizes():
     w1 = torch.randn(1, 256, 256).bfloat16()
     w1[:, 128:] *= 2.0**-15
     x8, x_scale, _ = fp8.quantize_rows(x, False)
-    given = (x8, x_scale, Fp8Weight(*fp8.quantize_weight(w1, False, False)), p)
+    w = Fp8Weight(*fp8.quantize_weight(w1, False, False))
+    given = (x8, x_scale, w, None, NO_LORA, p)
     act = (ActivationType.RELU, "interleaved")
     z, zmax, *_ = fp8.fp8_up(*given, *act, torch.float8_e4m3fn)
     exact, found = fp8.fp8_up(*given, *act, torch.bfloat16)[0].float(), fp8.z_in_fp32(z, zmax, *act)

@@ -309,8 +309,11 @@ def test_quantizers(arch):
             for activation in (ActivationType.SWIGLU, ActivationType.GELU) if arch > 80 else ():
                 z = new(2 * tokens, 512 if activation.is_gated else 256, dtype=torch.bfloat16)
                 scored = (new(2, 2 * tokens), new(tokens, 2), p, activation, "interleaved")
-                quantize.scored_activation(z, z, *scored)
-                quantize.dequantize_rows(z, z.to(torch.float8_e4m3fn), new(2 * tokens))
+                quantize.scored_activation(None, z, *scored)
+                z8 = z.to(torch.float8_e4m3fn)
+                quantize.dequantize_rows(None, z8, new(2 * tokens))
+                quantize.dequantize_rows(None, z8, new(z.shape[1] // 128, 2 * tokens))
+                grouped_gemm.bias_gradient(z8, new(2 * tokens), p, False, torch.bfloat16)
             for activation in (ActivationType.SWIGLU, ActivationType.GELU):
                 z = new(2 * tokens, 2048 if activation.is_gated else 1024)
                 kept = Fp8Kept(z, new(*per_row), new(2, 1024), new(*per_row), per_token)

@@ -11,7 +11,7 @@ from sonicmoe.kernels.hopper.fp8_wgrad import exchange
 from sonicmoe.launch import fp8, fp8_wgrad, grouped_gemm
 from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
-from sonicmoe.tensors import Fp8Weight, Permutation
+from sonicmoe.tensors import NO_LORA, Fp8Weight, Permutation
 from sonicmoe.tuning import Target
 
 CACHE = 128 * 1024  # of instructions
@@ -79,7 +79,7 @@ def test_up(z_dtype, gathered):
     w = Fp8Weight(w8, None, torch.ones(2))
     with compiling(90) as compiled:
         act = (ActivationType.SWIGLU, "interleaved")
-        fp8.fp8_up(x8, torch.ones(64), w, p, *act, z_dtype)
+        fp8.fp8_up(x8, torch.ones(64), w, None, NO_LORA, p, *act, z_dtype)
     (kernel,) = compiled
     check(kernel)
     assert "st.shared.b8" not in kernel.asm["ptx"]
@@ -106,7 +106,8 @@ def test_slices_read_views_of_the_weights(monkeypatch):
     p = permute(torch.zeros(40, 2, dtype=torch.int32), 4, backend="torch")
     w = Fp8Weight(torch.empty(4, 320, 256, dtype=torch.float8_e4m3fn), None, torch.ones(4))
     a8, a_scale = torch.empty(80, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 80)
-    out = fp8.fp8_down_and_combine(a8, a_scale, w, torch.ones(40, 2), p, 40, 4)
+    given = (a8, a_scale, w, None, torch.ones(40, 2), NO_LORA)
+    out = fp8.fp8_down_and_combine(*given, p, 40, 4)
     gemms, combined = launched[::2], launched[1::2]
     weights = [args[1] for args in gemms]
     assert [t.shape[1] for t, _ in weights] == [128, 128, 64]

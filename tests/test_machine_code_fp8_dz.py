@@ -8,7 +8,7 @@ from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.launch import fp8_dz
-from sonicmoe.tensors import DzScales, Fp8DzResults, Permutation
+from sonicmoe.tensors import NO_LORA, DzScales, Fp8DzResults, Lora, Permutation
 from sonicmoe.tuning import Target
 
 ALL = Fp8DzResults(dz=True, dz_t=True, a_t=True, dscores=True)
@@ -17,7 +17,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CACHE = 128 * 1024  # of instructions: see test_machine_code
 
 
-def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype):
+def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype, rank=0):
     experts, rows, tokens = 2, 64, 32 if gathered else 64
 
     def e4m3(*shape):
@@ -35,7 +35,12 @@ def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype):
     with compiling(90) as compiled:
         columns, blocks = torch.zeros(experts, inner), torch.zeros(experts, -(-inner // 128))
         scales = DzScales(torch.zeros(5, rows), columns, blocks, torch.zeros(rows), None, None)
-        fp8_dz.dz_gemm(do8, scales, z, zmax, w2_t, scores, p, activation, gate_up, needs)
+        lora = NO_LORA
+        if rank:
+            b = torch.zeros(experts, inner, rank, dtype=BF16)
+            lora = Lora(torch.zeros(rows, rank, dtype=BF16), b)
+        given = (do8, scales, z, zmax, w2_t, (None, None), scores, lora, p)
+        fp8_dz.dz_gemm(*given, activation, gate_up, needs)
     return compiled[0]
 
 

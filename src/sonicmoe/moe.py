@@ -126,7 +126,7 @@ class MoE(nn.Module):
         check_gate_up(gate_up)
         check_num_experts(num_experts)
         check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
-        check_layer_precision(precision, hidden_size, intermediate_size, add_bias)
+        check_layer_precision(precision, hidden_size, intermediate_size)
         if shared_intermediate_size:
             check_size("shared_intermediate_size", shared_intermediate_size, multiple=8)
         elif shared_gate:

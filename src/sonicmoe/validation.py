@@ -241,8 +241,6 @@ def check_fp8(
     x: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b2: torch.Tensor | None,
 ) -> None:
     """Requirements of precision="fp8" beyond `check_weights`."""
     if x.dtype != torch.bfloat16:
@@ -256,10 +254,6 @@ def check_fp8(
         if size % FP8_ALIGNMENT:
             expected = f"a multiple of {FP8_ALIGNMENT} with precision='fp8'"
             raise bad_argument(f"{name} of w2", expected, size, "Pad the weights with zeros.")
-    for name, b in (("b1", b1), ("b2", b2)):
-        if b is not None:
-            remedy = "Omit the bias or precision='fp8'."
-            raise bad_argument(name, "None with precision='fp8'", "a bias", remedy)
 
 
 def _is_rounded(x: torch.Tensor, weight: torch.Tensor) -> bool:

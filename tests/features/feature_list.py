@@ -99,15 +99,9 @@ FEATURES = [
 ]  # fmt: skip
 BY_NAME = {feature.name: feature for feature in FEATURES}
 
-NO_FP8_BIAS = "FP8 has no biases yet."
-NO_FP8_LORA = "FP8 has no LoRA yet."
 HOST_WAITS = "The host waits for the number of rows that arrive (`RuntimeError` of CUDA)."
 
 REASONS = {
-    frozenset({"fp8", "biases"}): NO_FP8_BIAS,
-    frozenset({"fp8_bf16_dw", "biases"}): NO_FP8_BIAS,
-    frozenset({"fp8", "LoRA"}): NO_FP8_LORA,
-    frozenset({"fp8_bf16_dw", "LoRA"}): NO_FP8_LORA,
     frozenset({"kept FP8 weights", "fp32"}): "The weights are not in FP8.",
     frozenset({"expert parallelism", "CUDA graph"}): HOST_WAITS,
 }

@@ -18,7 +18,7 @@ from ..errors import bad_argument
 from ..extras import missing
 from ..moe import Experts, MoE
 from .lora import LowRank
-from .transformers import ALL_EXPERTS_FUNCTIONS, _calls_ours, _options_of, register
+from .transformers import ALL_EXPERTS_FUNCTIONS, _calls_ours, register
 
 try:
     from peft import PeftModel
@@ -52,16 +52,9 @@ def use_lora_experts(model: nn.Module) -> int:
         )
     for wrapper in of_moe:
         wrapper.low_rank = partial(_active_low_rank, wrapper)  # type: ignore[assignment]
-    functions = [_implementation(wrapper.get_base_layer()) for wrapper in outer]
-    is_ours = all(map(_calls_ours, functions))
-    if not is_ours:
+    if not all(_is_ours(wrapper.get_base_layer()) for wrapper in outer):
         if not _calls_ours(ALL_EXPERTS_FUNCTIONS.get(_NAME)):  # else other models may use it
             register(_NAME)
-        functions = [ALL_EXPERTS_FUNCTIONS[_NAME]]
-    if any(_options_of(f)[0] is not None for f in functions):
-        remedy = "register('another_name'), then model.set_experts_implementation('another_name')."
-        raise bad_argument("model", "experts without precision='fp8'", "experts in FP8", remedy)
-    if not is_ours:
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         base.set_experts_implementation(_NAME)
     for wrapper in outer:
@@ -127,12 +120,8 @@ def _weights(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def _implementation(experts: Any) -> Any:
-    return ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
-
-
 def _is_ours(experts: Any) -> bool:
-    return _calls_ours(_implementation(experts))
+    return _calls_ours(ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation))
 
 
 def _low_rank(wrapper: Any) -> LowRank | None:

@@ -13,7 +13,7 @@ from ..shapes import ceil_div, padded_rows
 from ..tensors import E4M3, Fp8DzResults, Permutation
 from . import grouped_gemm, memory
 from .descriptors import Boxes
-from .grouped_gemm_hopper import _ENDLESS, _ORIGIN, _z_boxes
+from .grouped_gemm_hopper import _ENDLESS, _ORIGIN, _z_boxes, low_rank
 from .launcher import Bound, launch
 
 _ROWS, _WIDTH = 64, SLICE.value  # of a slice
@@ -43,14 +43,14 @@ def _row_boxes(columns, strides, block) -> Boxes:
 
 
 @lru_cache(maxsize=1024)
-def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DzResults, gather, ring: Ring):
+def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DzResults, gather, rank, ring: Ring):
     """The kernel; boxes of sorted rows of dO, of W2, Z and dZ."""
     _, inner, hidden = shape
     n, k, stages = ring
     options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), "GATHER": gather}
     options |= {"STORE_DZ": needs.dz, "STORE_T": needs.dz_t, "STORE_A": needs.a_t}
     options |= {"STORE_PARTIAL": needs.dscores}
-    sizes = {"H": hidden, "I": inner, "BLOCK_N": n, "BLOCK_K": k, "STAGES": stages}
+    sizes = {"H": hidden, "I": inner, "RANK": rank, "BLOCK_N": n, "BLOCK_K": k, "STAGES": stages}
     kernel = Bound(hopper_fp8_dz_kernel, **sizes, **options, num_warps=4)
     rows = _row_boxes((hidden,), (hidden, 1), (_ROWS, k))
     weights = _laid_out(shape, (inner * hidden, hidden, 1), (1, n, k))
@@ -74,8 +74,9 @@ def _transposed_boxes(inner, padded, gate_up):
 
 
 def dz_gemm(
-    do8, scales, z, zmax, w2_t, scores, p: Permutation, activation, gate_up, needs, ring=_RING
-):
+    do8, scales, z, zmax, w2_t, bias, scores, lora, p: Permutation, activation, gate_up, needs,
+    ring=_RING,
+):  # fmt: skip
     """As `reference.fp8.dz_gemm`, but columns of dZᵀ and A'ᵀ of no tile are not written.
 
     `ring` is there to be measured.
@@ -91,16 +92,17 @@ def dz_gemm(
     dscores = memory.empty(scores.shape, torch.float32, device) if needs.dscores else None
     if rows == 0:
         return dz, dz_t, a_t, dscores
-    parts = ceil_div(inner, ring.block_n)
-    slots = scores.numel() if scores is not None else rows
-    plane = 4 * ceil_div(slots, 4)  # every plane is aligned to 16 bytes for every T
-    partial = memory.empty((parts if needs.dscores else 0, plane), torch.float32, device)
+    parts, (dout, b2) = ceil_div(inner, ring.block_n), bias
+    partial = grouped_gemm.partial_scores(parts, b2, dscores, device)
     gate_up = gate_up if activation.is_gated else None
     kernel, row_boxes, weights, z_boxes, dz_boxes = _kernel(
-        w2_t.shape, z.dtype, activation, gate_up, needs, p.is_gathered, ring
+        w2_t.shape, z.dtype, activation, gate_up, needs, p.is_gathered, lora.rank, ring
     )
     dz_t_boxes, a_t_boxes = _transposed_boxes(inner, padded, gate_up)
-    sources = (do8 if p.is_gathered else (do8, row_boxes), p.row_token, (w2_t, weights))
+    # In bf16 half as many columns have the bytes of a block.
+    adapter = low_rank(lora, "nk", ring.block_n, ring.block_k // 2)
+    rows_of_do = do8 if p.is_gathered else (do8, row_boxes)
+    sources = (rows_of_do, p.row_token, (w2_t, weights), *adapter)
     outputs = ((dz, dz_boxes), (dz_t, dz_t_boxes), (a_t, a_t_boxes))
     # What is not stored needs an address all the same.
     targets = [(do8 if t is None else t, boxes) for t, boxes in outputs]
@@ -113,9 +115,6 @@ def dz_gemm(
     args = (*sources, *factors, rows, p.row_slot, (z, z_boxes), zmax, *targets)
     programs = grouped_gemm.target_of(z).processors
     grid = (max(1, min((p.tiles.shape[0] - 1) * parts, programs)),)
-    launch(kernel, grid, *args, partial, plane, p.tiles)
-    if dscores is not None:
-        summed = (partial, p.slot_row, p.expert_start, dscores, slots, plane, experts)
-        grid = (ceil_div(slots, grouped_gemm._SLOTS),)
-        launch(grouped_gemm._sum_partials_kernel(parts), grid, *summed)
+    launch(kernel, grid, *args, partial, partial.shape[1], p.tiles)
+    grouped_gemm.sum_partial_scores(partial, dout, b2, p, dscores)
     return dz, dz_t, a_t, dscores

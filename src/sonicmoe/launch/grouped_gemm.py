@@ -4,6 +4,7 @@ Functions without an underscore have the names, parameters and results of the op
 `ops.grouped_gemm`, and take configurations to measure.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -218,15 +219,23 @@ def down_and_combine(a, w2, b2, scores, lora, p: Permutation, tokens, slices, ke
     # One configuration for all slices: in fp32, another block_k would sum in another order.
     config = _row_config(kernel, a.element_size(), k, hidden, True, target_of(a), lora)
     out = memory.empty((tokens, hidden), a.dtype, a.device)
-    width = slice_width(hidden, slices)
-    for first in range(0, hidden, width):
-        columns = slice(first, first + width)
-        bias = None if b2 is None else b2[:, columns].contiguous()
-        factor = None if lora.lora_b is None else lora.lora_b[:, columns]
-        y = down(a, w2[:, columns], bias, None, lora._replace(lora_b=factor), p, config, kernel)
+    for columns, bias, factor in column_slices(hidden, slices, b2, lora):
+        y = down(a, w2[:, columns], bias, None, factor, p, config, kernel)
         combine(y, scores, p.slot_row, p.token_start, tokens, out[:, columns])
         del y  # before the next one is allocated
     return out
+
+
+def column_slices(
+    hidden: int, slices: int, bias: Tensor | None, lora: Lora
+) -> Iterator[tuple[slice, Tensor | None, Lora]]:
+    """Slices of H, with their columns of the bias and of the adapter's B."""
+    width = slice_width(hidden, slices)
+    for first in range(0, hidden, width):
+        columns = slice(first, first + width)
+        of_bias = None if bias is None else bias[:, columns].contiguous()
+        of_b = None if lora.lora_b is None else lora.lora_b[:, columns]
+        yield columns, of_bias, lora._replace(lora_b=of_b)
 
 
 @cache
@@ -240,7 +249,7 @@ def dz(
     if not any(needs):
         return None, None, None
     rows, dtype, device = z.shape[0], dout.dtype, z.device
-    experts, hidden, intermediate = w2.shape
+    _, hidden, intermediate = w2.shape
     target = target_of(z)
     gate_up = gate_up if activation.is_gated else None
     config = config or _row_config(
@@ -255,10 +264,7 @@ def dz(
     if rows == 0:
         return (dz if needs.dz else None), a, dscores
     parts = ceil_div(intermediate, config.block_n)
-    slots = scores.numel() if scores is not None else rows
-    planes = parts + (b2 is not None)
-    plane = 4 * ceil_div(slots, 4)  # every plane is aligned to 16 bytes for every T
-    partial = memory.empty((planes if needs.dscores else 0, plane), torch.float32, device)
+    partial = partial_scores(parts, b2, dscores, device)
     grid = _row_grid(config, p, intermediate, target)
     outputs = (dz, a, partial)
     if config.hopper:
@@ -271,20 +277,37 @@ def dz(
         w2t = w2.mT  # the GEMM sums over H: (E, I, H) weights
         source, weights = _row_source(dout, config, p.is_gathered), _weight_source(w2t, config)
         args = (source, p.row_token, weights, *_low_rank(lora), scores, p.row_slot)
-        args = (*args, z, z_scale, *outputs, p.tiles, plane, rows)
+        args = (*args, z, z_scale, *outputs, p.tiles, partial.shape[1], rows)
         stored = {"STORE_DZ": needs.dz, "STORE_A": needs.a, "STORE_PARTIAL": needs.dscores}
         options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), **stored}
         options |= {"SLICES": config.slices, **_lora_options(lora)}
         options |= _gemm_options(dout, source, w2t, config)
         sizes = {"H": hidden, "I": intermediate}
         launch(dz_kernel, grid, *args, *w2t.stride(), **sizes, **options)
-    if dscores is not None:
-        if b2 is not None:
-            _bias_scores(dout, b2, p, partial[parts])
-        kernel, programs = _sum_partials_kernel(planes), ceil_div(slots, _SLOTS)
-        args = (partial, p.slot_row, p.expert_start, dscores, slots, plane, experts)
-        launch(kernel, (programs,), *args)
+    sum_partial_scores(partial, dout, b2, p, dscores)
     return (dz if needs.dz else None), a, dscores
+
+
+def partial_scores(parts: int, b2: Tensor | None, dscores: Tensor | None, device) -> Tensor:
+    """Planes for partial sums of dscores: `parts` of a dZ GEMM, and one of b2; none if there are no
+    dscores."""
+    if dscores is None:
+        return memory.empty((0, 0), torch.float32, device)
+    # Every plane is aligned to 16 bytes for every T.
+    shape = (parts + (b2 is not None), 4 * ceil_div(dscores.numel(), 4))
+    return memory.empty(shape, torch.float32, device)
+
+
+def sum_partial_scores(partial, dout, b2, p: Permutation, dscores) -> None:
+    """Write dscores, unless they are None: the sum of all planes. This fills that of b2."""
+    if dscores is None:
+        return
+    planes, plane = partial.shape
+    if b2 is not None:
+        _bias_scores(dout, b2, p, partial[-1])
+    slots, experts = dscores.numel(), p.expert_start.shape[0] - 1
+    args = (partial, p.slot_row, p.expert_start, dscores, slots, plane, experts)
+    launch(_sum_partials_kernel(planes), (ceil_div(slots, _SLOTS),), *args)
 
 
 def _bias_scores(dout, b2, p: Permutation, out) -> None:

@@ -75,12 +75,12 @@ def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
     return t, _row_boxes(t.dtype, (t.shape[1],), t.stride(), block)
 
 
-def _lora(lora: Lora, layout: str, config: RowConfig, gate_up: str | None = None) -> tuple:
-    """U and B as the kernels take them: B in the layout and in boxes of the weights."""
+def low_rank(lora: Lora, layout: str, n: int, k: int, gate_up: str | None = None) -> tuple:
+    """U and B as the kernels take them: B in the layout of the weights, and in their boxes of n
+    columns."""
     u, b = lora
     if u is None or b is None:
         return lora
-    n, k = config.block_n, config.block_k
     b = b.contiguous() if layout == "nk" else b.mT.contiguous().mT
     return row_boxes(u, _ROWS, k), (b, _weight_boxes(b.dtype, b.shape, b.stride(), n, k, gate_up))
 
@@ -167,18 +167,18 @@ def up(
         lora.rank,
     )
     rows = x if p.is_gathered else row_boxes(x, _ROWS, config.block_k)
-    low_rank = _lora(lora, weight_layout(w1), config, gate_up)
+    adapter = low_rank(lora, weight_layout(w1), config.block_n, config.block_k, gate_up)
     stored = ((z, z_boxes), z_scale, (a, a_boxes))
     return kernel, (
-        rows, p.row_token, (w1, weights), *low_rank, b1, *stored, p.tiles, p.rows_of(x),
+        rows, p.row_token, (w1, weights), *adapter, b1, *stored, p.tiles, p.rows_of(x),
     )  # fmt: skip
 
 
 def down(a, w, bias, row_scores, y, p: Permutation, config: RowConfig, lora: Lora) -> Launch:
     kernel, weights, y_boxes = _gemm(a.dtype, w.shape, w.stride(), config, lora.rank)
     rows = row_boxes(a, _ROWS, config.block_k)
-    low_rank = _lora(lora, weight_layout(w), config)
-    return kernel, (rows, (w, weights), *low_rank, bias, row_scores, (y, y_boxes), p.tiles)
+    adapter = low_rank(lora, weight_layout(w), config.block_n, config.block_k)
+    return kernel, (rows, (w, weights), *adapter, bias, row_scores, (y, y_boxes), p.tiles)
 
 
 def dz_gemm(
@@ -201,9 +201,10 @@ def dz_gemm(
         lora.rank,
     )
     rows = dout if p.is_gathered else row_boxes(dout, _ROWS, config.block_k)
-    low_rank = _lora(lora, "nk" if w2.stride(1) == 1 else "kn", config)
+    layout = "nk" if w2.stride(1) == 1 else "kn"
+    adapter = low_rank(lora, layout, config.block_n, config.block_k)
     stored = ((z, z_boxes), z_scale, (dz, dz_boxes), (dz if a is None else a, a_boxes))
-    args = (rows, p.row_token, (w2, weights), *low_rank, scores, p.row_slot, *stored)
+    args = (rows, p.row_token, (w2, weights), *adapter, scores, p.row_slot, *stored)
     return kernel, (*args, partial, partial.shape[1], p.tiles, z.shape[0])
 
 

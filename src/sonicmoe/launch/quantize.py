@@ -13,7 +13,7 @@ from ..enums import ActivationType
 from ..kernels import bf16_operands
 from ..kernels import quantize as kernels
 from ..kernels.activation import value_of
-from ..shapes import ceil_div
+from ..shapes import BLOCK, ceil_div
 from ..tensors import E4M3, Permutation
 from . import memory
 from .grouped_gemm import weight_layout
@@ -103,8 +103,11 @@ def dequantize_rows(dout, q, scale):
     rows, n = q.shape
     out = memory.empty((rows, n), torch.bfloat16, q.device)
     if rows:
-        kernel, grid = bf16_operands.dequantize_rows_kernel, (ceil_div(rows, 8), ceil_div(n, 512))
-        launch(kernel, grid, q, scale, out, rows, N=n, BLOCK_M=8, BLOCK_N=512, num_warps=4)
+        blocks = scale.dim() == 2
+        m, width = (32, BLOCK) if blocks else (8, 512)
+        grid, options = (ceil_div(rows, m), ceil_div(n, width)), {"BLOCK_SCALES": blocks}
+        options |= {"N": n, "BLOCK_M": m, "BLOCK_N": width, "num_warps": 4}
+        launch(bf16_operands.dequantize_rows_kernel, grid, q, scale, out, rows, **options)
     return out
 
 

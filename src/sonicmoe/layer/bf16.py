@@ -7,7 +7,13 @@ import torch
 from .. import ops
 from ..tensors import NO_LORA, DzResults, Lora
 from .checkpoint import placeholder
-from .lora import low_rank_gradients, low_rank_of_gradient
+from .lora import (
+    down_low_rank_gradients,
+    low_rank_of_dout,
+    low_rank_of_dz,
+    low_rank_of_x,
+    up_low_rank_gradients,
+)
 from .main_grad import added_to_main_grad
 from .operands import Forward, Gradient, Gradients, How, Operands, register
 
@@ -52,7 +58,7 @@ class Bf16(Operands):
 
     @staticmethod
     def up(x, w, operand, p, how):
-        u = None if w.lora_a is None else ops.gathered_gemm(x, w.lora_a, p, how.backend)
+        u = low_rank_of_x(x, w, p, how)
         lora = NO_LORA if u is None else Lora(u, w.lora_b)
         act = (how.activation, how.gate_up)
         z, a, z_scale = ops.up(x, operand.weight, w.bias, lora, p, *act, how.z_dtype, how.backend)
@@ -91,7 +97,7 @@ class Bf16(Operands):
 
     @staticmethod
     def down_backward(dout, kept, operand, w, u, scores, p, needs, dz, gradient, how):
-        v = low_rank_of_gradient(dout, w, p, how)
+        v = low_rank_of_dout(dout, w, p, how)
         lora = NO_LORA if v is None else Lora(v, w.lora_a.mT)
         results = DzResults(dz.dz, needs.weight or bool(needs.lora_a), needs.source)
         weight, act = operand.weight, (how.activation, how.gate_up)
@@ -102,7 +108,7 @@ class Bf16(Operands):
             )
         if needs.weight:
             dw = weight_gradient(dout, a, weight, p, "left", gradient, how)
-        of_lora = low_rank_gradients(dout, v, a, u, w, scores, p, needs, how)
+        of_lora = down_low_rank_gradients(dout, v, a, u, w, scores, p, needs, how)
         del a, v
         if needs.bias:
             dbias = ops.bias_gradient(dout, scores, p, True, w.bias.dtype, how.backend)
@@ -111,24 +117,17 @@ class Bf16(Operands):
     @staticmethod
     def up_backward(dz, source, lora_a, p, needs, gradient, how):
         (dz,), weight, backend = dz, source.operand.weight, how.backend
-        dx = dw = dbias = dlora_a = dlora_b = v = None
-        if source.u is not None:
-            v = ops.down(dz, source.lora_b.mT, None, None, NO_LORA, p, backend)
+        dx = dw = dbias = None
+        v = low_rank_of_dz(dz, source, p, how)
         if needs.source:
             lora = NO_LORA if v is None else Lora(v, lora_a.mT)
             dx = ops.dx(dz, weight, lora, p, source.x.shape[0], how.slices, backend)
-        if needs.lora_a:
-            dlora_a = ops.weight_gradient(v, source.x, lora_a, p, "right", False, backend)
-        if needs.lora_b:
-            rows = p.sorted_rows
-            dlora_b = ops.weight_gradient(
-                dz, source.u, source.lora_b, rows, "right", False, backend
-            )
+        of_lora = up_low_rank_gradients(dz, v, source, lora_a, p, needs, how)
         if needs.weight:
             dw = weight_gradient(dz, source.x, weight, p, "right", gradient, how)
         if needs.bias:
             dbias = ops.bias_gradient(dz, None, p, False, weight.dtype, backend)
-        return Gradients(dx, dw, dbias, dlora_a, dlora_b)
+        return Gradients(dx, dw, dbias, *of_lora)
 
 
 register(None, Bf16)

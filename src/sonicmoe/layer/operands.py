@@ -83,7 +83,7 @@ class Operands:
     Dz: type  # named tuple: dZ on its way from Down to Up
 
     @staticmethod
-    def check(x: torch.Tensor, weights: ExpertWeights, has_lora: bool, backend: str) -> str:
+    def check(x: torch.Tensor, weights: ExpertWeights, backend: str) -> str:
         """Raise a ValueError for what this kind cannot compute; the backend that computes it."""
         return backend
 

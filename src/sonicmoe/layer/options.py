@@ -10,21 +10,15 @@ from .memory import memory_policy
 from .operands import kind_of
 
 
-def check_layer_precision(
-    precision: str | None, hidden_size: int, intermediate_size: int, add_bias: bool
-) -> None:
+def check_layer_precision(precision: str | None, hidden_size: int, intermediate_size: int) -> None:
     kind_of(precision)
     multiple = 8 if precision is None else FP8_ALIGNMENT
     check_size("hidden_size", hidden_size, multiple=multiple)
     check_size("intermediate_size", intermediate_size, multiple=multiple)
-    if precision is not None and add_bias:
-        remedy = "Leave the biases or precision='fp8' out."
-        raise bad_argument("add_bias", "False with precision='fp8'", add_bias, remedy)
 
 
 def _new_precision(moe: Any, name: str, value: Any) -> Any:
-    bias = moe.c_fc.bias is not None
-    check_layer_precision(value, moe.hidden_size, moe.intermediate_size, bias)
+    check_layer_precision(value, moe.hidden_size, moe.intermediate_size)
     return value
 
 

@@ -141,13 +141,12 @@ def check(
     up, down, activation, gate_up = weights
     x, b1, b2 = autocast(x, up.bias, down.bias)
     w1, w2 = up.weight, down.weight
-    has_lora = any(adapter is not None for adapter in lora)
-    if has_lora:
+    if any(adapter is not None for adapter in lora):
         w1, w2 = autocast(w1, w2)
         _check_frozen(w1=w1, w2=w2, b1=b1, b2=b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
     weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
-    backend = kind_of(precision).check(x, weights, has_lora, resolve_backend(backend, x))
+    backend = kind_of(precision).check(x, weights, resolve_backend(backend, x))
     for number, (adapter, w) in enumerate(zip(lora, (w1, w2), strict=True), 1):
         check_adapter(f"lora{number}", adapter, w)
     return x, weights, backend

@@ -1,8 +1,8 @@
 """Operators of the experts in FP8: quantizers and grouped GEMMs of e4m3 operands.
 
 `reference.fp8` has the scales. x8 and a8 are e4m3. w1 and w2 are the parameters: they are quantized
-again where the `Fp8Weight` beside them is empty. A result that is not needed is None; through
-PyTorch's dispatcher it is an empty tensor.
+again where the `Fp8Weight` beside them is empty. Biases and the `Lora` of a GEMM are in bf16. A
+result that is not needed is None; through PyTorch's dispatcher it is an empty tensor.
 """
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from ..enums import ActivationType
 from ..reference import fp8 as reference
 from ..shapes import BLOCK, ceil_div, padded_rows
-from ..tensors import E4M3, Fp8DzResults, Fp8Kept, Fp8Weight, Permutation
+from ..tensors import E4M3, Fp8DzResults, Fp8Kept, Fp8Weight, Lora, Permutation
+from .grouped_gemm import _depth
 from .registry import Mutated, operator
 
 
@@ -87,22 +88,24 @@ def checked_scales(
     return torch.empty_like(scale1), torch.empty_like(scale2)
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w8[1] * s.w8[2])
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w8[1] * _depth(s, s.w8[2]))
 def fp8_up(
     x8: Tensor,
     x_scale: Tensor,
     w: Fp8Weight,
+    b1: Tensor | None,
+    lora: Lora,
     p: Permutation,
     activation: ActivationType,
     gate_up: str,
     z_dtype: torch.dtype | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Z = X W1ᵀ (R, N), zmax (J, R), zmax_columns (E, I), A = act(Z) e4m3 (R, I), a_scale (J, R).
+    """Z = X W1ᵀ + b1 (R, N), zmax (J, R), zmax_columns (E, I), A = act(Z) (R, I), a_scale (J, R).
 
-    zmax is the largest |Z| of a block of 128 columns of A, J = ⌈I/128⌉; zmax_columns that of a
-    column over the rows of its expert. Z is in bf16, or in e4m3 and scaled by zmax; without a
-    `z_dtype` the first three are None.
+    A is in e4m3. zmax is the largest |Z| of a block of 128 columns of A, J = ⌈I/128⌉; zmax_columns
+    that of a column over the rows of its expert. Z is in bf16, or in e4m3 and scaled by zmax;
+    without a `z_dtype` the first three are None.
     """
     assert w.w8 is not None
     rows, n = p.rows_of(x8), w.w8.shape[1]
@@ -116,12 +119,14 @@ def fp8_up(
     return z, zmax, zmax_columns, _e4m3(x8, rows, intermediate), a_scale  # type: ignore
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * s.w1[2])
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * _depth(s, s.w1[2]))
 def fp8_recomputed(
     dout: Tensor,
     x: Tensor,
     w1: Tensor,
     w: Fp8Weight,
+    b1: Tensor | None,
+    lora: Lora,
     p: Permutation,
     activation: ActivationType,
     gate_up: str,
@@ -137,16 +142,18 @@ def fp8_recomputed(
     return z, torch.empty_like(a_scale), zmax_columns, a_scale, _fp32(x, x.shape[0])
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * s.w8[2])
+@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * _depth(s, s.w8[2]))
 def fp8_gemm(
     a8: Tensor,
     a_scale: Tensor,
     w: Fp8Weight,
+    b2: Tensor | None,
     row_scores: Tensor | None,
+    lora: Lora,
     p: Permutation,
     backend: str,
 ) -> Tensor:
-    """Y = A Wᵀ bf16 (R, N), times the row's score if given; a_scale (J, R), or (1, R).
+    """Y = A Wᵀ + b2 bf16 (R, N), times the row's score if given; a_scale (J, R), or (1, R).
 
     Sorted rows of no expert are zero.
     """
@@ -154,12 +161,14 @@ def fp8_gemm(
     return a8.new_empty(a8.shape[0], w.w8.shape[1], dtype=torch.bfloat16)
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * s.w8[2])
+@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * _depth(s, s.w8[2]))
 def fp8_down_and_combine(
     a8: Tensor,
     a_scale: Tensor,
     w: Fp8Weight,
+    b2: Tensor | None,
     scores: Tensor | None,
+    lora: Lora,
     p: Permutation,
     tokens: int,
     slices: int,
@@ -170,20 +179,26 @@ def fp8_down_and_combine(
     return a8.new_empty(tokens, w.w8.shape[1], dtype=torch.bfloat16)
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.z[0] * s.w2[1] * s.w2[2])
+@operator(reference, "fp8", flops=lambda s: 2 * s.z[0] * s.w2[2] * _depth(s, s.w2[1]))
 def fp8_dz(
     dout: Tensor,
     kept: Fp8Kept,
     w2: Tensor,
     w: Fp8Weight,
+    b2: Tensor | None,
     scores: Tensor | None,
+    lora: Lora,
+    lora_norm: Tensor | None,
     p: Permutation,
     activation: ActivationType,
     gate_up: str,
     needs: Fp8DzResults,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Fp8Dz`; A'ᵀ, its scales and dO in e4m3, for dW2; dscores."""
+    """The fields of `Fp8Dz`; A'ᵀ, its scales and dO in e4m3, for dW2; dscores.
+
+    With a `Lora`, `lora_norm` (E, I) bounds what it adds to the norms of the columns of W2.
+    """
     (rows, n), experts = kept.z.shape, w2.shape[0]
     padded = padded_rows(rows, experts)
     results = (
@@ -199,12 +214,13 @@ def fp8_dz(
     return results  # type: ignore
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.dz8[0] * s.w1[1] * s.w1[2])
+@operator(reference, "fp8", flops=lambda s: 2 * s.dz8[0] * s.w1[2] * _depth(s, s.w1[1]))
 def fp8_dx(
     dz8: Tensor,
     dz_scale: Tensor,
     w1: Tensor,
     w: Fp8Weight,
+    lora: Lora,
     p: Permutation,
     tokens: int,
     slices: int,
@@ -254,7 +270,8 @@ def fp8_weight_gradient_into(
 
 @operator(reference, "fp8")
 def dequantize_rows(dout: Tensor, q: Tensor, scale: Tensor, backend: str) -> Tensor:
-    """Rows (R, N) in bf16. `dout` is not read: it tells a compiler that this is backward."""
+    """Rows (R, N) in bf16; scale (R,), or (⌈N/128⌉, R). `dout` is not read: in a backward pass it
+    tells a compiler so."""
     return q.new_empty(q.shape, dtype=torch.bfloat16)
 
 

@@ -22,7 +22,7 @@ import torch
 
 from ..enums import ActivationType
 from ..shapes import BLOCK, padded_rows
-from ..tensors import E4M3, E4M3_MAX, Fp8Weight, Permutation
+from ..tensors import E4M3, E4M3_MAX, Fp8Weight, Lora, Permutation
 from .activation import activate, activate_backward, split_gate_up
 from .fp8_scales import blocks, dz_scales, row_experts, z_columns
 from .grouped_gemm import combine, expert_rows, gather, gemm, row_slots
@@ -54,7 +54,16 @@ def _block_amax(value: torch.Tensor) -> torch.Tensor:
     return blocks(value).abs().amax(-1).T.contiguous()
 
 
-def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, z_dtype):
+def _joined(out: torch.Tensor, bias, lora: Lora, e: int, rows: slice) -> torch.Tensor:
+    """`out`, the rows of expert e in fp32, plus U Bᵀ and the bias."""
+    if lora.lora_u is not None and lora.lora_b is not None:
+        out = out + _gemm(lora.lora_u[rows], lora.lora_b[e].mT)
+    return out if bias is None else out + bias[e].float()
+
+
+def fp8_up(
+    x8, x_scale, w, b1, lora, p: Permutation, activation: ActivationType, gate_up, z_dtype
+):  # fmt: skip
     """Z, zmax (J, R), zmax_columns (E, I), A e4m3, a_scale (J, R).
 
     Without a `z_dtype`, bf16 or e4m3, the first three are None.
@@ -62,7 +71,7 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
     z = torch.zeros(p.rows_of(x8), w.w8.shape[1], device=x8.device)
     for e, r in expert_rows(p):
         scale = gather(x_scale, p, r)[:, None] * w.w_scale[e]
-        z[r] = _gemm(gather(x8, p, r), w.w8[e].mT) * scale
+        z[r] = _joined(_gemm(gather(x8, p, r), w.w8[e].mT) * scale, b1, lora, e, r)
     a = activate(z, activation, gate_up)
     a_scale = power_of_two_scale(_block_amax(a), BLOCK_FLOOR)
     a8 = to_e4m3((blocks(a) / a_scale.T[:, :, None]).flatten(1)[:, : a.shape[1]]).contiguous()
@@ -92,30 +101,35 @@ def z_in_fp32(z, zmax, activation: ActivationType, gate_up) -> torch.Tensor:
     return z.float() * _z_scale(zmax, activation, gate_up, inner)
 
 
-def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
+def fp8_recomputed(dout, x, w1, w, b1, lora, p: Permutation, activation, gate_up):
     """The fields of `Fp8Kept` once more."""
     x8, x_scale, _ = quantize_rows(x, False)
     w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False, False))
-    *of_z, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, torch.bfloat16)
+    *of_z, _, a_scale = fp8_up(x8, x_scale, w, b1, lora, p, activation, gate_up, torch.bfloat16)
     return *of_z, a_scale, x_scale
 
 
-def fp8_gemm(a8, a_scale, w, row_scores, p: Permutation):
-    """Y = A Wᵀ bf16 (R, N), times the row's score if given. a_scale is (J, R), or (1, R)."""
-    columns = a8.shape[1]
-    per_column = a_scale.T.repeat_interleave(BLOCK if len(a_scale) > 1 else columns, 1)
+def _rows_in_fp32(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """(R, C) e4m3 times its scales, (J, R) or (1, R)."""
+    columns = q.shape[1]
+    per_column = scale.T.repeat_interleave(BLOCK if len(scale) > 1 else columns, 1)
+    return q.float() * per_column[:, :columns]
+
+
+def fp8_gemm(a8, a_scale, w, b2, row_scores, lora, p: Permutation):
+    """Y = A Wᵀ + b2 bf16 (R, N), times the row's score if given. a_scale is (J, R), or (1, R)."""
+    a = _rows_in_fp32(a8, a_scale)
     y = torch.zeros(a8.shape[0], w.w8.shape[1], device=a8.device)
     for e, r in expert_rows(p):
-        a = a8[r].float() * per_column[r, :columns]
-        y[r] = _gemm(a, w.w8[e].mT) * w.w_scale[e]
+        y[r] = _joined(_gemm(a[r], w.w8[e].mT) * w.w_scale[e], b2, lora, e, r)
     if row_scores is not None:
         y *= row_scores[:, None]
     return y.to(torch.bfloat16)
 
 
-def fp8_down_and_combine(a8, a_scale, w, scores, p: Permutation, tokens, slices):
+def fp8_down_and_combine(a8, a_scale, w, b2, scores, lora, p: Permutation, tokens, slices):
     """In one piece: slices bound the memory of the kernels and change no bit."""
-    y = fp8_gemm(a8, a_scale, w, None, p)
+    y = fp8_gemm(a8, a_scale, w, b2, None, lora, p)
     return combine(y, scores, p.slot_row, p.token_start, tokens) if p.is_gathered else y
 
 
@@ -144,20 +158,27 @@ def _transposed(values: torch.Tensor, p: Permutation) -> torch.Tensor:
     return out.T.contiguous().view(torch.float8_e4m3fn)
 
 
-def dz_gemm(do8, scales, z, zmax, w2_t, scores, p: Permutation, activation, gate_up, needs):
-    """dZ e4m3 (R, N), dZᵀ (N, P), A'ᵀ (I, P) e4m3, dscores; None where not needed."""
+def dz_gemm(
+    do8, scales, z, zmax, w2_t, bias, scores, lora, p: Permutation, activation, gate_up, needs
+):  # fmt: skip
+    """dZ e4m3 (R, N), dZᵀ (N, P), A'ᵀ (I, P) e4m3, dscores; None where not needed.
+
+    `bias` is dO in bf16 and b2 or None, for dscores.
+    """
     z = z_in_fp32(z, zmax, activation, gate_up)
     da = torch.zeros(z.shape[0], w2_t.shape[1], device=z.device)
-    for e, r in expert_rows(p):
-        da[r] = _gemm(gather(do8, p, r), w2_t[e].mT)
     f = scales.row_factors[:, :, None]
-    da = da * f[0]
+    for e, r in expert_rows(p):
+        da[r] = _joined(_gemm(gather(do8, p, r), w2_t[e].mT) * f[0, r], None, lora, e, r)
     a = activate(z, activation, gate_up)
     dscores = None
     if needs.dscores:
         dscores = torch.zeros(scores.numel(), device=z.device)
-        for _, r in expert_rows(p):
+        dout, b2 = bias
+        for e, r in expert_rows(p):
             dscores[row_slots(p, r)] = (da[r] * a[r]).sum(-1)
+            if b2 is not None:
+                dscores[row_slots(p, r)] += (gather(dout, p, r).float() * b2[e].float()).sum(-1)
         dscores = dscores.view(scores.shape)
     dz = activate_backward(z, da * f[1], activation, gate_up)
     dz8 = _saturated(dz * f[2]) if needs.dz else None
@@ -196,14 +217,16 @@ def with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
     return w if w.w8_t is not None else Fp8Weight(*quantize_weight(parameter, True, norms))
 
 
-def fp8_dz(dout, kept, w2, w, scores, p, activation, gate_up, needs):
+def fp8_dz(dout, kept, w2, w, b2, scores, lora, lora_norm, p, activation, gate_up, needs):
     z, zmax = kept.z, kept.zmax
     w = with_transpose(w, w2, norms=True)
+    if lora_norm is not None:
+        w = w._replace(w_norm=w.w_norm + lora_norm)
     do8, do_scale, do_norm = quantize_rows(dout, True)
     columns = needs.dz_t or needs.a_t
     scales = dz_scales(scores, do_scale, do_norm, kept, w, p, activation, gate_up, columns)
     dz8, dz_t, a_t, dscores = dz_gemm(
-        do8, scales, z, zmax, w.w8_t, scores, p, activation, gate_up, needs
+        do8, scales, z, zmax, w.w8_t, (dout, b2), scores, lora, p, activation, gate_up, needs
     )
     return (
         dz8,
@@ -217,10 +240,9 @@ def fp8_dz(dout, kept, w2, w, scores, p, activation, gate_up, needs):
     )
 
 
-def fp8_dx(dz8, dz_scale, w1, w, p: Permutation, tokens, slices):
-    return fp8_down_and_combine(
-        dz8, dz_scale[None], with_transpose(w, w1).mT, None, p, tokens, slices
-    )
+def fp8_dx(dz8, dz_scale, w1, w, lora, p: Permutation, tokens, slices):
+    w_t = with_transpose(w, w1).mT
+    return fp8_down_and_combine(dz8, dz_scale[None], w_t, None, None, lora, p, tokens, slices)
 
 
 def fp8_weight_gradient(rows, other_t, scale, w, p: Permutation, transposed, fp32):
@@ -236,7 +258,7 @@ def fp8_weight_gradient_into(main_grad, rows, other_t, scale, p: Permutation, tr
 
 
 def dequantize_rows(dout, q, scale):
-    return (q.float() * scale[:, None]).to(torch.bfloat16)
+    return _rows_in_fp32(q, scale if scale.dim() == 2 else scale[None]).to(torch.bfloat16)
 
 
 def scored_activation(dout, z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):

@@ -23,6 +23,8 @@ def expert_rows(p: Permutation) -> Iterator[tuple[int, slice]]:
 
 def in_fp32(t: torch.Tensor) -> torch.Tensor:
     """The dtype elementwise arithmetic runs in: fp32, or fp64 where the data is."""
+    if t.dtype == E4M3:
+        return t.float()
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
