@@ -64,10 +64,12 @@ def check_weight(w: torch.Tensor) -> None:
         for name in got:
             (near if name == "w_norm" else same)(got[name], want[name], name)
         given = [got.get(name) for name in want]
-        buffers = [None if t is None else torch.empty_like(t).fill_(torch.nan) for t in given]
-        quantize.quantize_weight_into(*buffers, w)
-        for name, t, buffer in zip(want, given, buffers, strict=True):
-            if t is not None:
+        w8, w8_t, scale, norm = (
+            None if t is None else torch.empty_like(t).fill_(torch.nan) for t in given
+        )
+        quantize.quantize_weight_into(w8, w8_t, scale, norm, w)
+        for name, t, buffer in zip(want, given, (w8, w8_t, scale, norm), strict=True):
+            if t is not None and buffer is not None:
                 same(buffer, t.cpu(), f"{name}, given")
 
 
