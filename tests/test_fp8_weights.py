@@ -16,6 +16,7 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import Fp8Weights, MoE, experts, grouped_experts
@@ -464,6 +465,19 @@ def test_fsdp2_quantizes_in_every_call(process_group, quantized):
     assert len(quantized) == 2  # not sharded, so kept
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1_quantizes_in_every_call(process_group, quantized, use_orig_params):
+    block = FullyShardedDataParallel(
+        nn.Sequential(layer()), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    for grad in (True, False, True):
+        del quantized[:]
+        with torch.set_grad_enabled(grad):
+            block(tokens())
+        assert len(quantized) == 2
+
+
 @pytest.mark.parametrize("collective", ["broadcast", "all_reduce"])
 def test_collectives_need_a_refresh(process_group, collective):
     """If they bump the version counter one day, the documents may say so."""
@@ -474,15 +488,23 @@ def test_collectives_need_a_refresh(process_group, collective):
     assert w._version == before
 
 
-def test_activation_checkpointing():
+def test_activation_checkpointing(quantized):
     """The recomputation finds the kept weights, and saves the same tensors."""
     moe, x = layer(), tokens()
     want = torch.autograd.grad(moe(x)[0].sum(), list(moe.parameters()))
     moe.refresh_fp8_weights()
-    out, _ = checkpoint(moe, x, use_reentrant=False)
-    got = torch.autograd.grad(out.sum(), list(moe.parameters()))
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    assert len(quantized) == 4
+
+    def run(x):
+        return checkpoint(moe, x, use_reentrant=False)[0]
+
+    torch._dynamo.reset()
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        got = torch.autograd.grad(function(x).sum(), list(moe.parameters()))
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+    assert len(quantized) == 4
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

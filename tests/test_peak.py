@@ -51,7 +51,7 @@ def live(monkeypatch):
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(memory, name, found.watched(getattr(memory, name)))
     # The cost model leaves out the partial sums of weight gradients, at most 69 MB on an H200.
-    monkeypatch.setattr(grouped_gemm, "_spans", lambda *args: grouped_gemm.Spans())
+    monkeypatch.setattr(grouped_gemm, "spans_of", lambda *args: grouped_gemm.Spans())
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
     monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
     return found

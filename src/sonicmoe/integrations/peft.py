@@ -18,7 +18,7 @@ from ..errors import bad_argument
 from ..extras import missing
 from ..moe import Experts, MoE
 from .lora import LowRank
-from .transformers import ALL_EXPERTS_FUNCTIONS, _calls_ours, register
+from .transformers import ALL_EXPERTS_FUNCTIONS, calls_ours, register
 
 try:
     from peft import PeftModel
@@ -53,7 +53,7 @@ def use_lora_experts(model: nn.Module) -> int:
     for wrapper in of_moe:
         wrapper.low_rank = partial(_active_low_rank, wrapper)  # type: ignore[assignment]
     if not all(_is_ours(wrapper.get_base_layer()) for wrapper in outer):
-        if not _calls_ours(ALL_EXPERTS_FUNCTIONS.get(_NAME)):  # else other models may use it
+        if not calls_ours(ALL_EXPERTS_FUNCTIONS.get(_NAME)):  # else other models may use it
             register(_NAME)
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         base.set_experts_implementation(_NAME)
@@ -121,7 +121,7 @@ def _weights(experts: Any) -> tuple[str, str]:
 
 
 def _is_ours(experts: Any) -> bool:
-    return _calls_ours(ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation))
+    return calls_ours(ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation))
 
 
 def _low_rank(wrapper: Any) -> LowRank | None:

@@ -65,7 +65,7 @@ def register(
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
     current = ALL_EXPERTS_FUNCTIONS.get(name)
-    if _calls_ours(current):
+    if calls_ours(current):
         _check_same_options(name, current, function)
         return
     if current is not None and not replace:
@@ -81,7 +81,7 @@ def register(
     _refuse_models_without_interface()
 
 
-def _calls_ours(function: Any) -> bool:
+def calls_ours(function: Any) -> bool:
     """Whether transformers calls `experts_forward` by it."""
     return getattr(function, "func", function) is experts_forward
 
@@ -183,7 +183,7 @@ def _refuse_models_without_interface() -> None:
     @wraps(original)
     def checked(self, requested_experts):
         name = original(self, requested_experts)
-        if _calls_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
+        if calls_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
             if self._can_set_experts_implementation():
                 _check_not_quantized(getattr(self.config, "quantization_config", None))
             for model in self.modules():  # in its constructor: the model alone

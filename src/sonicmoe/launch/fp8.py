@@ -19,12 +19,12 @@ from .descriptors import Boxes
 from .fp8_dz import dz_gemm
 from .fp8_scales import dz_scales
 from .fp8_wgrad import weight_gradient
-from .grouped_gemm import _zero_tail, column_slices, combine
+from .grouped_gemm import zero_tail, column_slices, combine
 from .grouped_gemm_hopper import (
     _laid_out,
     _row_boxes,
     _weight_boxes,
-    _z_boxes,
+    z_boxes,
     low_rank,
     row_boxes,
 )
@@ -78,7 +78,7 @@ def _up(shape, activation: ActivationType, gate_up, z_dtype, rank):
     gated = activation.is_gated
     weights = _up_boxes(E4M3, shape, gate_up, BLOCK)
     width = 2 * SLICE.value if gate_up == "interleaved" else SLICE.value
-    z = _z_boxes(z_dtype or torch.bfloat16, columns, width, gate_up)
+    z = z_boxes(z_dtype or torch.bfloat16, columns, width, gate_up)
     a = _row_boxes(E4M3, (inner,), (inner, 1), (_CONSUMER_M, BLOCK))
     return kernel, weights, z, a, BLOCK * (1 + gated)
 
@@ -160,7 +160,7 @@ def fp8_gemm(a8, a_scale, w, b2, row_scores, lora, p: Permutation, block_n=None,
     work = (p.tiles.shape[0] - 1) * ceil_div(columns, block_n)
     launch(kernel, (max(1, min(work, grouped_gemm.target_of(a8).processors)),), *args)
     if not p.is_gathered:
-        _zero_tail(y, p)
+        zero_tail(y, p)
     return y
 
 

@@ -13,7 +13,7 @@ from ..shapes import ceil_div, padded_rows
 from ..tensors import E4M3, Fp8DzResults, Permutation
 from . import grouped_gemm, memory
 from .descriptors import Boxes
-from .grouped_gemm_hopper import _ENDLESS, _ORIGIN, _z_boxes, low_rank
+from .grouped_gemm_hopper import ENDLESS, ORIGIN, z_boxes, low_rank
 from .launcher import Bound, launch
 
 _ROWS, _WIDTH = 64, SLICE.value  # of a slice
@@ -38,7 +38,7 @@ def _laid_out(shape, strides, block) -> Boxes:
 def _row_boxes(columns, strides, block) -> Boxes:
     """See `kernels.hopper.ragged`; `columns` may be (2, I), the halves of a row."""
     row = strides[-2]
-    shape = (_ENDLESS, _ENDLESS, *columns[:-1], _ORIGIN, columns[-1])
+    shape = (ENDLESS, ENDLESS, *columns[:-1], ORIGIN, columns[-1])
     return _laid_out(shape, (2**34 - row, row, *strides), (1, 1, *block))
 
 
@@ -56,7 +56,7 @@ def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DzResults, gather, ra
     weights = _laid_out(shape, (inner * hidden, hidden, 1), (1, n, k))
     columns = 2 * inner if activation.is_gated else inner
     width = 2 * _WIDTH if gate_up == "interleaved" else _WIDTH
-    z = _z_boxes(z_dtype, columns, width, gate_up)
+    z = z_boxes(z_dtype, columns, width, gate_up)
     if gate_up == "concatenated":
         dz = _row_boxes((2, inner), (inner, columns, 1), (2, _ROWS, _WIDTH))
     else:

@@ -28,7 +28,7 @@ from . import memory
 from .descriptors import descriptor
 from .launcher import Bound, dot_precision, launch, power_of_two, target_of
 
-_SLOTS = 1024  # slots per program of `sum_partials_kernel`
+SLOTS = 1024  # slots per program of `sum_partials_kernel`
 SHORTEST_SPAN = 1024  # least rows of a span, see `kernels.spans`
 
 
@@ -174,11 +174,11 @@ def down(a, w2, b2, row_scores, lora, p: Permutation, config=None, kernel="down"
         options = _lora_options(lora) | _gemm_options(a, source, w2, config)
         launch(gemm_kernel, grid, *args, *w2.stride(), K=k, N=n, **options)
     if not p.is_gathered:
-        _zero_tail(y, p)
+        zero_tail(y, p)
     return y
 
 
-def _zero_tail(y: torch.Tensor, p: Permutation) -> None:
+def zero_tail(y: torch.Tensor, p: Permutation) -> None:
     """Zero the rows of no expert; they become NaN if the tile table is invalid."""
     rows, n = y.shape
     kernel, experts = combine_kernels.zero_tail_kernel, p.expert_start.shape[0] - 1
@@ -239,8 +239,8 @@ def column_slices(
 
 
 @cache
-def _sum_partials_kernel(planes: int) -> Bound:
-    return Bound(combine_kernels.sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
+def sum_partials(planes: int) -> Bound:
+    return Bound(combine_kernels.sum_partials_kernel, PARTS=planes, BLOCK=SLOTS)
 
 
 def dz(
@@ -307,7 +307,7 @@ def sum_partial_scores(partial, dout, b2, p: Permutation, dscores) -> None:
         _bias_scores(dout, b2, p, partial[-1])
     slots, experts = dscores.numel(), p.expert_start.shape[0] - 1
     args = (partial, p.slot_row, p.expert_start, dscores, slots, plane, experts)
-    launch(_sum_partials_kernel(planes), (ceil_div(slots, _SLOTS),), *args)
+    launch(sum_partials(planes), (ceil_div(slots, SLOTS),), *args)
 
 
 def _bias_scores(dout, b2, p: Permutation, out) -> None:
@@ -349,7 +349,7 @@ def write_weight_gradient(
     config = config or weight_config(left.element_size(), m, n, *gather, target)
     per_expert = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
     rows = p.rows_of(left)
-    spans = _spans(rows, dw.shape, per_expert, config.programs * target.processors, left.device)
+    spans = spans_of(rows, dw.shape, per_expert, config.programs * target.processors, left.device)
     grid = _grid(config, (experts + spans.places) * per_expert, target)
     if config.hopper and left.shape[0] and right.shape[0]:
         kernel, args = _hopper().weight_gradient(left, right, dw, add, p, gather, spans, config)
@@ -371,11 +371,11 @@ def write_weight_gradient(
         launch(wgrad_kernel, grid, *operands, *args, M=m, N=n, **options)
     if spans.places:
         args = (spans.partial, dw, p.expert_start, p.tiles, experts, spans.rows, spans.places)
-        launch(_sum_spans_kernel(m * n, add), (target.processors,), *args)
+        launch(sum_spans(m * n, add), (target.processors,), *args)
 
 
 @cache
-def _sum_spans_kernel(size: int, add: bool) -> Bound:
+def sum_spans(size: int, add: bool) -> Bound:
     return Bound(sum_spans_kernel, SIZE=size, BLOCK=2048, ADD=add, num_warps=4)
 
 
@@ -387,7 +387,7 @@ class Spans(NamedTuple):
     places: int = 0
 
 
-def _spans(rows: int, shape, tiles: int, programs: int, device, block_k: int = 64) -> Spans:
+def spans_of(rows: int, shape, tiles: int, programs: int, device, block_k: int = 64) -> Spans:
     """Spans of a quarter of the rows that a program gets with balanced routing, in multiples of
     `block_k`; none if one expert has tiles for all programs. The partial sums take at most four
     fp32 tiles per program, 69 MB on an H200."""

@@ -27,8 +27,8 @@ _GL_DTYPE = {
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
-_ENDLESS = 0x7FFF0000
-_ORIGIN = 1 << 30
+ENDLESS = 0x7FFF0000
+ORIGIN = 1 << 30
 Launch = tuple[Bound, tuple]
 
 
@@ -40,7 +40,7 @@ def _laid_out(dtype: torch.dtype, shape, strides, block) -> Boxes:
 
 @lru_cache(maxsize=1024)
 def _row_boxes(dtype, columns, strides, block) -> Boxes:
-    shape = (_ENDLESS, _ENDLESS, _ORIGIN, *columns)
+    shape = (ENDLESS, ENDLESS, ORIGIN, *columns)
     return _laid_out(dtype, shape, (2**34 - strides[0], strides[0], *strides), (1, 1, *block))
 
 
@@ -62,7 +62,7 @@ def _weight_boxes(dtype, shape, strides, n, k, gate_up=None) -> Boxes:
     return _laid_out(dtype, halves, (e_stride, k_stride, half, 1), (1, k, 1, n // 2))
 
 
-def _z_boxes(dtype, columns, width, gate_up) -> Boxes:
+def z_boxes(dtype, columns, width, gate_up) -> Boxes:
     """Boxes of Z and dZ with `width` columns, of one half if gate and up are concatenated."""
     if gate_up == "concatenated":
         half = columns // 2
@@ -101,7 +101,7 @@ def _up(dtype, z_dtype, shape, strides, config, activation, gate_up, keep_z, gat
     sizes = {"H": hidden, "N": columns, "RANK": rank}
     kernel = Bound(hopper_up_kernel, **sizes, **_ring(config), **options, num_warps=4)
     weights = _weight_boxes(dtype, shape, strides, n, k, gate_up)
-    z = _z_boxes(z_dtype, columns, n // 4, gate_up)
+    z = z_boxes(z_dtype, columns, n // 4, gate_up)
     return kernel, weights, z, _row_boxes(dtype, (inner,), (inner, 1), (_ROWS, n // 4))
 
 
@@ -132,7 +132,7 @@ def _dz_gemm(dtype, z_dtype, shape, strides, config, activation, gate_up, stores
     )
     columns = 2 * inner if activation.is_gated else inner
     width = 2 * _WIDTH if gate_up == "interleaved" else _WIDTH
-    z, dz = (_z_boxes(d, columns, width, gate_up) for d in (z_dtype, dtype))
+    z, dz = (z_boxes(d, columns, width, gate_up) for d in (z_dtype, dtype))
     return kernel, weights, z, dz, _row_boxes(dtype, (inner,), (inner, 1), (_ROWS, _WIDTH))
 
 

@@ -161,10 +161,11 @@ class Fp8Weights:
         backend: str,
     ) -> "_Kept":
         """`kept` with the weights that `changed` quantized again, in place if they may be."""
-        _stores.add(self)
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before_step))
-            _hooks.append(register_optimizer_step_post_hook(_after_step))
+        with _stores_lock:
+            _stores.add(self)
+            if not _hooks:
+                _hooks.append(register_optimizer_step_pre_hook(_before_step))
+                _hooks.append(register_optimizer_step_post_hook(_after_step))
         # Also a training step may use what inference left here.
         with torch.inference_mode(False), torch.no_grad():
             if kept is None:
@@ -418,6 +419,7 @@ def _is_capturing(w: torch.Tensor) -> bool:
 
 # --- steps of optimizers --------------------------------------------------------------------------
 _stores: weakref.WeakSet[Fp8Weights] = weakref.WeakSet()  # that have kept something
+_stores_lock = threading.Lock()
 _hooks: list = []  # the two below, once there is one
 
 
@@ -440,7 +442,8 @@ def _owned_by(optimizer: Optimizer) -> Iterator[tuple[Fp8Weights, tuple[bool, bo
     Only these are quantized again: an optimizer may make its step in the backward pass, before the
     other weight is used there.
     """
-    stores = [(store, store._kept) for store in list(_stores)]
+    with _stores_lock:
+        stores = [(store, store._kept) for store in _stores]
     if not stores:
         return
     owned = set()
