@@ -12,6 +12,7 @@ from sonicmoe.tensors import NO_LORA, DzScales, Fp8DzResults, Lora, Permutation
 from sonicmoe.tuning import Target
 
 ALL = Fp8DzResults(dz=True, dz_t=True, a_t=True, dscores=True)
+DX = Fp8DzResults(dz=True, dz_t=False, a_t=False, dscores=True)  # weights are frozen
 FROZEN = Fp8DzResults(dz=False, dz_t=False, a_t=False, dscores=True)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CACHE = 128 * 1024  # of instructions: see test_machine_code
@@ -60,6 +61,28 @@ def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype, ran
 )
 def test_fp8_dz(sizes, activation, gate_up, gathered, needs, spills, transposed, z_dtype):
     kernel = compile_dz(*sizes, activation, gate_up, gathered, needs, z_dtype)
+    check(kernel, spills, transposed)
+
+
+@pytest.mark.parametrize(
+    ("activation", "gate_up", "needs", "z_dtype", "rank", "spills"),
+    [
+        (ActivationType.SWIGLU, "interleaved", DX, BF16, 16, 0),
+        (ActivationType.SWIGLU, "interleaved", ALL, E4M3, 16, 0),
+        (ActivationType.SWIGLU_CLAMPED, "interleaved", DX, BF16, 72, 0),  # 8 without adapters
+        (ActivationType.SWIGLU_CLAMPED, "concatenated", DX, E4M3, 16, 64),  # 64 without adapters
+        (ActivationType.GELU, "interleaved", DX, BF16, 72, 0),
+    ],
+    ids=str,
+)
+def test_adapters(activation, gate_up, needs, z_dtype, rank, spills):
+    kernel = compile_dz(2048, 1024, activation, gate_up, True, needs, z_dtype, rank)
+    check(kernel, spills, 24 if needs is ALL else 0)
+    # Two warpgroups with 32 columns of V and A2 at a time.
+    assert len(re.findall(r"m64n256k16\.f32\.bf16\.bf16", kernel.asm["ptx"])) == 2 * 2
+
+
+def check(kernel, spills, transposed):
     found, ptx = report(kernel), kernel.asm["ptx"]
     assert found["spills"] <= spills, found
     assert found["bytes"] < CACHE, found

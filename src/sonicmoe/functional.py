@@ -50,8 +50,8 @@ def experts(
 
     `precision="fp8"` runs the grouped GEMMs, backward too, in e4m3 for x in bf16: output and
     gradients then err by about 7% of their norm. "fp8_bf16_dw" computes weight gradients in bf16.
-    No biases; H and I are multiples of 16. The weights are quantized in every call, or with an
-    `Fp8Weights` as `fp8_weights` when they change.
+    Biases and adapters stay in bf16. H and I are multiples of 16. The weights are quantized in
+    every call, or with an `Fp8Weights` as `fp8_weights` when they change.
     """
     check_fp8_weights(fp8_weights, precision)
     weights = _weights(w1, w2, b1, b2, activation, gate_up)

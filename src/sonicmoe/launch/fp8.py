@@ -19,14 +19,14 @@ from .descriptors import Boxes
 from .fp8_dz import dz_gemm
 from .fp8_scales import dz_scales
 from .fp8_wgrad import weight_gradient
-from .grouped_gemm import zero_tail, column_slices, combine
+from .grouped_gemm import column_slices, combine, zero_tail
 from .grouped_gemm_hopper import (
     _laid_out,
     _row_boxes,
     _weight_boxes,
-    z_boxes,
     low_rank,
     row_boxes,
+    z_boxes,
 )
 from .launcher import Bound, launch
 from .quantize import (

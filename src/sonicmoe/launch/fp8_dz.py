@@ -13,7 +13,7 @@ from ..shapes import ceil_div, padded_rows
 from ..tensors import E4M3, Fp8DzResults, Permutation
 from . import grouped_gemm, memory
 from .descriptors import Boxes
-from .grouped_gemm_hopper import ENDLESS, ORIGIN, z_boxes, low_rank
+from .grouped_gemm_hopper import ENDLESS, ORIGIN, low_rank, z_boxes
 from .launcher import Bound, launch
 
 _ROWS, _WIDTH = 64, SLICE.value  # of a slice

@@ -74,7 +74,7 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         scale *= gl.load(e.w_scale + tile.expert)
         if e.bias is not None or ring.RANK:
             acc *= scale[:, None]
-            if ring.RANK:
+            if ring.RANK:  # before the bias: afterwards 40 registers spill
                 acc, step = ring.add_low_rank(acc, step, CONSUMER)
             if e.bias is not None:
                 acc = biased(acc, e.bias + tile.expert * ring.N, tile.n * ring.BLOCK_N, ring.N)

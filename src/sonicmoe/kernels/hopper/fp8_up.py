@@ -120,10 +120,10 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         acc = ring.finish(acc, step)
         if e.b1 is not None or ring.RANK:
             acc *= assume_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+            if e.b1 is not None:  # before the adapter: afterwards up to four registers spill
+                acc = _biased(ring, e, acc, tile)
             if ring.RANK:
                 acc, step = ring.add_low_rank(acc, step, CONSUMER)
-            if e.b1 is not None:
-                acc = _biased(ring, e, acc, tile)
             scale = gl.full_like(scale, 1.0)
         if GATED:
             gates, ups = halves(acc)
