@@ -35,7 +35,8 @@ SMALL = Case("40,32,16,5,2", bias=True, routing="dropped")
 
 def with_biases(case: Case, names: tuple[str, ...]) -> Inputs:
     inputs = make_inputs(replace(case, bias=True))
-    return replace(inputs, **{name: None for name in ("b1", "b2") if name not in names})
+    b1, b2 = (getattr(inputs, name) if name in names else None for name in ("b1", "b2"))
+    return replace(inputs, b1=b1, b2=b2)
 
 
 def in_fp8(case: Case, **options):
