@@ -9,6 +9,7 @@ import torch
 from adapters import adapter, run_adapted, written_out
 from fp8_value_checks import check_fp8_values
 from helpers import Case, Inputs, _kinks, make_inputs, plain, relative_error, run, same_bits
+from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import ActivationType, MemoryPolicy
@@ -35,7 +36,7 @@ SMALL = Case("40,32,16,5,2", bias=True, routing="dropped")
 
 def with_biases(case: Case, names: tuple[str, ...]) -> Inputs:
     inputs = make_inputs(replace(case, bias=True))
-    b1, b2 = (t if name in names else None for name, t in (("b1", inputs.b1), ("b2", inputs.b2)))
+    b1, b2 = (getattr(inputs, name) if name in names else None for name in ("b1", "b2"))
     return replace(inputs, b1=b1, b2=b2)
 
 
@@ -279,3 +280,22 @@ def test_no_bound_is_exceeded_beside_an_adapter(monkeypatch):
     given = inputs.arguments() | {"x": inputs.x.requires_grad_()}
     in_fp8(case)(**given, lora2=lora).backward(inputs.dout)
     assert 300 < max(largest) <= 448
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["compiled", "checkpointed", "autocast"])
+def test_modes(mode):
+    """Every mode has the bits of the layer as it is."""
+    inputs = make_inputs(SMALL)
+    want = run_lora(in_fp8(SMALL), inputs, (True, True))
+
+    def layer(x, **given):
+        if mode == "checkpointed":
+            return checkpoint(lambda x: in_fp8(SMALL)(x=x, **given), x, use_reentrant=False)
+        return in_fp8(SMALL)(x=x, **given)
+
+    if mode == "compiled":
+        torch._dynamo.reset()
+        layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        same_bits(want, run_lora(layer, inputs, (True, True)))
