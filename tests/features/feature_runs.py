@@ -263,9 +263,10 @@ def _with_peft(model: nn.Module, targets: list[str], t: Tensors) -> tuple[Any, T
     use_lora_experts(wrapped)
     found: Tensors = {}
     kind = peft.tuners.lora.ParamWrapper
-    wrappers: list[Any] = [m for m in wrapped.modules() if isinstance(m, kind)]
-    for wrapper in wrappers:
-        i = 1 + (wrapper.get_param().shape == t["w2"].shape)
+    named = [(n, m) for n, m in wrapped.named_modules() if isinstance(m, kind)]
+    wrappers: list[Any] = [m for _, m in named]
+    for name, wrapper in named:
+        i = 2 if wrapper.parameter_name == "down_proj" or "c_proj" in name else 1
         for factor, linear in (("a", wrapper.lora_A["default"]), ("c", wrapper.lora_B["default"])):
             linear.weight = nn.Parameter(t[f"{factor}{i}"].clone())
             found[f"{factor}{i}"] = linear.weight

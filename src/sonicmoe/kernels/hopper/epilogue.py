@@ -50,11 +50,17 @@ def even_and_odd(x):
 
 
 @gluon.jit
-def biased(x, bias, first, COUNT: gl.constexpr, STRIDE: gl.constexpr = 1):
-    """`x` plus the bias of its columns, `first` and those after it, of COUNT; zero past them."""
+def biased(x, bias, first, COUNT: gl.constexpr, STRIDE: gl.constexpr = 1, rows=None):
+    """`x` plus the bias of its columns, `first` and those after it, of COUNT; zero past them.
+
+    `rows` are ones, and zeros for rows that stay as they are.
+    """
     c = first + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    values = gl.load(bias + STRIDE * c, mask=c < COUNT, other=0.0)
-    return x + values.to(gl.float32)[None, :]
+    values = gl.load(bias + STRIDE * c, mask=c < COUNT, other=0.0).to(gl.float32)[None, :]
+    if rows is None:
+        return x + values
+    else:
+        return x + values * assume_layout(rows, gl.SliceLayout(1, x.type.layout))[:, None]
 
 
 def _swapped(rows, registers, lanes):

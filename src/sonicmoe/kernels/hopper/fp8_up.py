@@ -80,18 +80,20 @@ def _raise_columns(e, expert, column, z, I: gl.constexpr):
 
 
 @gluon.jit
-def _biased(ring, e, acc, tile):
-    """Z (64, BLOCK_N) of a tile plus its bias."""
+def _biased(ring, e, acc, tile, inside):
+    """Z (64, BLOCK_N) of a tile plus its bias, in the rows of its expert: the largest |Z| of a
+    column is taken over all."""
+    rows = inside.to(gl.float32)
     bias = e.b1 + tile.expert * ring.N
     first = tile.n * BLOCK_I
     if e.GATE_UP is None:
-        return biased(acc, bias, first, ring.N)
+        return biased(acc, bias, first, ring.N, 1, rows)
     else:
         I: gl.constexpr = ring.N // 2
         STRIDE: gl.constexpr = 2 if e.GATE_UP == "interleaved" else 1
         gates, ups = halves(acc)
-        gates = biased(gates, bias, first, I, STRIDE)
-        ups = biased(ups, bias + (1 if e.GATE_UP == "interleaved" else I), first, I, STRIDE)
+        gates = biased(gates, bias, first, I, STRIDE, rows)
+        ups = biased(ups, bias + (1 if e.GATE_UP == "interleaved" else I), first, I, STRIDE, rows)
         L: gl.constexpr = acc.type.layout
         return assume_layout(_side_by_side(gates, ups), L)
 
@@ -121,7 +123,7 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         if e.b1 is not None or ring.RANK:
             acc *= assume_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
             if e.b1 is not None:  # before the adapter: afterwards up to four registers spill
-                acc = _biased(ring, e, acc, tile)
+                acc = _biased(ring, e, acc, tile, inside)
             if ring.RANK:
                 acc, step = ring.add_low_rank(acc, step, CONSUMER)
             scale = gl.full_like(scale, 1.0)
