@@ -28,6 +28,8 @@ try:
 except ImportError as error:
     raise missing("transformers", "sonicmoe.integrations.transformers") from error
 
+__all__ = ["experts_forward", "register"]
+
 _KEEP = "Or keep 'sonicmoe_experts'."
 
 
