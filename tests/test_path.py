@@ -1,5 +1,6 @@
 """The path from the layer to a kernel launch stays short: docs/design.md draws it."""
 
+import ast
 import inspect
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from triton.runtime.jit import JITFunction
 import sonicmoe
 from sonicmoe import KernelBackendMoE, MoE, validation
 from sonicmoe.launch import grouped_gemm
+from sonicmoe.layer.memory import Z_POLICIES
 
 PACKAGE = Path(sonicmoe.__file__).parent
 FIRST = {"moe.py": "forward", "layer/nodes.py": "backward"}
@@ -84,3 +86,30 @@ def test_few_frames_from_the_layer_in_fp8_to_a_launch(monkeypatch):
     for path in paths:
         assert path[-1] in (("moe.py", "forward"), ("layer/nodes.py", "backward")), path
         assert len(path) <= 7, path
+
+
+# --- how the modules depend on each other ---------------------------------------------------------
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def test_private_names_stay_in_their_modules():
+    for path, tree in trees().items():
+        nodes = list(ast.walk(tree))
+        imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.level]
+        names = {alias.asname or alias.name: alias.name for n in imports for alias in n.names}
+        found = [name for name in names.values() if name.startswith("_") and name != "__version__"]
+        for n in nodes:
+            if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name):
+                module = names.get(n.value.id, "")
+                if module.islower() and n.attr.startswith("_") and not n.attr.startswith("__"):
+                    found.append(f"{module}.{n.attr}")
+        assert not found, path
+
+
+def test_memory_policies_are_named_in_one_module():
+    """Docstrings and messages may name them. `train` has other options of these names."""
+    for path, tree in trees().items():
+        if path.relative_to(PACKAGE).parts[0] != "train" and path.name != "memory.py":
+            texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+            assert not texts & set(Z_POLICIES), path

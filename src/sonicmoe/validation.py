@@ -14,7 +14,6 @@ LAYOUTS = ("interleaved", "concatenated")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ALIGNMENT = 8  # elements: rows are 16-byte aligned in bf16, for vector loads and TMA
 FP8_ALIGNMENT = 16  # elements of e4m3: also 16 bytes
-FP8_PRECISIONS = ("fp8", "fp8_bf16_dw")
 _MAX_EXPERTS = 32767  # the permutation sorts int32 keys with 16 bits for the slot
 
 
@@ -52,13 +51,6 @@ def _interpreting() -> bool:
     except ImportError:
         return False
     return bool(triton.knobs.runtime.interpret)
-
-
-def check_precision(precision: str | None) -> None:
-    if precision not in (None, *FP8_PRECISIONS):
-        remedy = "None computes in the dtype of the data."
-        expected = f"{', '.join(map(repr, FP8_PRECISIONS))} or None"
-        raise bad_argument("precision", expected, repr(precision), remedy)
 
 
 def fp8_backend(backend: str, x: torch.Tensor) -> str:

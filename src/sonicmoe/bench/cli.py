@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ..enums import ActivationType
 from ..errors import bad_argument
 from ..layer.memory import KEEP, Z_POLICIES, MemoryPolicy, memory_policy
+from ..layer.operands import precisions
 from ..shapes import check_size
 from ..tools import cost
-from ..validation import FP8_PRECISIONS, LAYOUTS, check_writable
+from ..validation import LAYOUTS, check_writable
 from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case
 from .gemms import NAMES
 
@@ -65,7 +66,7 @@ def register(subparsers) -> None:
     add_selection(costs, routings=False)
     costs.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     fp8 = "of the experts' GEMMs; default: that of --dtype"
-    costs.add_argument("--precision", choices=FP8_PRECISIONS, help=fp8)
+    costs.add_argument("--precision", choices=precisions(), help=fp8)
     costs.add_argument("--gpu", default="h200", help=f"one of {', '.join(cost.GPUS)}")
     policies = f"of Z: {', '.join(Z_POLICIES)}; default: {KEEP.z}"
     costs.add_argument("--memory", metavar="POLICY", default=KEEP.z, help=policies)

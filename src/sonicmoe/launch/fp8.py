@@ -15,19 +15,19 @@ from ..kernels.hopper.fp8_up import SLICE, fp8_up_kernel
 from ..shapes import BLOCK, ceil_div
 from ..tensors import E4M3, Fp8Weight, Permutation
 from . import grouped_gemm, memory
+from .boxes import (
+    laid_out,
+    low_rank,
+    ragged_boxes,
+    row_boxes,
+    weight_boxes,
+    z_boxes,
+)
 from .descriptors import Boxes
 from .fp8_dz import dz_gemm
 from .fp8_scales import dz_scales
 from .fp8_wgrad import weight_gradient
 from .grouped_gemm import column_slices, combine, zero_tail
-from .grouped_gemm_hopper import (
-    _laid_out,
-    _row_boxes,
-    _weight_boxes,
-    low_rank,
-    row_boxes,
-    z_boxes,
-)
 from .launcher import Bound, launch
 from .quantize import (
     checked_scales,
@@ -59,11 +59,11 @@ def _up_boxes(dtype, shape, gate_up, block_k) -> Boxes:
     """Boxes of 128 columns of A, both gates and their ups, of contiguous (E, N, K) weights."""
     experts, columns, depth = shape
     if gate_up is None:
-        return _weight_boxes(dtype, shape, (columns * depth, depth, 1), BLOCK, block_k)
+        return weight_boxes(dtype, shape, (columns * depth, depth, 1), BLOCK, block_k)
     inner = columns // 2
     half, one = (inner * depth, depth) if gate_up == "concatenated" else (depth, 2 * depth)
     strides = (columns * depth, half, one, 1)
-    return _laid_out(dtype, (experts, 2, inner, depth), strides, (1, 2, BLOCK, block_k))
+    return laid_out(dtype, (experts, 2, inner, depth), strides, (1, 2, BLOCK, block_k))
 
 
 @lru_cache(maxsize=1024)
@@ -79,7 +79,7 @@ def _up(shape, activation: ActivationType, gate_up, z_dtype, rank):
     weights = _up_boxes(E4M3, shape, gate_up, BLOCK)
     width = 2 * SLICE.value if gate_up == "interleaved" else SLICE.value
     z = z_boxes(z_dtype or torch.bfloat16, columns, width, gate_up)
-    a = _row_boxes(E4M3, (inner,), (inner, 1), (_CONSUMER_M, BLOCK))
+    a = ragged_boxes(E4M3, (inner,), (inner, 1), (_CONSUMER_M, BLOCK))
     return kernel, weights, z, a, BLOCK * (1 + gated)
 
 
@@ -132,8 +132,8 @@ def _gemm(shape, strides, block_n, stages, block_scales, rank):
     _, columns, depth = shape
     sizes = {"K": depth, "N": columns, "RANK": rank, "BLOCK_N": block_n, "STAGES": stages}
     kernel = Bound(fp8_gemm_kernel, **sizes, BLOCK_SCALES=block_scales, num_warps=4)
-    y = _row_boxes(torch.bfloat16, (columns,), (columns, 1), (_CONSUMER_M, block_n))
-    return kernel, _weight_boxes(E4M3, shape, strides, block_n, BLOCK), y
+    y = ragged_boxes(torch.bfloat16, (columns,), (columns, 1), (_CONSUMER_M, block_n))
+    return kernel, weight_boxes(E4M3, shape, strides, block_n, BLOCK), y
 
 
 def _tile_width(columns, depth, block_scales) -> int:

@@ -4,7 +4,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from ..kernels.activation import derivative_of
 from ..kernels.hopper.dz import SLICE
@@ -12,8 +11,7 @@ from ..kernels.hopper.fp8_dz import hopper_fp8_dz_kernel
 from ..shapes import ceil_div, padded_rows
 from ..tensors import E4M3, Fp8DzResults, Permutation
 from . import grouped_gemm, memory
-from .descriptors import Boxes
-from .grouped_gemm_hopper import ENDLESS, ORIGIN, low_rank, z_boxes
+from .boxes import ENDLESS, ORIGIN, laid_out, low_rank, ragged_boxes, z_boxes
 from .launcher import Bound, launch
 
 _ROWS, _WIDTH = 64, SLICE.value  # of a slice
@@ -30,18 +28,6 @@ class Ring(NamedTuple):
 _RING = Ring()
 
 
-def _laid_out(shape, strides, block) -> Boxes:
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e4nv)
-    return Boxes(E4M3, shape, strides, block, layout)
-
-
-def _row_boxes(columns, strides, block) -> Boxes:
-    """See `kernels.hopper.ragged`; `columns` may be (2, I), the halves of a row."""
-    row = strides[-2]
-    shape = (ENDLESS, ENDLESS, *columns[:-1], ORIGIN, columns[-1])
-    return _laid_out(shape, (2**34 - row, row, *strides), (1, 1, *block))
-
-
 @lru_cache(maxsize=1024)
 def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DzResults, gather, rank, ring: Ring):
     """The kernel; boxes of sorted rows of dO, of W2, Z and dZ."""
@@ -52,15 +38,17 @@ def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DzResults, gather, ra
     options |= {"STORE_PARTIAL": needs.dscores}
     sizes = {"H": hidden, "I": inner, "RANK": rank, "BLOCK_N": n, "BLOCK_K": k, "STAGES": stages}
     kernel = Bound(hopper_fp8_dz_kernel, **sizes, **options, num_warps=4)
-    rows = _row_boxes((hidden,), (hidden, 1), (_ROWS, k))
-    weights = _laid_out(shape, (inner * hidden, hidden, 1), (1, n, k))
+    rows = ragged_boxes(E4M3, (hidden,), (hidden, 1), (_ROWS, k))
+    weights = laid_out(E4M3, shape, (inner * hidden, hidden, 1), (1, n, k))
     columns = 2 * inner if activation.is_gated else inner
     width = 2 * _WIDTH if gate_up == "interleaved" else _WIDTH
     z = z_boxes(z_dtype, columns, width, gate_up)
     if gate_up == "concatenated":
-        dz = _row_boxes((2, inner), (inner, columns, 1), (2, _ROWS, _WIDTH))
+        size = (ENDLESS, ENDLESS, 2, ORIGIN, inner)  # gates and ups of a row: `ragged_boxes`
+        strides = (2**34 - columns, columns, inner, columns, 1)
+        dz = laid_out(E4M3, size, strides, (1, 1, 2, _ROWS, _WIDTH))
     else:
-        dz = _row_boxes((columns,), (columns, 1), (_ROWS, width))
+        dz = ragged_boxes(E4M3, (columns,), (columns, 1), (_ROWS, width))
     return kernel, rows, weights, z, dz
 
 
@@ -69,8 +57,8 @@ def _transposed_boxes(inner, padded, gate_up):
     """Boxes of dZᵀ (N, P), of gates and ups at once, and of A'ᵀ (I, P)."""
     parts = 1 if gate_up is None else 2
     strides = (inner * padded, padded) if gate_up == "concatenated" else (padded, parts * padded)
-    dz_t = _laid_out((parts, inner, padded), (*strides, 1), (parts, _WIDTH, _ROWS))
-    return dz_t, _laid_out((inner, padded), (padded, 1), (_WIDTH, _ROWS))
+    dz_t = laid_out(E4M3, (parts, inner, padded), (*strides, 1), (parts, _WIDTH, _ROWS))
+    return dz_t, laid_out(E4M3, (inner, padded), (padded, 1), (_WIDTH, _ROWS))
 
 
 def dz_gemm(

@@ -12,7 +12,7 @@ import torch
 from .. import ops
 from ..shapes import padded_rows
 from ..tensors import E4M3, NO_LORA, Fp8Dz, Fp8DzResults, Fp8Kept, Fp8Weight, Lora
-from ..validation import check_fp8, fp8_backend
+from ..validation import FP8_ALIGNMENT, check_fp8, fp8_backend
 from .bf16 import weight_gradient
 from .checkpoint import placeholder
 from .fp8_weights import quantize_weights
@@ -44,6 +44,7 @@ class Fp8(Operands):
     """Weight gradients in FP8 too."""
 
     Dz = Fp8Dz
+    alignment = FP8_ALIGNMENT
     bf16_dw = False
 
     @staticmethod

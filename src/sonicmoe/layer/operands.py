@@ -81,6 +81,7 @@ class Operands:
     """One kind of operands. Tensors in its own named tuples carry no gradient, except dZ."""
 
     Dz: type  # named tuple: dZ on its way from Down to Up
+    alignment = 8  # H and I are multiples of it
 
     @staticmethod
     def check(x: torch.Tensor, weights: ExpertWeights, backend: str) -> str:
@@ -156,11 +157,15 @@ def register(name: str | None, kind: type[Operands]) -> None:
     _kinds[name] = kind
 
 
+def precisions() -> list[str]:
+    return [name for name in _kinds if name is not None]
+
+
 def kind_of(precision: str | None) -> type[Operands]:
     if precision not in _kinds:
         raise bad_argument(
             "precision",
-            f"{', '.join(repr(name) for name in _kinds if name is not None)} or None",
+            f"{', '.join(map(repr, precisions()))} or None",
             repr(precision),
             "None computes in the dtype of the data.",
         )

@@ -5,14 +5,13 @@ from typing import Any
 
 from ..errors import bad_argument
 from ..shapes import check_size
-from ..validation import FP8_ALIGNMENT, check_activation, check_gate_up
+from ..validation import check_activation, check_gate_up
 from .memory import memory_policy
 from .operands import kind_of
 
 
 def check_layer_precision(precision: str | None, hidden_size: int, intermediate_size: int) -> None:
-    kind_of(precision)
-    multiple = 8 if precision is None else FP8_ALIGNMENT
+    multiple = kind_of(precision).alignment
     check_size("hidden_size", hidden_size, multiple=multiple)
     check_size("intermediate_size", intermediate_size, multiple=multiple)
 

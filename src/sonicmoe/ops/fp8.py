@@ -12,7 +12,7 @@ from ..enums import ActivationType
 from ..reference import fp8 as reference
 from ..shapes import BLOCK, ceil_div, padded_rows
 from ..tensors import E4M3, Fp8DzResults, Fp8Kept, Fp8Weight, Lora, Permutation
-from .grouped_gemm import _depth
+from .grouped_gemm import depth
 from .registry import Mutated, operator
 
 
@@ -88,7 +88,7 @@ def checked_scales(
     return torch.empty_like(scale1), torch.empty_like(scale2)
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w8[1] * _depth(s, s.w8[2]))
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w8[1] * depth(s, s.w8[2]))
 def fp8_up(
     x8: Tensor,
     x_scale: Tensor,
@@ -119,7 +119,7 @@ def fp8_up(
     return z, zmax, zmax_columns, _e4m3(x8, rows, intermediate), a_scale  # type: ignore
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * _depth(s, s.w1[2]))
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * depth(s, s.w1[2]))
 def fp8_recomputed(
     dout: Tensor,
     x: Tensor,
@@ -142,7 +142,7 @@ def fp8_recomputed(
     return z, torch.empty_like(a_scale), zmax_columns, a_scale, _fp32(x, x.shape[0])
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * _depth(s, s.w8[2]))
+@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * depth(s, s.w8[2]))
 def fp8_gemm(
     a8: Tensor,
     a_scale: Tensor,
@@ -161,7 +161,7 @@ def fp8_gemm(
     return a8.new_empty(a8.shape[0], w.w8.shape[1], dtype=torch.bfloat16)
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * _depth(s, s.w8[2]))
+@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * depth(s, s.w8[2]))
 def fp8_down_and_combine(
     a8: Tensor,
     a_scale: Tensor,
@@ -179,7 +179,7 @@ def fp8_down_and_combine(
     return a8.new_empty(tokens, w.w8.shape[1], dtype=torch.bfloat16)
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.z[0] * s.w2[2] * _depth(s, s.w2[1]))
+@operator(reference, "fp8", flops=lambda s: 2 * s.z[0] * s.w2[2] * depth(s, s.w2[1]))
 def fp8_dz(
     dout: Tensor,
     kept: Fp8Kept,
@@ -214,7 +214,7 @@ def fp8_dz(
     return results  # type: ignore
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.dz8[0] * s.w1[2] * _depth(s, s.w1[1]))
+@operator(reference, "fp8", flops=lambda s: 2 * s.dz8[0] * s.w1[2] * depth(s, s.w1[1]))
 def fp8_dx(
     dz8: Tensor,
     dz_scale: Tensor,
