@@ -28,6 +28,7 @@ def test_public_names_are_frozen():
     assert sorted(sonicmoe.__all__) == [
         "ActivationType",
         "Experts",
+        "Fp8Weights",
         "KernelBackendMoE",
         "MemoryPolicy",
         "MoE",

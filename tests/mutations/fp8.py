@@ -29,7 +29,7 @@ MUTATIONS = [
         "tests/test_fp8_weights.py -k other_parameters",
     ),
     Mutation(
-        "autograd does not see that FP8 weights were quantized again", "layer/fp8_weights.py",
+        "autograd does not see that FP8 weights were quantized again", "layer/fp8_kept.py",
         "    torch.autograd.graph.increment_version(buffers)\n", "",
         "tests/gpu/test_gpu_fp8_weights.py -k refreshed", gpu=True,
     ),
@@ -39,13 +39,13 @@ MUTATIONS = [
         "tests/test_fp8_weights.py -k threads",
     ),
     Mutation(
-        "other weights are quantized into FP8 weights that are in use", "layer/fp8_weights.py",
+        "other weights are quantized into FP8 weights that are in use", "layer/fp8_kept.py",
         "        quantized = _empty(w, norms)\n",
         "        quantized = _empty(w, norms) if part is None else part.quantized\n",
         "tests/test_fp8_weights.py -k other_weights_leave",
     ),
     Mutation(
-        "a compiled model takes the FP8 weights of others", "layer/fp8_weights.py",
+        "a compiled model takes the FP8 weights of others", "layer/fp8_kept.py",
         "self.owner() is w and ", "", "tests/test_fp8_weights.py -k compiled_with_other",
     ),
     Mutation(
@@ -54,12 +54,12 @@ MUTATIONS = [
         "tests/interpreted/test_interpreted_quantize.py -k changed", interpreted=True,
     ),
     Mutation(
-        "flags that were raised before a refresh count after it", "layer/fp8_weights.py",
+        "flags that were raised before a refresh count after it", "layer/fp8_kept.py",
         "self.read[1] == self.number", "self.read[1]",
         "tests/test_fp8_weights.py -k without_a_refresh",
     ),
     Mutation(
-        "FP8 weights outlive their storage", "layer/fp8_weights.py",
+        "FP8 weights outlive their storage", "layer/fp8_kept.py",
         "w.untyped_storage()._cdata == self.storage.cdata and _place(w) == self.place", "True",
         "tests/test_fp8_weights.py -k assigned",
     ),
@@ -81,7 +81,7 @@ MUTATIONS = [
     ),
     Mutation(
         "FP8 weights outlive an all-gather of FSDP2", "layer/fp8_weights.py",
-        "        if _is_gathered_by_fsdp2(owner):\n", "        if False:\n",
+        "        if is_gathered_by_fsdp2(owner):\n", "        if False:\n",
         "tests/test_fp8_weights.py -k fsdp2",
     ),
     Mutation(

@@ -1,15 +1,11 @@
 """The weights of the experts in FP8, and `Fp8Weights`, which keeps them from call to call."""
 
-import ctypes
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -18,8 +14,18 @@ from torch.optim.optimizer import (
 
 from .. import ops
 from ..errors import bad_argument
-from ..tensors import E4M3, Fp8Weight
+from ..tensors import Fp8Weight
 from ..validation import fp8_backend, resolve_backend
+from .fp8_kept import (
+    Alarm,
+    Kept,
+    is_capturing,
+    is_gathered_by_fsdp2,
+    is_tracked,
+    owner_of,
+    quantized_weight,
+    stream_and_event,
+)
 
 
 @torch.no_grad()
@@ -73,7 +79,7 @@ class Fp8Weights:
 
     def __init__(self, names: tuple[str, str] = ("w1", "w2")) -> None:
         self._names = names
-        self._kept: _Kept | None = None  # replaced as a whole, so that threads need no lock to read
+        self._kept: Kept | None = None  # replaced as a whole, so that threads need no lock to read
         self._lock = threading.Lock()  # held to quantize
         self._gathered: weakref.ref | None = None  # a weight of FSDP2, seen in the last call
 
@@ -102,7 +108,7 @@ class Fp8Weights:
                 return
             backend = fp8_backend(resolve_backend(None, w1), w1) if kept is None else kept.backend
             self._kept = self._quantized_now(kept, w1, w2, (True, True), backend)
-            if not _is_capturing(w1):
+            if not is_capturing(w1):
                 self._kept.alarm.reset()
 
     def quantized(
@@ -131,7 +137,7 @@ class Fp8Weights:
 
     def _renewed(
         self, w1: torch.Tensor, w2: torch.Tensor, backend: str
-    ) -> "tuple[_Kept | None, bool]":
+    ) -> "tuple[Kept | None, bool]":
         """What is kept of these weights, None if that cannot be; and whether it was quantized."""
         with self._lock:
             kept = self._kept
@@ -139,7 +145,7 @@ class Fp8Weights:
                 return kept, False
             if not self._can_keep(w1, w2):
                 return None, False
-            if _is_capturing(w1):
+            if is_capturing(w1):
                 raise bad_argument(
                     self._names[0],
                     "weights whose FP8 copy was made before the capture of a CUDA graph",
@@ -154,12 +160,12 @@ class Fp8Weights:
 
     def _quantized_now(
         self,
-        kept: "_Kept | None",
+        kept: "Kept | None",
         w1: torch.Tensor,
         w2: torch.Tensor,
         changed: tuple[bool, bool],
         backend: str,
-    ) -> "_Kept":
+    ) -> "Kept":
         """`kept` with the weights that `changed` quantized again, in place if they may be."""
         with _stores_lock:
             _stores.add(self)
@@ -173,12 +179,12 @@ class Fp8Weights:
             else:
                 first, second, alarm = kept.first, kept.second, kept.alarm
             if first is None or changed[0]:
-                first = _quantized_weight(first, w1, False, backend)
+                first = quantized_weight(first, w1, False, backend)
             if second is None or changed[1]:
-                second = _quantized_weight(second, w2, True, backend)
+                second = quantized_weight(second, w2, True, backend)
             if alarm is None or not alarm.fits(w1):
-                alarm = _Alarm(w1)
-            return _Kept(first, second, backend, alarm, *_stream_and_event(w1))
+                alarm = Alarm(w1)
+            return Kept(first, second, backend, alarm, *stream_and_event(w1))
 
     def _step(self, changed: tuple[bool, bool]) -> None:
         """Quantize the weights that an optimizer has just changed."""
@@ -194,12 +200,12 @@ class Fp8Weights:
 
     def _can_keep(self, w1: torch.Tensor, w2: torch.Tensor) -> bool:
         """Whether changes of the weights can be seen."""
-        if not (_is_tracked(w1) and _is_tracked(w2)):
+        if not (is_tracked(w1) and is_tracked(w2)):
             return False
-        owner = _owner(w1)
+        owner = owner_of(w1)
         if self._gathered is not None and self._gathered() is owner:
             return False
-        if _is_gathered_by_fsdp2(owner):
+        if is_gathered_by_fsdp2(owner):
             self._gathered = weakref.ref(owner)
             self._kept = None
             return False
@@ -219,218 +225,20 @@ class Fp8Weights:
             )
 
 
-# --- what is kept ---------------------------------------------------------------------------------
-@dataclass(eq=False)
-class _KeptWeight:
-    """One weight in FP8, and what tells that it is still that of a tensor. Never changed."""
-
-    owner: weakref.ref  # the tensor that an optimizer has: the weight, or what it is a view of
-    storage: StorageWeakRef  # while it exists, no other storage gets its address
-    place: tuple  # in the storage
-    version: int
-    quantized: Fp8Weight
-
-    def has_memory_of(self, w: torch.Tensor) -> bool:
-        return w.untyped_storage()._cdata == self.storage.cdata and _place(w) == self.place
-
-    def is_of(self, w: torch.Tensor) -> bool:
-        return self.has_memory_of(w) and w._version == self.version
-
-    def is_owned_by(self, w: torch.Tensor) -> bool:
-        """What a compiler can tell: it has no addresses."""
-        kept = self.quantized.w8
-        assert kept is not None
-        return self.owner() is w and kept.shape == w.shape and kept.device == w.device
-
-    def found(self) -> torch.Tensor | None:
-        """The weight, unless it is gone or its memory was replaced."""
-        owner = self.owner()
-        if owner is None or owner.untyped_storage()._cdata != self.storage.cdata:
-            return None
-        address, shape, strides, dtype = self.place
-        if owner.dtype != dtype:
-            return None
-        offset = (address - owner.untyped_storage().data_ptr()) // dtype.itemsize
-        return owner.detach().as_strided(shape, strides, offset)
-
-    def as_it_lies(self, w: torch.Tensor) -> tuple:
-        """A dense weight, its copy in e4m3 in the same order of memory, and the scales."""
-        q = self.quantized
-        return (w, q.w8, q.w_scale) if w.stride(2) == 1 else (w.mT, q.w8_t, q.w_scale)
-
-
-class _Alarm:
-    """Flags in host memory that `ops.checked_scales` raises when a weight is stale.
-
-    A raised flag has the number of the present generation. `reset` starts the next one in the order
-    of the stream: flags that calls before it raise afterwards have an old number.
-    """
-
-    def __init__(self, w: torch.Tensor) -> None:
-        experts, device = w.shape[0], w.device
-        self.memory = torch.zeros(2, dtype=torch.int32, pin_memory=w.is_cuda)
-        self.flags = self.memory.data_ptr()
-        self.read = (ctypes.c_int32 * 2).from_address(self.flags)  # a tensor takes 10 times longer
-        self.number = 1
-        self.generation = _static(torch.ones(1, dtype=torch.int32, device=device))
-        self.sample = _static(torch.zeros(2, experts, dtype=torch.int32, device=device))
-
-    def fits(self, w: torch.Tensor) -> bool:
-        return self.sample.device == w.device and self.sample.shape[1] == w.shape[0]
-
-    def raised(self) -> int | None:
-        """0 if the flag of W1 is raised, 1 if that of W2 is."""
-        if self.read[0] == self.number:
-            return 0
-        return 1 if self.read[1] == self.number else None
-
-    def reset(self) -> None:
-        self.number += 1
-        with torch.inference_mode(False), torch.no_grad():
-            self.generation.fill_(self.number)
-
-
-@dataclass(eq=False)
-class _Kept:
-    """Both weights. Never changed, but its tensors are."""
-
-    first: _KeptWeight
-    second: _KeptWeight
-    backend: str
-    alarm: _Alarm
-    stream: int | None  # where it was quantized; None on a CPU and in a captured graph
-    event: Any  # then
-
-    def is_of(self, w1: torch.Tensor, w2: torch.Tensor, backend: str) -> bool:
-        return self.backend == backend and self.first.is_of(w1) and self.second.is_of(w2)
-
-    def wait_in_other_streams(self) -> None:
-        """Another thread may have quantized just now, in its own stream."""
-        if self.stream is None:
-            return
-        device = self.alarm.sample.get_device()
-        capturing = torch.cuda.is_current_stream_capturing
-        if torch._C._cuda_getCurrentRawStream(device) != self.stream and not capturing():
-            torch.cuda.current_stream(device).wait_event(self.event)
-
-    def compared(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Fp8Weight, Fp8Weight]:
-        """What is kept; scales of experts that are seen to have changed are NaN."""
-        first, second, alarm = self.first, self.second, self.alarm
-        with torch.no_grad():
-            weights = (*first.as_it_lies(w1), *second.as_it_lies(w2))
-            scale1, scale2 = ops.checked_scales(
-                *weights, alarm.sample, alarm.generation, alarm.flags, self.backend
-            )
-        return (
-            first.quantized._replace(w_scale=scale1),
-            second.quantized._replace(w_scale=scale2),
-        )
-
-
-def _quantized_weight(
-    part: _KeptWeight | None, w: torch.Tensor, norms: bool, backend: str
-) -> _KeptWeight:
-    """`w` in FP8, in the memory of `part` if that has been quantized from the memory of `w`.
-
-    Weights elsewhere may be those of another call, which still reads this memory.
-    """
-    if part is not None and part.has_memory_of(w):
-        part = replace(part, version=w._version)
-    else:
-        storage = StorageWeakRef(w.untyped_storage())
-        quantized = _empty(w, norms)
-        part = _KeptWeight(weakref.ref(_owner(w)), storage, _place(w), w._version, quantized)
-    w = w.detach()
-    ops.quantize_weight_into(*part.quantized, w, backend)
-    # Kernels are not seen by autograd, which checks the versions of tensors that it saved.
-    buffers = [t for t in part.quantized if t is not None]
-    torch.autograd.graph.increment_version(buffers)
-    return part
-
-
-def _empty(w: torch.Tensor, norms: bool) -> Fp8Weight:
-    experts, n, k = w.shape
-
-    def new(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return _static(torch.empty(shape, dtype=dtype, device=w.device))
-
-    return Fp8Weight(
-        new(experts, n, k, dtype=E4M3),
-        new(experts, k, n, dtype=E4M3),
-        new(experts, dtype=torch.float32),
-        new(experts, k, dtype=torch.float32) if norms else None,
-    )
-
-
-def _static(t: torch.Tensor) -> torch.Tensor:
-    """`torch._dynamo.mark_static_address`, whose import takes seconds: a compiled model that
-    replays CUDA graphs need not copy it."""
-    t._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
-    return t
-
-
-def _stream_and_event(w: torch.Tensor) -> tuple:
-    if not w.is_cuda or _is_capturing(w):
-        return None, None
-    stream = torch.cuda.current_stream(w.device)
-    return stream.cuda_stream, stream.record_event()
-
-
-def _place(w: torch.Tensor) -> tuple:
-    return w.data_ptr(), w.shape, w.stride(), w.dtype
-
-
-def _owner(w: torch.Tensor) -> torch.Tensor:
-    return w if w._base is None else w._base
-
-
-# --- which weights are kept -----------------------------------------------------------------------
-def _is_tracked(w: torch.Tensor) -> bool:
-    """Whether changes of `w` can be seen: not if FSDP1 gathers it or another tensor makes it."""
-    owner = _owner(w)
-    plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in (w, owner))
-    if not plain or w.is_meta or w.is_inference() or not owner.is_leaf:
-        return False
-    return not (hasattr(w, "_fsdp_flattened") or hasattr(owner, "_fsdp_flattened"))
-
-
-def _is_gathered_by_fsdp2(owner: torch.Tensor) -> bool:
-    """FSDP2 gathers into the same parameter and restores its version counter."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not fsdp.FSDPModule.__subclasses__():
-        return False
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for state in [state() for state in _module_state_mapping.values()]:
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # one group, before PyTorch 2.13
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            for p in () if group is None else group.fsdp_params:
-                gathered = getattr(p, "_unsharded_param", None)
-                if owner is gathered or owner is getattr(gathered, "_local_tensor", None):
-                    return True
-    return False
-
-
-def _is_capturing(w: torch.Tensor) -> bool:
-    return w.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 # --- steps of optimizers --------------------------------------------------------------------------
 _stores: weakref.WeakSet[Fp8Weights] = weakref.WeakSet()  # that have kept something
 _stores_lock = threading.Lock()
 _hooks: list = []  # the two below, once there is one
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # `torch.compiler.disable` would import it here, which takes seconds
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise before gradients of stale weights, which are NaN, are applied."""
     for store, _ in _owned_by(optimizer):
         store.raise_if_stale()
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for store, changed in _owned_by(optimizer):
         store._step(changed)
