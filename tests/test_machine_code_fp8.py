@@ -133,8 +133,16 @@ def test_up_with_biases_and_adapters(bias, rank, activation, gate_up, z_dtype, g
     assert "st.shared.b8" not in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize(("bias", "rank"), [(True, 0), (False, 16), (True, 80)])
-@pytest.mark.parametrize(("blocks", "block_n"), [(1, 128), (1, 256), (8, 256)])
+@pytest.mark.parametrize(
+    ("bias", "rank", "blocks", "block_n"),
+    [
+        (True, 0, 1, 128),
+        (True, 0, 8, 256),
+        (False, 16, 1, 256),
+        (True, 80, 1, 256),
+        (True, 80, 8, 256),
+    ],
+)
 def test_gemm_with_biases_and_adapters(bias, rank, blocks, block_n):
     w = Fp8Weight(torch.zeros(2, 2048, 1024, dtype=E4M3), None, torch.ones(2))
     given = (make_bias(2048, bias), torch.ones(64), make_lora(2048, rank), make_permutation(False))
