@@ -10,7 +10,7 @@ COMPILE = $(BIN)/python -m compileall -q -j $(JOBS) .venv/lib/*/site-packages/to
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile \
   --constraint constraints.txt --editable
 
-.PHONY: test test-fast test-gpu types pytest compatibility api train format clean
+.PHONY: test test-fast test-gpu types pytest compatibility api features train format clean
 
 test: .venv/test  ## lint, type-check and test, in an environment of its own
 	$(BIN)/ruff check
@@ -37,6 +37,9 @@ compatibility: .venv/test  ## run what docs/integrations.md claims; write its ta
 
 api: .venv/test  ## write docs/api.md from the source
 	$(BIN)/python tests/api_reference.py
+
+features: .venv/test  ## write docs/features.md from tests/features/feature_list.py
+	$(BIN)/python tests/features/feature_table.py
 
 train: .venv/train  ## train a small language model: make train ARGS="--help"
 	$(BIN)/sonicmoe train $(ARGS)

@@ -19,10 +19,10 @@ from sonicmoe.bench import results
 
 POLICIES = {
     "keep": MemoryPolicy(),
-    "fp8": MemoryPolicy("fp8"),
+    "fp8": MemoryPolicy("e4m3"),
     "recompute": MemoryPolicy("recompute"),
     "4 slices": MemoryPolicy(slices=4),
-    "fp8, 4 slices": MemoryPolicy("fp8", 4),
+    "fp8, 4 slices": MemoryPolicy("e4m3", 4),
     "recompute, 4 slices": MemoryPolicy("recompute", 4),
 }
 ROUNDS, CALLS, MIB = 9, 3, 2**20

@@ -147,7 +147,10 @@ def _definition(path: Path, name: str) -> tuple[Path, ast.stmt]:
         return path, defined[name]
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and name in (alias.name for alias in node.names):
-            return _definition(path.parent / f"{node.module}.py", name)
+            folder = path.parents[node.level - 1]
+            return _definition(
+                folder.joinpath(*(node.module or "").split(".")).with_suffix(".py"), name
+            )
     raise LookupError(f"{path} does not define {name}")
 
 

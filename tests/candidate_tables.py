@@ -9,12 +9,12 @@ from sonicmoe.tuning.table import Key, RowKey, Table, WeightKey
 
 
 def keys(p: Problem, itemsize: int, transposed: bool = False) -> list[Key]:
-    """What the six products of a layer are looked up by."""
+    """What the six GEMMs of a layer are looked up by."""
     gradients = [
         WeightKey(itemsize, p.H, p.I, True, False),
         WeightKey(itemsize, p.N, p.H, False, True),
     ]
-    if transposed:  # weights that lie in memory the other way round: so does the whole product
+    if transposed:  # weights that lie in memory the other way round: so does the whole GEMM
         gradients = [WeightKey(size, n, m, right, left) for size, m, n, left, right in gradients]
     return [
         RowKey("up", itemsize, p.H, p.N, p.gated),
@@ -32,9 +32,9 @@ def candidate_tables(
     transposed: bool = False,
     only=lambda: lambda config: True,
 ) -> list[Table]:
-    """The i-th table holds the i-th candidate of every product, as long as there is one.
+    """The i-th table holds the i-th candidate of every GEMM, as long as there is one.
 
-    `only()` makes the filter for one product.
+    `only()` makes the filter for one GEMM.
     """
     columns = []
     for key in keys(p, itemsize, transposed):

@@ -12,7 +12,7 @@ from hypothesis import settings
 # Kernels under Triton's interpreter need a process of their own: test_interpreter_kernels.py.
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 os.environ["SONICMOE_TUNED"] = ""  # the choices that are shipped, not those of this machine
-# PyTorch reads this once, at the first product of a process: with it cuBLAS can repeat itself.
+# PyTorch reads this once, at the first GEMM of a process: with it cuBLAS can repeat itself.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # transformers 5.22 with the package kernels 0.17 makes models that cannot be pickled.
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
@@ -27,6 +27,7 @@ TESTS = Path(__file__).parent
 SLOW = {
     "bench",
     "distributed",
+    "features",
     "integrations",
     "train",
     "test_candidates_compile.py",

@@ -2,8 +2,8 @@
 
 import torch
 
-from sonicmoe.layer import permute
-from sonicmoe.permutation import Permutation
+from sonicmoe.layer.run import permute
+from sonicmoe.tensors import Permutation
 
 COUNTS = [(0, 1, 127, 128, 129), (300, 0, 57), (1000, 1)]
 

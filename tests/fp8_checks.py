@@ -9,12 +9,12 @@ import torch
 from helpers import run_poisoned
 
 from sonicmoe.enums import ActivationType
-from sonicmoe.fp8_tensors import Fp8Kept, Fp8Weight
-from sonicmoe.launch import fp8_scales, quantize
-from sonicmoe.layer import permute
-from sonicmoe.permutation import Permutation
+from sonicmoe.launch import fp8_scales, grouped_gemm, quantize
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8, routing
+from sonicmoe.reference import grouped_gemm as reference_gemm
 from sonicmoe.reference.fp8_scales import dz_scales
+from sonicmoe.tensors import Fp8Kept, Fp8Weight, Permutation
 
 E4M3 = torch.float8_e4m3fn
 # Of `check_scales`: what may hold NaN or infinity.
@@ -64,6 +64,13 @@ def check_weight(w: torch.Tensor) -> None:
         assert list(got) == [name for name in want if not left_out.get(name)]
         for name in got:
             (near if name == "w_norm" else same)(got[name], want[name], name)
+        given = [got.get(name) for name in want]
+        poisoned = (None if t is None else torch.empty_like(t).fill_(torch.nan) for t in given)
+        buffers = Fp8Weight(*poisoned)
+        quantize.quantize_weight_into(*buffers, w)
+        for name, t, buffer in zip(want, given, buffers, strict=True):
+            if t is not None and buffer is not None:
+                same(buffer, t.cpu(), f"{name}, given")
 
 
 def near(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
@@ -80,16 +87,25 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
     quantized = [fp8.quantize_weight(w, False, False) for w in weights]
     wants = [scale.cpu() for _, _, scale, _ in quantized]
 
+    samples = torch.tensor([quantize.samples_of(*size) for size in sizes])[:, None]
+    generation = torch.full((1,), 7, dtype=torch.int32, device=device)
+    flags = torch.zeros(2, dtype=torch.int32, pin_memory=device != "cpu")
+
     def checked(sample: int) -> dict[int, torch.Tensor]:
         given: list = []
         for w, (q, _, scale, _) in zip(weights, quantized, strict=True):
             given += [w, q, scale]
-        given.append(sample)
-        return run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given))), device)
+        now = (sample % samples).expand(2, 3).to(device, torch.int32).contiguous()
+        given += [now, generation, flags.data_ptr()]
+        flags.zero_()
+        found = run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given))), device)
+        same(now, ((sample + 1) % samples).expand(2, 3).to(torch.int32).contiguous(), "sample")
+        return found
 
-    def check(sample: int = 0) -> None:
+    def check(sample: int = 0, raised: Sequence[int] = (0, 0)) -> None:
         for i, got in checked(sample).items():
             same(got, wants[i], f"scale {i}")
+        assert flags.tolist() == list(raised)
 
     for sample in (0, 1, 12345):
         check(sample)
@@ -100,7 +116,7 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
         for place in ((), (slice(None), part.shape[1] // 3)):
             part[place] += 1
             wants[which] = torch.where(torch.arange(3) == expert, torch.nan, scale)
-            check(sample=expert)
+            check(expert, [7 * (i == which) for i in range(2)])
             part.copy_(before)
         part[3, 5] += 1
         found = [checked(i)[which][expert].isnan() for i in range(quantize.samples_of(*part.shape))]
@@ -108,6 +124,8 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
         part.copy_(before)
         wants[which] = scale
         check()
+    weights[0][2, 0, 0] = 0  # finite again, though it stays NaN
+    check(5, (7, 0))
 
 
 def all_bf16() -> torch.Tensor:
@@ -190,7 +208,7 @@ def check_scales(
 
     def arguments(device):
         there = {name: None if t is None else t.to(device) for name, t in given.items()}
-        maps = [None if t is None else t.to(device) for t in p.tensors]
+        maps = [None if t is None else t.to(device) for t in p[:-1]]
         z = torch.empty(rows, 2 * inner if activation.is_gated else inner, device=device)
         kept = Fp8Kept(z, *(there.pop(name) for name in Fp8Kept._fields[1:]))
         w = Fp8Weight(w_scale=there.pop("w_scale"), w_norm=there.pop("w_norm"))
@@ -218,35 +236,51 @@ def check_scales(
     assert bad is None or bad_ones, "nothing was bad"
 
 
-def check_dequantized(rows: int, columns: int, device: str = "cpu") -> None:
+def check_dequantized(rows: int, columns: int, device: str = "cpu", blocks: bool = False) -> None:
     q = (32 * torch.randn(rows, columns)).clamp(-448, 448).to(E4M3)
-    scale = torch.randint(-70, 30, (rows,)).float().exp2()
-    scale[:1] = torch.nan
+    scale = torch.randint(-70, 30, (-(-columns // 128), rows) if blocks else (rows,)).float().exp2()
+    scale.view(-1)[:1] = torch.nan
+    per_column = scale.T.repeat_interleave(128, 1)[:, :columns] if blocks else scale[:, None]
     got = run_poisoned(
-        lambda: {"rows": quantize.dequantize_rows(q.to(device), scale.to(device))}, device
+        lambda: {"rows": quantize.dequantize_rows(None, q.to(device), scale.to(device))}, device
     )["rows"].cpu()
     assert got.dtype == torch.bfloat16 and got.is_contiguous()
     torch.testing.assert_close(
-        got.double(), q.double() * scale[:, None], rtol=0, atol=0, equal_nan=True
+        got.double(), q.double() * per_column, rtol=0, atol=0, equal_nan=True
     )
 
 
+def check_bias_gradient(device: str = "cpu") -> None:
+    """Of rows in e4m3 with a scale each; what lies past those of experts may be anything."""
+    p, used, columns = make_permutation(COUNTS, is_gathered=True, dropped=15), sum(COUNTS), 144
+    q = (32 * torch.randn(used + 15, columns)).clamp(-448, 448).to(E4M3)
+    scale = torch.randint(-9, 3, (used + 15,)).float().exp2()
+    q.view(torch.uint8)[used:], scale[used:] = 0x7F, torch.nan
+    want = reference_gemm.bias_gradient(q, scale, p, False, torch.float32)
+    maps = [None if t is None else t.to(device) for t in p[:-1]]
+    there = (q.to(device), scale.to(device), Permutation._make([*maps, p.tile_m]))
+    got = run_poisoned(
+        lambda: {"db1": grouped_gemm.bias_gradient(*there, False, torch.float32)}, device
+    )["db1"]
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-3)
+
+
 def check_scored_activation(
-    activation: ActivationType, gate_up: str, is_gathered: bool, keep_z: str = "keep",
-    with_scores: bool = True, device: str = "cpu",
+    activation: ActivationType, gate_up: str, is_gathered: bool,
+    z_dtype: torch.dtype = torch.bfloat16, with_scores: bool = True, device: str = "cpu",
 ) -> None:  # fmt: skip
     """A' of the rows of experts; what lies past them may be anything."""
     p, used, inner = make_permutation(COUNTS, is_gathered, dropped=15), sum(COUNTS), 144
     z = torch.randn(used + 15, 2 * inner if activation.is_gated else inner)
-    z = z.to(torch.float8_e4m3fn if keep_z == "fp8" else torch.bfloat16)
-    z.view(torch.uint8 if keep_z == "fp8" else torch.int16)[used:] = -1  # NaN
+    z = z.to(z_dtype)
+    z.view(torch.uint8 if z_dtype == E4M3 else torch.int16)[used:] = -1  # NaN
     zmax = torch.rand(2, used + 15) * 2.0 ** torch.randint(-9, 9, (2, used + 15))
     zmax[:, used:] = torch.nan
     scores = torch.randn(used + 15) if with_scores else None
-    want = fp8.scored_activation(z, zmax, scores, p, activation, gate_up)[:used]
-    maps = [None if t is None else t.to(device) for t in p.tensors]
+    want = fp8.scored_activation(None, z, zmax, scores, p, activation, gate_up)[:used]
+    maps = [None if t is None else t.to(device) for t in p[:-1]]
     there: list[Any] = [z.to(device), zmax.to(device)]
     there += [None if scores is None else scores.to(device)]
     there += [Permutation._make([*maps, p.tile_m]), activation, gate_up]
-    got = run_poisoned(lambda: {"a": quantize.scored_activation(*there)}, device)["a"].cpu()
+    got = run_poisoned(lambda: {"a": quantize.scored_activation(None, *there)}, device)["a"].cpu()
     torch.testing.assert_close(got[:used], want, rtol=2**-7, atol=1e-6)

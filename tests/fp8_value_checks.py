@@ -18,25 +18,28 @@ ALLOWED = {"rows_100": (1.5, 3.0)}
 OTHERS = (1.15, 1.2)
 
 
-def exact_maxima(do8, scales, z, zmax, w2_t, scores, p, activation, gate_up, needs):
+def exact_maxima(
+    do8, scales, z, zmax, w2_t, bias, scores, lora, p, activation, gate_up, needs
+):  # fmt: skip
     """`reference.fp8.dz_gemm`, with a scale for each row of dZ and each column of dZᵀ and A'ᵀ from
     its largest value; writes the scales into `scales`."""
     dscores = dz_gemm(
-        do8, scales, z, zmax, w2_t, scores, p, activation, gate_up,
-        needs._replace(dz=False, dz_t=False, dw2=False),
+        do8, scales, z, zmax, w2_t, bias, scores, lora, p, activation, gate_up,
+        needs._replace(dz=False, dz_t=False, a_t=False),
     )[3]  # fmt: skip
     z = fp8.z_in_fp32(z, zmax, activation, gate_up)
     da = torch.zeros(z.shape[0], w2_t.shape[1], device=z.device)
-    for e, r in fp8._expert_rows(p):
-        da[r] = fp8._gemm(fp8._gather(do8, p, r), w2_t[e].mT)
+    for e, r in fp8.expert_rows(p):
+        of_w2 = fp8._gemm(fp8.gather(do8, p, r), w2_t[e].mT) * scales.row_factors[0, r, None]
+        da[r] = fp8._joined(of_w2, None, lora, e, r)
     factors = scales.row_factors[:, :, None]
-    dz = activate_backward(z, da * factors[0] * factors[1], activation, gate_up)
+    dz = activate_backward(z, da * factors[1], activation, gate_up)
     dz_scale = power_of_two_scale(dz.abs().amax(1))
     scales.dz_scale.copy_(dz_scale)
     expert = row_experts(p, len(z)).clamp(max=len(w2_t) - 1)
 
     def transposed(values, scale):
-        for e, r in fp8._expert_rows(p):
+        for e, r in fp8.expert_rows(p):
             scale[e] = power_of_two_scale(values[r].abs().amax(0))
         return fp8._transposed(to_e4m3(values / scale[expert]), p)
 

@@ -35,7 +35,7 @@ def _fp32_of(bf16: np.ndarray) -> np.ndarray:
 
 
 def _create_dot(self, left, right, *rest):
-    """Products and sums in fp32, as tensor cores do it."""
+    """GEMMs and sums in fp32, as tensor cores do it."""
     return _multiply(self, _widened(left), _widened(right), *rest)
 
 

@@ -9,7 +9,7 @@ from sonicmoe import ActivationType, MemoryPolicy
 
 # The same bits as "keep". Five slices of 200 columns are four of 64 and one of 8.
 EXACT = ("recompute", MemoryPolicy(slices=2), MemoryPolicy("recompute", slices=5))
-POLICIES = ("keep", "fp8", *EXACT)
+POLICIES = ("keep", "e4m3", *EXACT)
 # Of the norm, for gaussians of order one: one rounding to e4m3 is 2.65%.
 BAR = {"dx": 0.035, "dw1": 0.035, "db1": 0.035, "dw2": 0.047, "dscores": 0.047}
 SQUARE = 0.06  # of dW2 and dscores: A = Z² has twice the relative error of Z
@@ -38,9 +38,9 @@ def check_against_reference(case: Case, device: str = "cpu", backend: str = "tri
     if case.problem.T < 2:
         return
     inputs = make_inputs(case, device)
-    rough = run(partial(ours(case, "torch"), memory="fp8"), inputs)
+    rough = run(partial(ours(case, "torch"), memory="e4m3"), inputs)
     exact = run(plain(case), inputs.double())
-    compare(results(case, "fp8", device, backend), rough, exact, case.dtype)
+    compare(results(case, "e4m3", device, backend), rough, exact, case.dtype)
 
 
 def check_bars(got: dict, case: Case) -> None:
@@ -59,7 +59,7 @@ def check_not_finite(bad: float, device: str, backend: str, gate_up: str) -> Non
     inputs = make_inputs(case, device)
     inputs.x[17, 3] = bad
     inputs.differentiable = ("x", "scores")
-    got = run(partial(ours(case, backend), memory="fp8"), inputs)
+    got = run(partial(ours(case, backend), memory="e4m3"), inputs)
     for name in ("dx", "dscores"):
         finite = got[name].isfinite().all(1)
         assert not finite[17] and finite.sum() == 23, name

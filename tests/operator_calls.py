@@ -6,12 +6,11 @@ import torch
 from helpers import Case, Inputs, make_inputs
 
 from sonicmoe import ActivationType, ops
-from sonicmoe.fp8_tensors import Fp8Kept, Fp8Weight
-from sonicmoe.gradients import Fp8DownGradients
-from sonicmoe.layer import permute
-from sonicmoe.permutation import Permutation
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
+from sonicmoe.tensors import E4M3, NO_LORA, Fp8DzResults, Fp8Kept, Fp8Weight, Permutation
 
+FLAGS = torch.zeros(2, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 CASE = Case("12,16,8,4,2", torch.float32, bias=True, routing="dropped")
 
 
@@ -29,13 +28,13 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
     in_order = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
     logits, m = torch.randn(12, 4), p.tile_m
     scores, ids = ops.topk(logits, 2, True, b)
-    gather = (given.x, given.w1, given.b1, *p, "swiglu", "interleaved", "keep", b)
+    no_lora = (None, None)
+    gather = (given.x, given.w1, given.b1, *no_lora, *p, "swiglu", "interleaved", dtype, b)
     z, a, _ = torch.ops.sonicmoe.up(*gather)
     rows = torch.randn(24, 16, dtype=dtype)
-    down_back = (z, None, given.w2, given.b2, given.scores, *p, "swiglu", "interleaved")
-    grouped_back = (z, None, given.w2, None, None, *in_order, "swiglu", "concatenated")
-    up_back = (z, given.x, given.w1, *p)
-    everything, some = (True, True, True, True), (True, False, False, False)
+    of_w2 = (z, None, given.w2, given.b2, given.scores)
+    interleaved, concatenated = ("swiglu", "interleaved"), ("swiglu", "concatenated")
+    everything, some = (True, True, True), (True, False, False)
     by_token = torch.arange(12, dtype=torch.int32).repeat_interleave(2)
     ragged = torch.searchsorted(by_token, torch.arange(13, dtype=torch.int32), out_int32=True)
     transposed = given.w1.mT.contiguous().mT
@@ -43,33 +42,9 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
     up_factor, down_factor = up_factor.view(4, 16, 8), down_factor.view(4, 8, 8)
     w1_grad, w2_grad = (torch.zeros_like(w, dtype=torch.float32) for w in (given.w1, given.w2))
     return {
-        "lora_up": [
-            (given.x, given.w1, given.b1, low, up_factor, *p, "swiglu", gate_up, b)
-            for gate_up in ("interleaved", "concatenated")
-        ],
-        "lora_gemm": [
-            (a, given.w2, given.b2, low, factor, *p, kernel, b)
-            for factor, kernel in ((up_factor, "down"), (up_factor.mT.contiguous().mT, "dx"))
-        ],
         "scaled_transpose": [
             (logits, 0.5, torch.bfloat16, b),
             (logits.double(), 2.0, torch.double, b),
-        ],
-        "lora_down_backward": [
-            (
-                given.dout,
-                z,
-                given.w2,
-                bias,
-                low,
-                down_factor,
-                given.scores,
-                *p,
-                "swiglu",
-                gate_up,
-                b,
-            )
-            for bias, gate_up in ((given.b2, "interleaved"), (None, "concatenated"))
         ],
         "topk": [(logits, 2, True, b), (logits.bfloat16(), 3, False, b)],
         "topk_backward": [(scores, scores, ids, logits, over, b) for over in (True, False)],
@@ -108,40 +83,56 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
         "tiles": [(p.expert_start, 24, m, b)],
         "up": [
             gather,
-            (rows, transposed, None, *in_order, "geglu", "concatenated", "no", b),
-            (rows, given.w1, None, *in_order, "relu_sq", "interleaved", "fp8", b),
+            (rows, transposed, None, *no_lora, *in_order, "geglu", "concatenated", None, b),
+            (rows, given.w1, None, *no_lora, *in_order, "relu_sq", "interleaved", E4M3, b),
+            (given.x, given.w1, given.b1, low, up_factor, *p, "swiglu", "concatenated", dtype, b),
         ],
-        "recomputed_z": [(given.dout, *gather[:-2], b)],
+        "recomputed_z": [
+            (given.dout, *gather[:-2], b),
+            (given.dout, given.x, given.w1, None, low, up_factor, *p, "swiglu", "interleaved", b),
+        ],
+        "gathered_gemm": [
+            (given.x, down_factor.mT.contiguous()[:, :, :1].expand(4, 8, 16).contiguous(), *p, b),
+            (rows, transposed, *in_order, b),
+        ],
         "down_and_combine": [
-            (a, given.w2, given.b2, given.scores, *p, 12, 2, b),
-            (a, given.w2, None, None, *p._replace(token_start=ragged), 12, 1, b),
+            (a, given.w2, given.b2, given.scores, *no_lora, *p, 12, 2, b),
+            (a, given.w2, None, None, *no_lora, *p._replace(token_start=ragged), 12, 1, b),
+            (a, given.w2, None, given.scores, low, up_factor, *p, 12, 2, b),
         ],
         "down": [
-            (a, given.w2, given.b2, None, *p, b),
-            (a, given.w2, None, torch.rand(24), *in_order, b),
+            (a, given.w2, given.b2, None, *no_lora, *p, b),
+            (a, given.w2, None, torch.rand(24), *no_lora, *in_order, b),
+            (a, given.w2, given.b2, None, low, up_factor, *p, b),
         ],
         "combine": [
             (rows, given.scores, p.slot_row, None, 12, b),
             (rows, None, p.slot_row, ragged, 12, b),
         ],
-        "down_backward": [
-            (given.dout, *down_back, *everything, False, b),
-            (given.dout, *down_back, *some, False, b),
-            (rows, *grouped_back, True, True, False, False, True, b),
+        "dz": [
+            (given.dout, *of_w2, *no_lora, *p, *interleaved, *everything, b),
+            (given.dout, *of_w2, *no_lora, *p, *interleaved, *some, b),
+            (given.dout, *of_w2, low, down_factor, *p, *interleaved, *everything, b),
+            (rows, z, None, given.w2, None, None, *no_lora, *in_order, *concatenated, *some, b),
         ],
-        "down_backward_into": [
-            (w2_grad.clone(), given.dout, *down_back, *everything, b),
-            (w2_grad.clone(), given.dout, *down_back, False, True, False, False, b),
+        "dx": [
+            (z, given.w1, *no_lora, *p, 12, 1, b),
+            (z, given.w1, *no_lora, *p._replace(token_start=ragged), 12, 2, b),
+            (z, transposed, low, up_factor.mT.contiguous().mT, *in_order, 24, 1, b),
         ],
-        "up_backward_into": [
-            (w1_grad.clone(), *up_back, True, True, True, 1, b),
-            (w1_grad.clone(), *up_back, False, True, False, 1, b),
+        "weight_gradient": [
+            (given.dout, a, given.w2, *p, "left", False, b),
+            (z, given.x, given.w1, *p, "right", True, b),
+            (z, rows, transposed, *in_order, "right", False, b),
         ],
-        "up_backward": [
-            (*up_back, True, True, True, False, 1, b),
-            (*up_back, False, True, False, False, 1, b),
-            (z, given.x, given.w1, *p._replace(token_start=ragged), True, True, True, False, 2, b),
-            (z, rows, transposed, *in_order, True, True, False, True, 1, b),
+        "weight_gradient_into": [
+            (w2_grad.clone(), given.dout, a, *p, "left", b),
+            (w1_grad.clone(), z, rows, *in_order, "right", b),
+        ],
+        "bias_gradient": [
+            (given.dout, given.scores, *p, True, dtype, b),
+            (z, None, *p, False, dtype, b),
+            (z.to(E4M3), torch.rand(24), *p, False, torch.bfloat16, b),
         ],
     }
 
@@ -158,32 +149,45 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     rows8, rows_scale, _ = reference.quantize_rows(rows, False)
     of_w1, of_w2 = (Fp8Weight(*reference.quantize_weight(w, True, w is w2)) for w in (w1, w2))
     act = (ActivationType.SWIGLU, "interleaved")
-    up = (x8, x_scale, *of_w1, *p, "swiglu", "interleaved")
-    up_rows = (rows8, rows_scale, *of_w1._replace(w8_t=None), *in_order)
-    found = reference.fp8_up(x8, x_scale, of_w1, p, *act, "keep")
+    low, norm = torch.randn(24, 8).bfloat16(), torch.rand(4, 16)
+    b1, b2 = torch.randn(4, 32).bfloat16(), torch.randn(4, 16).bfloat16()
+    of_b1, of_b2 = torch.randn(4, 32, 8).bfloat16(), torch.randn(4, 16, 8).bfloat16()
+    alone, of_up, of_down = (None, None, None), (b1, low, of_b1), (low, of_b2)
+    up = (x8, x_scale, *of_w1, *alone, *p, "swiglu", "interleaved")
+    up_rows = (rows8, rows_scale, *of_w1._replace(w8_t=None), *alone, *in_order)
+    found = reference.fp8_up(x8, x_scale, of_w1, None, NO_LORA, p, *act, torch.bfloat16)
     of_z, (a8, a_scale) = found[:3], found[3:]
-    every, without_scores = (Fp8DownGradients(True, True, True, scores) for scores in (True, False))
+    every, without_scores = (Fp8DzResults(True, True, True, scores) for scores in (True, False))
     dx_alone, dw1_alone, dw2_alone = (
-        Fp8DownGradients(*(i == needed for i in range(4))) for needed in range(3)
+        Fp8DzResults(*(i == needed for i in range(4))) for needed in range(3)
     )
     kept, of_rows = Fp8Kept._make((*of_z, a_scale, x_scale)), (*of_z, a_scale, rows_scale)
-    in_e4m3 = (*reference.fp8_up(x8, x_scale, of_w1, p, *act, "fp8")[:3], a_scale, x_scale)
-    down = (dout, kept, w2, of_w2, given.scores, p, *act, every)
-    dz = reference.fp8_down_backward(*down, False, False)[:4]
+    in_e4m3 = reference.fp8_up(x8, x_scale, of_w1, None, NO_LORA, p, *act, E4M3)[:3]
+    in_e4m3 = (*in_e4m3, a_scale, x_scale)
+    down = (dout, kept, w2, of_w2, None, given.scores, NO_LORA, None, p, *act, every)
+    *dz, a_t, a_t_scale, do8, _ = reference.fp8_dz(*down)
     grad1, grad2 = (torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2))
     w1_scaled = (of_w1.w8, of_w1.w_scale)
     empty, transposed = Fp8Weight(), of_w2._replace(w8=None)
-    down_back = (given.scores, *p, "swiglu", "interleaved")
+    scored = (given.scores, *p, "swiglu", "interleaved")
+    down_back = (None, given.scores, None, None, None, *p, "swiglu", "interleaved")
+    adapted = (b2, given.scores, *of_down, norm, *p, "swiglu", "interleaved")
     w1_t, w2_t = (w.mT.contiguous().mT for w in (w1, w2))
     sorted_rows = (*in_order, "swiglu", "concatenated")
     recomputed = (*p, "swiglu", "interleaved", b)
     ragged = torch.arange(0, 25, 2, dtype=torch.int32)
+    sample, generation = (torch.ones(size, dtype=torch.int32) for size in ((2, 4), (1,)))
+    state = (sample, generation, FLAGS.data_ptr())
     return {
         "quantize_rows": [(x, True, b), (x, False, b), (x[:0], True, b)],
         "quantize_weight": [(w1, True, False, b), (w1, False, False, b)]
         + [(w2_t.float(), transposed, True, b) for transposed in (True, False)],
+        "quantize_weight_into": [
+            (*of_w1._replace(w_norm=None), w1, b),
+            (of_w2.w8, None, of_w2.w_scale, of_w2.w_norm, w2_t.float(), b),
+        ],
         "checked_scales": [
-            (w1, *w1_scaled, w2, of_w2.w8, of_w2.w_scale, 0, b),
+            (w1, *w1_scaled, w2, of_w2.w8, of_w2.w_scale, *state, b),
             (
                 w1.float(),
                 of_w1.w8,
@@ -191,49 +195,56 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
                 w2.mT.contiguous(),
                 of_w2.w8_t,
                 of_w2.w_scale,
-                7,
+                *state,
                 b,
             ),
         ],
         "fp8_up": [
-            *((*up, keep_z, b) for keep_z in ("keep", "fp8", "no")),
-            (*up_rows, "relu_sq", "interleaved", "fp8", b),
-            (*up_rows, "geglu", "concatenated", "keep", b),
+            (x8, x_scale, *of_w1, *of_up, *p, "swiglu", "concatenated", torch.bfloat16, b),
+            *((*up, z_dtype, b) for z_dtype in (torch.bfloat16, E4M3, None)),
+            (*up_rows, "relu_sq", "interleaved", E4M3, b),
+            (*up_rows, "geglu", "concatenated", torch.bfloat16, b),
         ],
-        "fp8_recomputed": [(dout, x, w1, *w, *recomputed) for w in (of_w1, empty)],
+        "fp8_recomputed": [
+            (dout, x, w1, *of_w1, *alone, *recomputed),
+            (dout, x, w1, *empty, *of_up, *recomputed),
+        ],
         "fp8_gemm": [
-            (a8, a_scale, *of_w2, None, *p, b),
-            (a8, a_scale, *of_w2, torch.rand(24), *in_order, b),
+            (a8, a_scale, *of_w2, None, None, None, None, *p, b),
+            (a8, a_scale, *of_w2, b2, torch.rand(24), *of_down, *in_order, b),
         ],
         "fp8_down_and_combine": [
-            (a8, a_scale, *of_w2, given.scores, *p, 12, 2, b),
-            (a8, a_scale, *of_w2, None, *p._replace(token_start=ragged), 12, 1, b),
+            (a8, a_scale, *of_w2, b2, given.scores, *of_down, *p, 12, 2, b),
+            (a8, a_scale, *of_w2, *alone, None, *p._replace(token_start=ragged), 12, 1, b),
         ],
-        "fp8_down_backward": [
-            (dout, *kept, w2, *transposed, *down_back, *every, False, False, b),
-            (dout, *kept, w2_t, *of_w2, *down_back, *every, True, False, b),
-            (dout, *kept, w2, *of_w2, *down_back, *dx_alone, False, False, b),
-            (dout, *in_e4m3, w2, *of_w2, *down_back, *every, False, False, b),
-            (dout, *in_e4m3, w2, *of_w2, *down_back, *every, False, True, b),
-            (dout, *kept, w2, *of_w2, *down_back, *dw1_alone, False, False, b),
-            (dout, *kept, w2, *empty, *down_back, *every, False, True, b),
-            (rows, *of_rows, w2, *of_w2, None, *sorted_rows, *without_scores, False, False, b),
+        "fp8_dz": [
+            (dout, *kept, w2, *transposed, *down_back, *every, b),
+            (dout, *kept, w2_t, *of_w2, *down_back, *every, b),
+            (dout, *kept, w2, *of_w2, *down_back, *dx_alone, b),
+            (dout, *in_e4m3, w2, *of_w2, *down_back, *every, b),
+            (dout, *kept, w2, *of_w2, *down_back, *dw1_alone, b),
+            (dout, *kept, w2, *empty, *down_back, *dw2_alone, b),
+            (dout, *kept, w2, *of_w2, *adapted, *every, b),
+            (rows, *of_rows, w2, *of_w2, *alone, None, None, *sorted_rows, *without_scores, b),
         ],
-        "fp8_down_backward_into": [
-            (grad2.clone(), dout, *kept, w2, *of_w2, *down_back, *every, False, b),
-            (grad2.clone(), dout, *kept, w2, *empty, *down_back, *every, True, b),
-            (grad2.clone(), dout, *kept, w2, *of_w2, *down_back, *dw2_alone, False, b),
+        "fp8_dx": [
+            (*dz[:2], w1, *of_w1, None, None, *p, 12, 1, b),
+            (*dz[:2], w1_t, *empty, *of_down, *p, 12, 2, b),
         ],
-        "fp8_up_backward": [
-            (*dz, x, w1, *of_w1, *p, True, True, False, False, 1, b),
-            (*dz, x, w1_t, *empty, *p, True, True, True, False, 2, b),
-            (*dz[:2], None, None, x, w1, *of_w1, *p, True, False, False, False, 1, b),
-            (None, None, *dz[2:], x, w1, *of_w1, *p, False, True, False, False, 1, b),
-            (*dz[:2], None, None, x, w1, *of_w1, *p, True, True, False, True, 1, b),
+        "fp8_weight_gradient": [
+            (do8, a_t, a_t_scale, w2, *p, False, False, b),
+            (do8, a_t, a_t_scale, w2_t, *p, False, True, b),
+            (x, *dz[2:], w1, *p, True, False, b),
+            (x, *dz[2:], w1_t, *p, True, True, b),
         ],
-        "fp8_up_backward_into": [
-            (grad1.clone(), *dz, x, w1, *of_w1, *p, True, True, False, 1, b),
-            (grad1.clone(), *dz, x, w1, *empty, *p, True, True, True, 2, b),
-            (grad1.clone(), None, None, *dz[2:], x, w1, *of_w1, *p, False, True, False, 1, b),
+        "fp8_weight_gradient_into": [
+            (grad2.clone(), do8, a_t, a_t_scale, *p, False, b),
+            (grad1.clone(), x, *dz[2:], *p, True, b),
+        ],
+        "dequantize_rows": [(dz[0], *dz[:2], b), (a8, a8, a_scale, b)],
+        "scored_activation": [
+            (dout, *kept[:2], *scored, b),
+            (dout, *in_e4m3[:2], *scored, b),
+            (rows, *of_rows[:2], None, *sorted_rows, b),
         ],
     }

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from sonicmoe import cost
 from sonicmoe.bench import results
 from sonicmoe.bench.cases import ROUTERS
-from sonicmoe.memory_policy import MemoryPolicy
+from sonicmoe.layer.memory import MemoryPolicy
 from sonicmoe.shapes import Problem
+from sonicmoe.tools import cost
 
 HAND = Problem(T=6, H=16, I=8, E=4, K=2)  # R = 12, N = 16
 PLAIN = Problem(T=6, H=16, I=8, E=4, K=2, gated=False)
@@ -134,7 +134,7 @@ def test_bytes_of_fp8_by_hand(precision, dw_in_fp8):
         }.get(plain.name, (plain.read, plain.written, False))
         assert (read, written, fp8) == expected, plain.name
     assert not found
-    up = next(s for s in cost.forward_stages(HAND, precision=precision, memory=MemoryPolicy("fp8"))
+    up = next(s for s in cost.forward_stages(HAND, precision=precision, memory=MemoryPolicy("e4m3"))
               if s.name == "up")  # fmt: skip
     assert up.written == z + a
 
@@ -171,10 +171,10 @@ def test_roofline_of_fp8():
 
 
 def test_energy_of_the_h200_is_what_was_measured():
-    """Of dense products, whose bytes are known: every operand is read or written once."""
+    """Of dense GEMMs, whose bytes are known: every operand is read or written once."""
     power = cost.GPUS["h200-measured"].power
     errors = []
-    for record in (r for r in results.read(RESULTS) if "dense_products" in r):
+    for record in (r for r in results.read(RESULTS) if "dense_gemms" in r):
         p = Problem.parse(record["shape"])
         rows, w1, w2, z, a = (
             2 * n for n in (p.R * p.H, p.E * p.N * p.H, p.E * p.H * p.I, p.R * p.N, p.R * p.I)
@@ -183,10 +183,10 @@ def test_energy_of_the_h200_is_what_was_measured():
             "up": (rows + w1, z), "down": (a + w2, rows), "dz": (rows + w2, a),
             "dw2": (a + rows, w2), "dx": (z + w1, rows), "dw1": (rows + z, w1),
         }  # fmt: skip
-        for product in record["dense_products"]:
-            moved = read_and_written[product["name"]]
-            joules = power.joules(stage(product["flops"], *moved))
-            errors.append(1e3 * joules / (product["watts"] * product["ms"]) - 1)
+        for gemm in record["dense_gemms"]:
+            moved = read_and_written[gemm["name"]]
+            joules = power.joules(stage(gemm["flops"], *moved))
+            errors.append(1e3 * joules / (gemm["watts"] * gemm["ms"]) - 1)
     assert len(errors) == 54  # six of four shapes, and of five
     assert max(map(abs, errors)) < 0.055
     assert sum(map(abs, errors)) / len(errors) < 0.015

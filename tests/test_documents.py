@@ -127,24 +127,30 @@ def test_readme_has_a_place_for_the_benchmarks():
 PACKAGE = ROOT / "src" / "sonicmoe"
 
 
-def the_map() -> list[str]:
+MAPS = {"The map": PACKAGE, "The files of `layer/`": PACKAGE / "layer"}
+
+
+def the_map(title: str) -> list[str]:
     """Files and folders in the order of the list in docs/design.md."""
-    section = (ROOT / "docs" / "design.md").read_text().split("## The map")[1].split("\n## ")[0]
+    text = (ROOT / "docs" / "design.md").read_text()
+    section = re.split(r"\n##+ ", text.split(f"# {title}\n")[1])[0]
     return re.findall(r"^- `([\w./]+)`:", section, re.MULTILINE)
 
 
-def test_map_of_the_source_is_whole():
-    """docs/design.md names every file and folder of the package, and no other."""
-    there = {path.name for path in PACKAGE.glob("[!_]*.py")}
-    there |= {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
-    assert set(the_map()) == there
+@pytest.mark.parametrize(("title", "folder"), MAPS.items())
+def test_map_of_the_source_is_whole(title, folder):
+    """docs/design.md names every file and folder, and no other."""
+    there = {path.name for path in folder.glob("[!_]*.py")}
+    there |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+    assert set(the_map(title)) == there
 
 
-def test_imports_point_up_the_map():
+@pytest.mark.parametrize(("title", "folder"), MAPS.items())
+def test_imports_point_up_the_map(title, folder):
     """When a file is imported, it imports only from those above it."""
-    order = [name.removesuffix(".py").removesuffix("/") for name in the_map()]
+    order = [name.removesuffix(".py").removesuffix("/") for name in the_map(title)]
     for i, name in enumerate(order):
-        path = PACKAGE / name
+        path = folder / name
         files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
         for file in files:
             for node in ast.parse(file.read_text()).body:

@@ -19,13 +19,18 @@ class Calls(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.made = {}
+        self.made = []
         self.returned = {}
+
+    def of(self, name, **wanted):
+        """The arguments of each call of an operator with these values."""
+        found = [arguments for operator, arguments in self.made if operator == name]
+        return [a for a in found if all(a[key] == value for key, value in wanted.items())]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "sonicmoe":
             names = [a.name for a in func._schema.arguments]
-            self.made[func._opname] = dict(zip(names, args, strict=True))
+            self.made.append((func._opname, dict(zip(names, args, strict=True))))
         out = func(*args, **(kwargs or {}))
         if func.namespace == "sonicmoe":
             every = out if isinstance(out, tuple) else (out,)
@@ -33,14 +38,14 @@ class Calls(TorchDispatchMode):
         return out
 
 
-# argument -> the operator and the flag that pay for its gradient
+# argument -> the call that pays for its gradient
 PAID_BY = {
-    "x": ("up_backward", "dx"),
-    "w1": ("up_backward", "dw1"),
-    "b1": ("up_backward", "db1"),
-    "w2": ("down_backward", "dw2"),
-    "b2": ("down_backward", "db2"),
-    "scores": ("down_backward", "dscores"),
+    "x": ("dx", {}),
+    "w1": ("weight_gradient", {"gathered": "right"}),
+    "b1": ("bias_gradient", {"gathered": False}),
+    "w2": ("weight_gradient", {"gathered": "left"}),
+    "b2": ("bias_gradient", {"gathered": True}),
+    "scores": ("dz", {"dscores": True}),
 }
 
 
@@ -57,12 +62,11 @@ def test_only_wanted_gradients_are_computed(wanted):
         part = run(ours(CASE, None), given)
     same_bits({name: everything[name] for name in part}, part)
 
-    for name, (operator, flag) in PAID_BY.items():
-        paid = calls.made.get(operator, {}).get(flag, False)
-        assert paid == (name in wanted), f"{flag} with gradients of {wanted}"
+    for name, (operator, flags) in PAID_BY.items():
+        assert bool(calls.of(operator, **flags)) == (name in wanted), f"{operator} for {wanted}"
     below = {"x", "w1", "b1"} & set(wanted)
-    assert ("up_backward" in calls.made) == bool(below)
-    assert calls.made["down_backward"]["dz"] == bool(below)
+    assert bool(calls.of("dz", dz=True)) == bool(below)
+    assert bool(calls.of("dz", a=True)) == ("w2" in wanted)
 
 
 def _kept(layer) -> list[torch.Tensor]:
@@ -123,8 +127,8 @@ def test_gradients_lie_as_the_parameters_do(transposed):
     for name, leaf in leaves.items():
         assert leaf.grad.is_contiguous()
         assert torch.equal(leaf.grad.mT if transposed else leaf.grad, want[f"d{name}"])
-    assert calls.made["up"]["w1"].data_ptr() == leaves["w1"].data_ptr()
-    assert calls.made["down"]["w2"].data_ptr() == leaves["w2"].data_ptr()
+    assert calls.of("up")[0]["w1"].data_ptr() == leaves["w1"].data_ptr()
+    assert calls.of("down")[0]["w2"].data_ptr() == leaves["w2"].data_ptr()
 
 
 def test_strided_inputs():

@@ -13,8 +13,9 @@ import torch
 from test_package import in_fresh_python
 
 import sonicmoe
-from sonicmoe import cli, cost, extras
+from sonicmoe import cli, extras
 from sonicmoe.bench import run as bench_run
+from sonicmoe.tools import cost
 from sonicmoe.train import corpus, hardware, loop, parallel, run
 from sonicmoe.train.presets import PRESETS
 

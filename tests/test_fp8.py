@@ -206,12 +206,12 @@ def test_gradients_that_are_not_needed(needed, monkeypatch):
     inputs = make_inputs(SMALL)
     want = run(in_fp8(SMALL), inputs)
     inputs.differentiable = needed
-    asked, backward = [], fp8.fp8_down_backward
-    monkeypatch.setattr(fp8, "fp8_down_backward", lambda *a: asked.append(backward(*a)) or asked[0])
+    asked, backward = [], fp8.fp8_dz
+    monkeypatch.setattr(fp8, "fp8_dz", lambda *a: asked.append(backward(*a)) or asked[0])
     got = run(in_fp8(SMALL), inputs)
     same_bits({name: want[name] for name in got}, got)
     of_x, of_w1 = ("x" in needed,) * 2, ("w1" in needed,) * 2
-    expected = (*of_x, *of_w1, "w2" in needed, "scores" in needed)
+    expected = (*of_x, *of_w1, *("w2" in needed,) * 3, "scores" in needed)
     assert tuple(t is not None for t in asked[0]) == expected
 
 
@@ -258,7 +258,7 @@ def test_what_is_kept():
 
 def test_z_is_free_before_dx_is_allocated(monkeypatch):
     kept, free = [], []
-    up, backward = fp8.fp8_up, fp8.fp8_up_backward
+    up, backward = fp8.fp8_up, fp8.fp8_dx
 
     def recorded(*args):
         found = up(*args)
@@ -270,7 +270,7 @@ def test_z_is_free_before_dx_is_allocated(monkeypatch):
         return backward(*args)
 
     monkeypatch.setattr(fp8, "fp8_up", recorded)
-    monkeypatch.setattr(fp8, "fp8_up_backward", checked)
+    monkeypatch.setattr(fp8, "fp8_dx", checked)
     run(in_fp8(SMALL), make_inputs(SMALL))
     assert free == [True]
 
@@ -381,8 +381,6 @@ def test_autocast():
     [
         ({"precision": "fp16"}, r"^precision: expected 'fp8', 'fp8_bf16_dw' or None, got 'fp16'"),
         ({"x": torch.float32, "w1": torch.float32, "w2": torch.float32}, "^x: expected bfloat16"),
-        ({"b1": torch.zeros(5, 32)}, "^b1: expected None with precision='fp8'"),
-        ({"b2": torch.zeros(5, 32)}, "^b2: expected None with precision='fp8'"),
         ({"shape": "40,32,8,5,2"}, "^I of w2: expected a multiple of 16 with precision='fp8'"),
         ({"shape": "40,24,16,5,2"}, "^H of w2: expected a multiple of 16 with precision='fp8'"),
     ],
@@ -393,8 +391,6 @@ def test_bad_arguments(changes, message):
     given = make_inputs(Case(changes.pop("shape", SMALL.shape))).arguments()
     given["precision"] = "fp8"
     for name, change in changes.items():
-        if isinstance(change, torch.Tensor):
-            change = change.bfloat16()
         given[name] = given[name].to(change) if isinstance(change, torch.dtype) else change
     with pytest.raises(ValueError, match=message):
         sonicmoe.experts(**given)
@@ -414,7 +410,6 @@ def test_weights_of_another_dtype():
     ("options", "name"),
     [
         ({"precision": "bf16"}, "precision"),
-        ({"precision": "fp8", "add_bias": True}, "add_bias"),
         ({"precision": "fp8", "hidden_size": 24}, "hidden_size"),
         ({"precision": "fp8", "intermediate_size": 24}, "intermediate_size"),
         ({"cache_fp8_weights": True}, "cache_fp8_weights"),

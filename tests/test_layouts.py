@@ -21,10 +21,10 @@ def test_public_functions(call):
 
 
 def test_a_main_grad_that_is_not_dense_is_refused():
-    main_grad, *rest = operator_calls(b="torch")["up_backward_into"][0]
+    main_grad, *rest = operator_calls(b="torch")["weight_gradient_into"][0]
     wide = torch.zeros(*main_grad.shape[:2], 2 * main_grad.shape[2])[..., ::2]
     with pytest.raises(ValueError, match="main_grad"):
-        torch.ops.sonicmoe.up_backward_into(wide, *rest)
+        torch.ops.sonicmoe.weight_gradient_into(wide, *rest)
 
 
 def test_one_row_of_a_wider_matrix_has_the_strides_of_its_shape():

@@ -11,11 +11,9 @@ import triton.language as tl
 from machine_code import bounds_from_outside, compiling, cuobjdump, report
 
 from sonicmoe.enums import ActivationType
-from sonicmoe.fp8_tensors import Fp8Kept, Fp8Weight
-from sonicmoe.gradients import DownGradients, UpGradients
 from sonicmoe.launch import fp8_scales, grouped_gemm, quantize
 from sonicmoe.launch import routing as launch_routing
-from sonicmoe.permutation import Permutation
+from sonicmoe.tensors import NO_LORA, DzResults, Fp8Kept, Fp8Weight, Permutation
 from sonicmoe.tuning import Target, is_valid, row_config, tile_m, weight_config
 from sonicmoe.validation import LAYOUTS
 
@@ -26,13 +24,23 @@ LARGE = (4096, 14336)  # tiles in bands
 CACHE = 128 * 1024  # of instructions, by guess: dZ with 172 KB spent half its time waiting for them
 
 
+def compile_gradients(dz, a, x, dout, w1, w2, scores, p):
+    """What follows dZ; of biases, if there are `scores`."""
+    grouped_gemm.weight_gradient(dout, a, w2, p, "left", False)
+    grouped_gemm.dx(dz, w1, NO_LORA, p, x.shape[0], 1)
+    grouped_gemm.weight_gradient(dz, x, w1, p, "right", False)
+    if scores is not None:
+        grouped_gemm.bias_gradient(dout, scores, p, True, w2.dtype)
+        grouped_gemm.bias_gradient(dz, None, p, False, w1.dtype)
+
+
 def compile_layer(
     arch, dtype, activation, gate_up, transposed, bias, sizes,
-    gathered=True, keep_z="keep", whole=True,
+    gathered=True, z_dtype=None, whole=True,
 ):  # fmt: skip
     """All kernels of a forward and backward pass, as compiled for `arch`.
 
-    Unless `whole`, the GEMMs that write and read Z: the others do not depend on `keep_z`.
+    Unless `whole`, the GEMMs that write and read Z: the others do not depend on `z_dtype`.
     """
     hidden, intermediate = sizes
     experts, rows, tokens = 2, 64, 32 if gathered else 64
@@ -53,34 +61,32 @@ def compile_layer(
     maps = index(rows) if gathered else None
     m = tile_m(dtype.itemsize)
     p = Permutation(maps, maps, maps, None, None, index(3), index(4, 4), m)
-    needs = DownGradients(dz=True, dw2=True, db2=bias, dscores=gathered)
+    needs, act = DzResults(dz=True, a=True, dscores=gathered), (activation, gate_up)
     with compiling(arch) as compiled:
-        z, _, z_scale = grouped_gemm.up(x, w1, b1, p, activation, gate_up, keep_z)
-        args = (x, z, z_scale, w2, b2, scores, p, activation, gate_up, needs)
+        z, a, z_scale = grouped_gemm.up(x, w1, b1, NO_LORA, p, *act, z_dtype or dtype)
         if whole:
-            grouped_gemm.down(new(rows, intermediate), w2, b2, None, p)
-            dz, *_ = grouped_gemm.down_backward(*args, False)
-            grouped_gemm.up_backward(dz, x, w1, p, UpGradients(True, True, bias), False, 1)
-        else:
-            grouped_gemm.dz_gemm(*args)
+            grouped_gemm.down(a, w2, b2, None, NO_LORA, p)
+        dz, a, _ = grouped_gemm.dz(x, z, z_scale, w2, b2, scores, NO_LORA, p, *act, needs)
+        if whole:
+            compile_gradients(dz, a, x, x, w1, w2, scores if bias else None, p)
     return compiled
 
 
 def check(compiled, arch, tensor_cores, gemms=6):
     """Returns how many of the GEMMs TMA feeds."""
-    products = copied = 0
+    counted = copied = 0
     for kernel in compiled:
         found, name = report(kernel), kernel.metadata.name
         assert found["spills"] == 0, f"{name} spills: {found}"
         assert found["bytes"] < CACHE, f"{name} waits for its instructions: {found}"
         if name.endswith(GEMMS):
-            products += 1
+            counted += 1
             copied += found["TMA loads"] > 0
             assert not tensor_cores or found[TENSOR_CORES[arch]], (
                 f"{name} misses tensor cores: {found}"
             )
             assert not bounds_from_outside(kernel), name
-    assert products == gemms
+    assert counted == gemms
     return copied
 
 
@@ -98,7 +104,7 @@ def test_report_agrees_with_a_disassembler(arch):
     maps, tiles = torch.zeros(64, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
     p = Permutation(maps, maps, maps, None, None, maps[:3], tiles, 128)
     with compiling(arch) as compiled:
-        grouped_gemm.down(a.bfloat16(), w2.bfloat16(), None, None, p)
+        grouped_gemm.down(a.bfloat16(), w2.bfloat16(), None, None, NO_LORA, p)
         _crowded_kernel[(1,)](torch.zeros(1 << 13), 1 << 13, num_warps=1, maxnreg=64)
     for kernel, spills in zip(compiled, (False, True), strict=True):
         found, code = report(kernel), cuobjdump(kernel, "-sass")
@@ -199,15 +205,15 @@ def test_other_architectures(arch, activation):
 def test_z_in_fp8(arch, dtype, activation, gate_up, sizes, bias):
     whole = not bias and sizes in ((2048, 272), (264, 48))  # which no other test compiles
     layer = (arch, dtype, activation, gate_up, False, bias, sizes)
-    compiled = compile_layer(*layer, keep_z="fp8", whole=whole)
+    compiled = compile_layer(*layer, z_dtype=torch.float8_e4m3fn, whole=whole)
     check(compiled, arch, dtype.itemsize == 2, gemms=6 if whole else 2)
-    products = [k for k in compiled if k.metadata.name.endswith(("up_kernel", "dz_kernel"))]
-    up, dz = (k.asm["ptx"] for k in products)
+    gemms = [k for k in compiled if k.metadata.name.endswith(("up_kernel", "dz_kernel"))]
+    up, dz = (k.asm["ptx"] for k in gemms)
     if arch >= 90:
         assert "cvt.rn.satfinite.e4m3x2.f32" in up and "cvt.rn.f16x2.e4m3x2" in dz
     aligned = sizes == WIDE or (sizes == (2048, 272) and activation.is_gated)
     hopper = arch == 90 and dtype.itemsize == 2 and aligned
-    assert products[0].metadata.name.startswith("hopper_") == hopper
+    assert gemms[0].metadata.name.startswith("hopper_") == hopper
 
 
 @pytest.mark.parametrize(
@@ -221,7 +227,7 @@ def test_z_in_fp8(arch, dtype, activation, gate_up, sizes, bias):
 def test_columns_that_do_not_exist_are_zero_in_e4m3(arch, dtype, activation, gate_up):
     """ptxas makes constants of them, and wrong ones: as NaN they would reach dS."""
     layer = (arch, dtype, activation, gate_up, False, False, (264, 24))
-    compiled = compile_layer(*layer, keep_z="fp8", whole=False)
+    compiled = compile_layer(*layer, z_dtype=torch.float8_e4m3fn, whole=False)
     (dz,) = (k for k in compiled if k.metadata.name == "dz_kernel")
     converted = re.findall(r"E4M3\.UNPACK_B \w+, (\w+)", cuobjdump(dz, "-sass"))
     assert converted and all(re.fullmatch(r"R\d+", source) for source in converted)
@@ -236,7 +242,7 @@ def test_slices_of_h_read_views_of_the_weights(arch, transposed):
     maps, tiles = torch.zeros(64, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
     p = Permutation(maps, maps, maps, None, None, maps[:3], tiles, 128)
     with compiling(arch) as compiled:
-        out = grouped_gemm.down_and_combine(a, w2.bfloat16(), b2, None, p, 32, 3)
+        out = grouped_gemm.down_and_combine(a, w2.bfloat16(), b2, None, NO_LORA, p, 32, 3)
     assert out.shape == (32, 328)
     gemms = [k for k in compiled if k.metadata.name.endswith("gemm_kernel")]
     assert len(compiled) == 6 and len(gemms) == 3  # 128, 128 and 72 columns
@@ -298,12 +304,16 @@ def test_quantizers(arch):
             for dtype in (torch.bfloat16, torch.float32) if arch > 80 else ():
                 quantized = (new(2, 512, 256).to(torch.float8_e4m3fn), new(2))
                 weight = (new(2, 512, 256, dtype=dtype), *quantized)
-                quantize.checked_scales(*weight, *weight, 0)
+                state = (new(2, 2, dtype=torch.int32), new(1, dtype=torch.int32))
+                quantize.checked_scales(*weight, *weight, *state, 1 << 40)
             for activation in (ActivationType.SWIGLU, ActivationType.GELU) if arch > 80 else ():
                 z = new(2 * tokens, 512 if activation.is_gated else 256, dtype=torch.bfloat16)
                 scored = (new(2, 2 * tokens), new(tokens, 2), p, activation, "interleaved")
-                quantize.scored_activation(z, *scored)
-                quantize.dequantize_rows(z.to(torch.float8_e4m3fn), new(2 * tokens))
+                quantize.scored_activation(None, z, *scored)
+                z8 = z.to(torch.float8_e4m3fn)
+                quantize.dequantize_rows(None, z8, new(2 * tokens))
+                quantize.dequantize_rows(None, z8, new(z.shape[1] // 128, 2 * tokens))
+                grouped_gemm.bias_gradient(z8, new(2 * tokens), p, False, torch.bfloat16)
             for activation in (ActivationType.SWIGLU, ActivationType.GELU):
                 z = new(2 * tokens, 2048 if activation.is_gated else 1024)
                 kept = Fp8Kept(z, new(*per_row), new(2, 1024), new(*per_row), per_token)
@@ -313,7 +323,7 @@ def test_quantizers(arch):
         return compiled
 
     compiled = kernels(496)
-    assert len(compiled) == (44 if arch > 80 else 4)
+    assert len(compiled) == (48 if arch > 80 else 4)
     for kernel in compiled:
         found = report(kernel)
         assert found["spills"] == 0, f"{kernel.metadata.name} spills: {found}"
@@ -363,13 +373,12 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
                 ids, experts, None, 128
             )
             p = Permutation(row_token, row_slot, slot_row, None, counts, *rest, 128)
-            swiglu, needs = ActivationType.SWIGLU, DownGradients(True, True, bias, True)
-            z, a, _ = grouped_gemm.up(x, w1, b1, p, swiglu, LAYOUTS[0], "keep")
-            y = grouped_gemm.down(a, w2, b2, None, p)
+            act, needs = (ActivationType.SWIGLU, LAYOUTS[0]), DzResults(True, True, True)
+            z, a, _ = grouped_gemm.up(x, w1, b1, NO_LORA, p, *act, x.dtype)
+            y = grouped_gemm.down(a, w2, b2, None, NO_LORA, p)
             grouped_gemm.combine(y, scores, slot_row, None, tokens)
-            args = (x, z, None, w2, b2, scores, p, swiglu, LAYOUTS[0], needs)
-            grouped_gemm.down_backward(*args, False)
-            grouped_gemm.up_backward(z, x, w1, p, UpGradients(True, True, bias), False, 1)
+            dz, a, _ = grouped_gemm.dz(x, z, None, w2, b2, scores, NO_LORA, p, *act, needs)
+            compile_gradients(dz, a, x, x, w1, w2, scores if bias else None, p)
             launch_routing.topk_backward(scores, scores, ids, new(tokens, experts), True)
         return compiled
 

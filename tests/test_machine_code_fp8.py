@@ -4,30 +4,33 @@ import re
 
 import pytest
 import torch
+from adapters import adapter
+from helpers import Case, make_inputs
 from machine_code import bounds_from_outside, compiling, report
 
-from sonicmoe import ActivationType, KernelBackendMoE, MemoryPolicy, MoE, validation
-from sonicmoe.fp8_tensors import Fp8Weight
+from sonicmoe import ActivationType, KernelBackendMoE, MemoryPolicy, MoE, experts, validation
 from sonicmoe.kernels.hopper.fp8_wgrad import exchange
 from sonicmoe.launch import fp8, fp8_wgrad, grouped_gemm
-from sonicmoe.layer import permute
-from sonicmoe.permutation import Permutation
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
+from sonicmoe.tensors import NO_LORA, Fp8Weight, Lora, Permutation
 from sonicmoe.tuning import Target
 
 CACHE = 128 * 1024  # of instructions
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
 def count(kernel, pattern):
     return len(re.findall(pattern, kernel.asm["ptx"]))
 
 
-def check(kernel):
+def check(kernel, lora=False):
     found = report(kernel)
     assert found["spills"] == 0 and found["bytes"] < CACHE, found
     assert found["shared"] <= Target(90, 132).shared_memory, found
-    assert found["wgmma"] == count(kernel, r"wgmma\.mma_async\S*\.e4m3\.e4m3") > 0
+    in_bf16 = count(kernel, r"wgmma\.mma_async\S*\.bf16\.bf16")
+    assert found["wgmma"] - in_bf16 == count(kernel, r"wgmma\.mma_async\S*\.e4m3\.e4m3") > 0
+    assert (in_bf16 > 0) == lora
     assert not bounds_from_outside(kernel)
 
 
@@ -71,8 +74,8 @@ def test_weight_gradient(m, n, transposed, dtype, add, gathered):
 
 
 @pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
-@pytest.mark.parametrize("keep_z", ["keep", "fp8", "no"])
-def test_up(keep_z, gathered):
+@pytest.mark.parametrize("z_dtype", [torch.bfloat16, torch.float8_e4m3fn, None])
+def test_up(z_dtype, gathered):
     maps = torch.zeros(64, dtype=torch.int32) if gathered else None
     start, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
     p = Permutation(maps, maps, maps, None, None, start, tiles, 128)
@@ -80,14 +83,74 @@ def test_up(keep_z, gathered):
     w = Fp8Weight(w8, None, torch.ones(2))
     with compiling(90) as compiled:
         act = (ActivationType.SWIGLU, "interleaved")
-        fp8.fp8_up(x8, torch.ones(64), w, p, *act, keep_z)
+        fp8.fp8_up(x8, torch.ones(64), w, None, NO_LORA, p, *act, z_dtype)
     (kernel,) = compiled
     check(kernel)
     assert "st.shared.b8" not in kernel.asm["ptx"]
     # Maxima of columns: each of two consumers has four slices of 7 shuffles and an atomic maximum.
-    slices = 0 if keep_z == "no" else 2 * 4
+    slices = 0 if z_dtype is None else 2 * 4
     assert count(kernel, r"\batom\.global\.\S*\.max\.s32") == slices
     assert count(kernel, r"\bshfl\.") <= 17 + 7 * slices
+
+
+def make_bias(columns, bias):
+    return torch.zeros(2, columns, dtype=BF16) if bias else None
+
+
+def make_lora(columns, rank):
+    if not rank:
+        return NO_LORA
+    return Lora(torch.zeros(64, rank, dtype=BF16), torch.zeros(2, columns, rank, dtype=BF16))
+
+
+def make_permutation(gathered):
+    maps = torch.zeros(64, dtype=torch.int32) if gathered else None
+    start, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
+    return Permutation(maps, maps, maps, None, None, start, tiles, 128)
+
+
+@pytest.mark.parametrize(
+    ("bias", "rank", "activation", "gate_up", "z_dtype", "gathered"),
+    [
+        (True, 0, ActivationType.SWIGLU, "interleaved", BF16, True),
+        (True, 0, ActivationType.SWIGLU_CLAMPED, "concatenated", E4M3, False),
+        (False, 16, ActivationType.SWIGLU, "concatenated", BF16, True),
+        (True, 80, ActivationType.SWIGLU_CLAMPED, "interleaved", E4M3, True),
+        (True, 16, ActivationType.GELU, "interleaved", BF16, False),
+        (True, 80, ActivationType.SWIGLU_CLAMPED, "interleaved", None, True),
+    ],
+    ids=str,
+)
+def test_up_with_biases_and_adapters(bias, rank, activation, gate_up, z_dtype, gathered):
+    columns = 2048 if activation.is_gated else 1024
+    x8, w8 = (torch.zeros(*s, dtype=E4M3) for s in ((64, 2048), (2, columns, 2048)))
+    given = (make_bias(columns, bias), make_lora(columns, rank), make_permutation(gathered))
+    with compiling(90) as compiled:
+        w = Fp8Weight(w8, None, torch.ones(2))
+        fp8.fp8_up(x8, torch.ones(64), w, *given, activation, gate_up, z_dtype)
+    (kernel,) = compiled
+    check(kernel, lora=rank > 0)
+    assert "st.shared.b8" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("bias", "rank", "blocks", "block_n"),
+    [
+        (True, 0, 1, 128),
+        (True, 0, 8, 256),
+        (False, 16, 1, 256),
+        (True, 80, 1, 256),
+        (True, 80, 8, 256),
+    ],
+)
+def test_gemm_with_biases_and_adapters(bias, rank, blocks, block_n):
+    w = Fp8Weight(torch.zeros(2, 2048, 1024, dtype=E4M3), None, torch.ones(2))
+    given = (make_bias(2048, bias), torch.ones(64), make_lora(2048, rank), make_permutation(False))
+    with compiling(90) as compiled:
+        a8 = torch.zeros(64, 1024, dtype=E4M3)
+        fp8.fp8_gemm(a8, torch.ones(blocks, 64), w, *given, block_n=block_n)
+    kernel = compiled[0]
+    check(kernel, lora=rank > 0)
 
 
 def test_order_of_rows_in_weight_gradients():
@@ -99,7 +162,7 @@ def test_order_of_rows_in_weight_gradients():
 
 
 def test_slices_read_views_of_the_weights(monkeypatch):
-    """Each slice has its own rows of W2, and its own columns of O."""
+    """Each slice has its own rows of W2, of the adapter and the bias, and its own columns of O."""
     launched = []
     monkeypatch.setattr(fp8, "launch", lambda kernel, grid, *args: launched.append(args))
     monkeypatch.setattr(grouped_gemm, "launch", lambda kernel, grid, *args: launched.append(args))
@@ -107,9 +170,15 @@ def test_slices_read_views_of_the_weights(monkeypatch):
     p = permute(torch.zeros(40, 2, dtype=torch.int32), 4, backend="torch")
     w = Fp8Weight(torch.empty(4, 320, 256, dtype=torch.float8_e4m3fn), None, torch.ones(4))
     a8, a_scale = torch.empty(80, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 80)
-    out = fp8.fp8_down_and_combine(a8, a_scale, w, torch.ones(40, 2), p, 40, 4)
+    lora = Lora(torch.empty(80, 8, dtype=BF16), torch.empty(4, 320, 8, dtype=BF16))
+    bias = torch.arange(4.0 * 320).view(4, 320)
+    given = (a8, a_scale, w, bias, torch.ones(40, 2), lora)
+    out = fp8.fp8_down_and_combine(*given, p, 40, 4)
     gemms, combined = launched[::2], launched[1::2]
     weights = [args[1] for args in gemms]
+    columns = [args[3][0].shape[1:] for args in gemms]  # B of the adapter
+    assert columns == [(128, 8), (128, 8), (64, 8)]
+    assert [float(args[7][1, 0]) for args in gemms] == [320, 448, 576]  # of the bias
     assert [t.shape[1] for t, _ in weights] == [128, 128, 64]
     assert [t.data_ptr() - w.w8.data_ptr() for t, _ in weights] == [0, 128 * 256, 256 * 256]
     assert all(boxes.strides == [320 * 256, 256, 1] for _, boxes in weights)
@@ -117,10 +186,41 @@ def test_slices_read_views_of_the_weights(monkeypatch):
     assert starts == [0, 2 * 128, 2 * 256]
 
 
+@pytest.mark.parametrize(
+    ("activation", "gate_up", "memory", "spills"),
+    [
+        (ActivationType.SWIGLU, "interleaved", MemoryPolicy("recompute", 4), 0),
+        # Of the dZ GEMM; 16 bytes without adapters.
+        (ActivationType.SWIGLU_CLAMPED, "concatenated", MemoryPolicy(), 32),
+    ],
+    ids=str,
+)
+def test_steps_with_biases_and_adapters(activation, gate_up, memory, spills, monkeypatch):
+    """Weights are frozen, so dZ and dscores are all that the dZ GEMM stores."""
+    monkeypatch.setattr(validation, "_interpreting", lambda: True)
+    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
+    case = Case("300,512,256,8,2", activation=activation, gate_up=gate_up, bias=True)
+    given = make_inputs(case).arguments()
+    given |= {name: given[name].requires_grad_() for name in ("x", "scores")}
+    loras = {"lora1": adapter(given["w1"], 12, 0.5), "lora2": adapter(given["w2"], 70, 2.0)}
+    options = {"precision": "fp8", "memory": memory, "backend": "triton"} | case.options
+    with compiling(90) as compiled:
+        experts(**given, **loras, **options).float().sum().backward()
+    names = [kernel.metadata.name for kernel in compiled]
+    assert names.count("fp8_gemm_kernel") == 2 * memory.slices
+    assert names.count("fp8_up_kernel") == 1 + memory.recompute
+    assert names.count("scored_activation_kernel") == 1  # for dA2
+    assert names.count("dequantize_rows_kernel") == 2  # A for U2, dZ for V1
+    assert names.count("bias_score_kernel") == 1 and "hopper_fp8_wgrad_kernel" not in names
+    for kernel in compiled:
+        name, found = kernel.metadata.name, report(kernel)
+        assert found["spills"] <= (spills if name == "hopper_fp8_dz_kernel" else 0), name
+
+
 def test_steps_with_memory_policies(monkeypatch):
     """Nothing spills."""
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
-    monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
     memory = MemoryPolicy("recompute", 4)
     moe = MoE(8, 2, 512, 256, precision="fp8_bf16_dw", memory=memory, dtype=BF16)
     x = torch.zeros(300, 512, dtype=torch.bfloat16, requires_grad=True)

@@ -7,19 +7,18 @@ import torch
 from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe.enums import ActivationType
-from sonicmoe.fp8_tensors import DzScales
-from sonicmoe.gradients import Fp8DownGradients
 from sonicmoe.launch import fp8_dz
-from sonicmoe.permutation import Permutation
+from sonicmoe.tensors import NO_LORA, DzScales, Fp8DzResults, Lora, Permutation
 from sonicmoe.tuning import Target
 
-ALL = Fp8DownGradients(dz=True, dz_t=True, dw2=True, dscores=True)
-FROZEN = Fp8DownGradients(dz=False, dz_t=False, dw2=False, dscores=True)
+ALL = Fp8DzResults(dz=True, dz_t=True, a_t=True, dscores=True)
+DX = Fp8DzResults(dz=True, dz_t=False, a_t=False, dscores=True)  # weights are frozen
+FROZEN = Fp8DzResults(dz=False, dz_t=False, a_t=False, dscores=True)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CACHE = 128 * 1024  # of instructions: see test_machine_code
 
 
-def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype):
+def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype, rank=0):
     experts, rows, tokens = 2, 64, 32 if gathered else 64
 
     def e4m3(*shape):
@@ -37,7 +36,12 @@ def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype):
     with compiling(90) as compiled:
         columns, blocks = torch.zeros(experts, inner), torch.zeros(experts, -(-inner // 128))
         scales = DzScales(torch.zeros(5, rows), columns, blocks, torch.zeros(rows), None, None)
-        fp8_dz.dz_gemm(do8, scales, z, zmax, w2_t, scores, p, activation, gate_up, needs)
+        lora = NO_LORA
+        if rank:
+            b = torch.zeros(experts, inner, rank, dtype=BF16)
+            lora = Lora(torch.zeros(rows, rank, dtype=BF16), b)
+        given = (do8, scales, z, zmax, w2_t, (None, None), scores, lora, p)
+        fp8_dz.dz_gemm(*given, activation, gate_up, needs)
     return compiled[0]
 
 
@@ -57,6 +61,28 @@ def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype):
 )
 def test_fp8_dz(sizes, activation, gate_up, gathered, needs, spills, transposed, z_dtype):
     kernel = compile_dz(*sizes, activation, gate_up, gathered, needs, z_dtype)
+    check(kernel, spills, transposed)
+
+
+@pytest.mark.parametrize(
+    ("activation", "gate_up", "needs", "z_dtype", "rank", "spills"),
+    [
+        (ActivationType.SWIGLU, "interleaved", DX, BF16, 16, 0),
+        (ActivationType.SWIGLU, "interleaved", ALL, E4M3, 16, 0),
+        (ActivationType.SWIGLU_CLAMPED, "interleaved", DX, BF16, 72, 0),  # 8 without adapters
+        (ActivationType.SWIGLU_CLAMPED, "concatenated", DX, E4M3, 16, 64),  # 64 without adapters
+        (ActivationType.GELU, "interleaved", DX, BF16, 72, 0),
+    ],
+    ids=str,
+)
+def test_adapters(activation, gate_up, needs, z_dtype, rank, spills):
+    kernel = compile_dz(2048, 1024, activation, gate_up, True, needs, z_dtype, rank)
+    check(kernel, spills, 24 if needs is ALL else 0)
+    # Two warpgroups with 32 columns of V and A2 at a time.
+    assert len(re.findall(r"m64n256k16\.f32\.bf16\.bf16", kernel.asm["ptx"])) == 2 * 2
+
+
+def check(kernel, spills, transposed):
     found, ptx = report(kernel), kernel.asm["ptx"]
     assert found["spills"] <= spills, found
     assert found["bytes"] < CACHE, found

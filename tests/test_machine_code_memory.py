@@ -10,10 +10,9 @@ from test_machine_code import WIDE, compile_layer
 from test_machine_code_fp8_dz import ALL, compile_dz
 
 from sonicmoe import ActivationType
-from sonicmoe.fp8_tensors import Fp8Weight
 from sonicmoe.launch import fp8, fp8_wgrad
-from sonicmoe.permutation import Permutation
-from sonicmoe.reference.fp8 import padded_rows
+from sonicmoe.shapes import padded_rows
+from sonicmoe.tensors import NO_LORA, Fp8Weight, Permutation
 
 DRAW = Path(__file__).parents[1] / "docs" / "pictures" / "draw.py"
 MEMORY = {memory.kernel: memory.size for memory in runpy.run_path(str(DRAW))["MEMORY"]}
@@ -41,10 +40,12 @@ def compiled_fp8(name):
     with compiling(90) as compiled:
         if name == "fp8_up":
             w = Fp8Weight(e4m3(2, 2 * inner, hidden), None, torch.ones(2))
-            fp8.fp8_up(e4m3(64, hidden), torch.ones(64), w, p, SWIGLU, "interleaved", "keep")
+            act = (SWIGLU, "interleaved", torch.bfloat16)
+            fp8.fp8_up(e4m3(64, hidden), torch.ones(64), w, None, NO_LORA, p, *act)
         elif name == "fp8_gemm":
             w = Fp8Weight(e4m3(2, hidden, inner), None, torch.ones(2))
-            fp8.fp8_gemm(e4m3(64, inner), torch.ones(inner // 128, 64), w, None, p)
+            a_scale = torch.ones(inner // 128, 64)
+            fp8.fp8_gemm(e4m3(64, inner), a_scale, w, None, None, NO_LORA, p)
         else:
             dw = torch.zeros(2, 2 * inner, hidden, dtype=torch.bfloat16).mT
             other_t = e4m3(2 * inner, padded_rows(64, 2))

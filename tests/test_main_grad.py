@@ -1,4 +1,4 @@
-"""Weight gradients added to an fp32 `main_grad` by the product itself."""
+"""Weight gradients added to an fp32 `main_grad` by the GEMM itself."""
 
 import copy
 
@@ -54,7 +54,10 @@ def test_the_same_as_adding_up_outside(dtype, transposed):
     for w, total in zip(added, sums, strict=True):
         assert w.grad is None
         assert w.main_grad.stride() == w.stride()
-        assert torch.equal(w.main_grad, total)
+        if dtype == torch.float32:
+            assert torch.equal(w.main_grad, total)
+        else:  # not rounded to 16 bits before it is added
+            assert (w.main_grad - total).norm() < 2**-8 * total.norm()
         assert (w.main_grad[-1] == 0.5).all()
 
 
@@ -126,7 +129,7 @@ def test_a_buffer_that_does_not_fit(wrong):
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 def test_compiled(checkpointed):
-    """Compiled products add to the buffers too, and notice one that was not there before."""
+    """Compiled GEMMs add to the buffers too, and notice one that was not there before."""
 
     def run(moe, x):
         return (checkpoint(moe, x, use_reentrant=False) if checkpointed else moe(x))[0]

@@ -10,31 +10,40 @@ from memory_policies import CASES, EXACT, POLICIES, check_bars, check_not_finite
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
-from sonicmoe import ActivationType, MemoryPolicy, MoE, cost
+from sonicmoe import ActivationType, MemoryPolicy, MoE, errors
 from sonicmoe.bench.memory import saved_bytes
-from sonicmoe.layer import permute
-from sonicmoe.memory_policy import memory_policy, slice_width
+from sonicmoe.layer.memory import memory_policy
+from sonicmoe.layer.run import permute
 from sonicmoe.reference.quantize import (
     BLOCK_FLOOR,
     dequantize_blocks,
     power_of_two_scale,
     quantize_blocks,
 )
-from sonicmoe.shapes import Problem
+from sonicmoe.shapes import Problem, slice_width
+from sonicmoe.tools import cost
 
 ROUTINGS = ("uniform", "empty_experts", "one_expert", "dropped")
 
 
 # --- the argument ---------------------------------------------------------------------------------
 def test_a_word_is_a_policy():
-    assert memory_policy("fp8") == MemoryPolicy("fp8", 1) == MemoryPolicy(z="fp8")
+    assert memory_policy("e4m3") == MemoryPolicy("e4m3", 1)
     assert MoE(4, 2, 16, 8).memory == MemoryPolicy("keep", 1)
     assert MoE(4, 2, 16, 8, memory=MemoryPolicy(slices=4)).memory.slices == 4
 
 
+def test_the_old_word_for_e4m3():
+    errors.say_once.cache_clear()
+    with pytest.warns(UserWarning, match="memory='fp8' is now called 'e4m3'") as said:
+        for memory in ("fp8", MemoryPolicy("fp8", 2)):
+            assert memory_policy(memory).in_e4m3
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize("memory", ["fp16", MemoryPolicy("none"), None, 3, ("keep", 1)])
 def test_what_is_no_policy(memory):
-    with pytest.raises(ValueError, match=r"memory: expected one of 'keep', 'fp8', 'recompute'"):
+    with pytest.raises(ValueError, match=r"memory: expected one of 'keep', 'e4m3', 'recompute'"):
         MoE(4, 2, 16, 8, memory=memory)
 
 
@@ -121,7 +130,7 @@ FORMS = [
 )
 def test_gradients_with_fp8_z(activation, gate_up, bias, routing):
     case = Case("256,64,136,5,3", torch.bfloat16, activation, bias, gate_up, routing=routing)
-    got = results(case, "fp8")
+    got = results(case, "e4m3")
     same = ("out", "db2") if bias else ("out",)
     keep = results(case, "keep")
     same_bits({n: got[n] for n in same}, {n: keep[n] for n in same})
@@ -134,12 +143,12 @@ def test_a_clamp_that_is_seldom_reached_costs_no_accuracy():
     inputs = make_inputs(case)
     inputs.w1 = inputs.w1 / 6  # Z of order one, the limit is 7
     exact = run(plain(case), inputs.double())
-    got = run(partial(ours(case, "torch"), memory="fp8"), inputs)
+    got = run(partial(ours(case, "torch"), memory="e4m3"), inputs)
     for name, error in {n: (got[n] - exact[n]).norm() / exact[n].norm() for n in exact}.items():
         assert error <= 0.047, name
 
 
-@pytest.mark.parametrize("memory", ["fp8", "recompute"])
+@pytest.mark.parametrize("memory", ["e4m3", "recompute"])
 @pytest.mark.parametrize("scored", [False, True])
 def test_sorted_rows(memory, scored):
     case = Case("40,64,72,4,1", torch.float32, bias=True)
@@ -155,7 +164,7 @@ def test_sorted_rows(memory, scored):
         return [out.detach(), *torch.autograd.grad(out, leaves, inputs.dout)]
 
     for got, want in zip(gradients(memory), gradients("keep"), strict=True):
-        assert (got - want).norm() <= (0.047 * want.norm() if memory == "fp8" else 0)
+        assert (got - want).norm() <= (0.047 * want.norm() if memory == "e4m3" else 0)
 
 
 # --- ways to run a layer --------------------------------------------------------------------------
@@ -205,7 +214,7 @@ def test_autocast_and_main_grad(memory):
     for got, want in ((moe.c_fc, kept.c_fc), (moe.c_proj, kept.c_proj)):
         assert got.weight.grad is None
         error = (got.weight.main_grad - want.weight.main_grad).norm()
-        assert error <= (0.047 * want.weight.main_grad.norm() if memory == "fp8" else 0)
+        assert error <= (0.047 * want.weight.main_grad.norm() if memory == "e4m3" else 0)
 
 
 def test_frozen_weights_recompute_for_the_scores():
@@ -232,7 +241,7 @@ def test_kept_bytes_to_the_byte(memory, activation, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("memory", "share"), [("keep", 1.1), ("fp8", 0.6), ("recompute", 0.1)])
+@pytest.mark.parametrize(("memory", "share"), [("keep", 1.1), ("e4m3", 0.6), ("recompute", 0.1)])
 def test_a_compiler_keeps_no_more(memory, share):
     """Its partitioner must not move the second `up` into the forward pass."""
     torch._dynamo.reset()
@@ -250,15 +259,15 @@ def test_peak_of_each_policy():
     z, rows_h = 2 * p.R * p.N, 2 * p.R * p.H
     keep = peak["keep"]
     assert keep.forward - peak["recompute"].forward == z
-    assert keep.forward - peak["fp8"].forward == z // 2 - p.R * 4 * 4
-    assert keep.backward == peak["fp8"].backward == peak["recompute"].backward  # dX̃ is the peak
+    assert keep.forward - peak["e4m3"].forward == z // 2 - p.R * 4 * 4
+    assert keep.backward == peak["e4m3"].backward == peak["recompute"].backward  # dX̃ is the peak
     halves = peak[MemoryPolicy(slices=2)]
     assert keep.forward - halves.forward == keep.backward - halves.backward == rows_h // 2
     assert cost.peak_bytes(p, memory=MemoryPolicy(slices=4)).backward <= 3000 * 2**20
     small = Problem.parse("4096,256,4096,4,4")  # Z is the peak
     again = cost.peak_bytes(small, memory=MemoryPolicy("recompute")).backward
     assert again == cost.peak_bytes(small).backward
-    fp8 = cost.peak_bytes(small, memory=MemoryPolicy("fp8")).backward
+    fp8 = cost.peak_bytes(small, memory=MemoryPolicy("e4m3")).backward
     assert cost.peak_bytes(small).backward - fp8 == small.R * small.N - small.R * 64 * 4
 
 
@@ -272,7 +281,7 @@ def test_stages_of_each_policy():
             for s in cost.forward_stages(p, memory=memory) + cost.backward_stages(p, memory=memory)
         }
 
-    keep, fp8, again, sliced = map(stages, ("keep", "fp8", "recompute", MemoryPolicy(slices=4)))
+    keep, fp8, again, sliced = map(stages, ("keep", "e4m3", "recompute", MemoryPolicy(slices=4)))
     z, z8 = 2 * p.R * p.N, p.R * p.N + p.R * 4 * 4
     assert keep["up"].written - fp8["up"].written == keep["dZ"].read - fp8["dZ"].read == z - z8
     assert keep["up"].written - again["up"].written == z

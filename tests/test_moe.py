@@ -8,8 +8,9 @@ import torch
 from helpers import budget
 from torch.nn import functional as F
 
-from sonicmoe import ActivationType, Experts, KernelBackendMoE, MoE, plain_linear
+from sonicmoe import ActivationType, Experts, KernelBackendMoE, MoE
 from sonicmoe.reference import layer as reference
+from sonicmoe.routing import plain_linear
 
 ROUTERS = {
     "softmax_over_topk": (True, False),

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sonicmoe import MoE, layer, routing
+import sonicmoe
+from sonicmoe import MoE, routing
 from sonicmoe.launch import grouped_gemm, memory
 from sonicmoe.launch import routing as launch_routing
 from sonicmoe.launch import token_rounding as launch_token_rounding
-from sonicmoe.routing import losses, sigmoid, token_rounding
+from sonicmoe.layer import prepare
+from sonicmoe.layer import run as layer_run
+from sonicmoe.routing import losses, scores, sigmoid, token_rounding
 from sonicmoe.tuning import Target
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
@@ -46,7 +49,7 @@ def host_alone(monkeypatch):
 
     for module in (grouped_gemm, launch_routing, launch_token_rounding):
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
-    for module in (layer, losses, sigmoid, token_rounding):
+    for module in (prepare, layer_run, scores, losses, sigmoid, token_rounding):
         monkeypatch.setattr(module, "resolve_backend", lambda backend, x: "triton")
     # What no kernel writes may serve as an index further on.
     monkeypatch.setattr(
@@ -71,5 +74,5 @@ def test_sorted_rows_read_nothing(host_alone):
     w1, w2 = torch.randn(4, 64, 16), torch.randn(4, 16, 32)
     rows = torch.randn(30, 16, requires_grad=True)
     with ValuesStayOnTheDevice():
-        out = layer.grouped_experts(rows, torch.tensor([3, 0, 20, 1]), w1, w2)
+        out = sonicmoe.grouped_experts(rows, torch.tensor([3, 0, 20, 1]), w1, w2)
         torch.autograd.grad(out, rows, torch.ones_like(out))

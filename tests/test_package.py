@@ -16,7 +16,7 @@ import pytest
 from mutations import MUTATIONS
 
 import sonicmoe
-from sonicmoe import doctor
+from sonicmoe.tools import doctor
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -28,6 +28,7 @@ def test_public_names_are_frozen():
     assert sorted(sonicmoe.__all__) == [
         "ActivationType",
         "Experts",
+        "Fp8Weights",
         "KernelBackendMoE",
         "MemoryPolicy",
         "MoE",
@@ -262,7 +263,7 @@ def test_doctor_without_triton():
     assert "triton    not found" in in_fresh_python("""
         import sys
         sys.modules["triton"] = None
-        from sonicmoe.doctor import main
+        from sonicmoe.tools.doctor import main
         main()
     """)
 

@@ -8,10 +8,11 @@ import torch
 
 pytest.importorskip("triton", reason="launchers need Triton, which is for Linux")
 
-from sonicmoe import MemoryPolicy, cost, experts, validation
+from sonicmoe import MemoryPolicy, experts, validation
 from sonicmoe.launch import grouped_gemm, memory
-from sonicmoe.memory_policy import Z_POLICIES
+from sonicmoe.layer.memory import Z_POLICIES
 from sonicmoe.shapes import Problem
+from sonicmoe.tools import cost
 from sonicmoe.tuning import Target
 
 MODULES = ("grouped_gemm", "fp8", "fp8_dz", "fp8_scales", "fp8_wgrad", "quantize", "routing")
@@ -50,9 +51,9 @@ def live(monkeypatch):
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(memory, name, found.watched(getattr(memory, name)))
     # The cost model leaves out the partial sums of weight gradients, at most 69 MB on an H200.
-    monkeypatch.setattr(grouped_gemm, "_spans", lambda *args: grouped_gemm.Spans())
+    monkeypatch.setattr(grouped_gemm, "spans_of", lambda *args: grouped_gemm.Spans())
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
-    monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
     return found
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sonicmoe import topk_scores
-from sonicmoe.layer import permute
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import layer as reference
 from sonicmoe.shapes import max_tiles
 

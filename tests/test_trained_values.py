@@ -25,7 +25,7 @@ def test_every_slice_is_within_the_budget(values, dtype):
 
 @pytest.mark.parametrize("values", TRAINED)
 def test_fp8_z_errs_as_three_bits_do(values):
-    check_values(Case(SHAPE, values=values), backend="torch", memory="fp8", seeds=SEEDS)
+    check_values(Case(SHAPE, values=values), backend="torch", memory="e4m3", seeds=SEEDS)
 
 
 @pytest.mark.parametrize("values", TRAINED)

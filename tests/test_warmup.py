@@ -19,14 +19,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime import build
 
 import sonicmoe
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, precompile, validation
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, validation
 from sonicmoe.launch import triton_locks
 from sonicmoe.launch.launcher import launch
-from sonicmoe.precompile import Layer, compile_together, run_step
+from sonicmoe.layer import precompile
+from sonicmoe.layer.precompile import Layer, compile_together, run_step
+from sonicmoe.layer.weights import ExpertWeights, Projection
 from sonicmoe.routing import TokenRounding
 from sonicmoe.shapes import Problem
-from sonicmoe.warmup import run_layer
-from sonicmoe.weights import ExpertWeights
+from sonicmoe.tools.warmup import run_layer
 
 H, I, E, K = 64, 32, 48, 2
 
@@ -34,7 +35,7 @@ H, I, E, K = 64, 32, 48, 2
 @pytest.fixture(autouse=True)
 def _kernels_on_cpu_tensors(monkeypatch):
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
-    monkeypatch.setattr("sonicmoe.layer.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
 
 
 def step(layer, router):
@@ -110,7 +111,7 @@ def test_a_first_step_precompiles_what_its_experts_and_loss_need(router, precisi
     k = K if router == "softmax_over_topk" else 0
     layer = Layer(H, I, E, k, logits=torch.bfloat16, precision=precision)
     with compiling(90) as early:
-        run_step(layer, functional.experts)
+        run_step(layer)
     needed = step(layer, router)
     routing = ("topk", "keys", "select", "emit", "logits_gradient")
     missing = {
@@ -127,14 +128,12 @@ def test_kernels_are_compiled_side_by_side(monkeypatch):
     monkeypatch.setattr(precompile, "_load", lambda kernel, index: loaded.append(kernel))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     with compiling(90) as kernels:
-        compile_together(
-            lambda: run_step(layer, functional.experts), 0, lambda *of: said.append(of)
-        )
+        compile_together(lambda: run_step(layer), 0, lambda *of: said.append(of))
     new = {k.result() for k in kernels if hasattr(k, "result")}  # others were there before
     assert new == set(loaded) and len(new) == len(loaded) >= 8
     assert [number for number, *_ in said] == list(range(1, len(loaded) + 1))
     with compiling(90) as again:
-        run_step(layer, functional.experts)
+        run_step(layer)
     assert set(again) == {k.result() if hasattr(k, "result") else k for k in kernels}
 
 
@@ -175,7 +174,7 @@ def test_the_callers_modes_see_nothing(monkeypatch):
         torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t),
         torch.no_grad(),
     ):
-        compile_together(lambda: run_step(Layer(H, I, E, K), functional.experts), 0)
+        compile_together(lambda: run_step(Layer(H, I, E, K)), 0)
     assert flops.get_total_flops() == 0 and not saved
 
 
@@ -217,7 +216,7 @@ def test_a_step_does_not_depend_on_what_was_precompiled(monkeypatch):
     once = precompile._precompile_once
     once.cache_clear()
     with pytest.warns(UserWarning, match="one by one.*RuntimeError: no compiler"):
-        once(0, Layer(H, I, E, K), functional.experts)
+        once(0, Layer(H, I, E, K))
     once.cache_clear()
 
 
@@ -300,7 +299,7 @@ def test_precompiling_imports_nothing():
     """`backward()` and `empty_like` on the meta device would: sympy, which takes seconds."""
     code = """
 import sys
-from sonicmoe import experts, precompile
+from sonicmoe.layer import precompile
 from sonicmoe.launch import grouped_gemm, launcher
 from sonicmoe.launch import routing as launch_routing
 
@@ -308,7 +307,7 @@ for module in (launcher, grouped_gemm, launch_routing):
     module.launch = lambda *_, **__: None
 grouped_gemm.target_of = lambda t: launcher.Target(80, 108)
 assert "sympy" not in sys.modules
-precompile.run_step(precompile.Layer(64, 32, 4, 2, logits=precompile.torch.float32), experts)
+precompile.run_step(precompile.Layer(64, 32, 4, 2, logits=precompile.torch.float32))
 assert "sympy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -317,15 +316,15 @@ assert "sympy" not in sys.modules
 def test_only_a_real_training_step_is_precompiled(monkeypatch):
     """The GPU of fake tensors need not exist; where gradients are off, half of it never runs."""
     asked = []
-    monkeypatch.setattr(precompile, "_precompile_once", lambda _, layer, __: asked.append(layer))
+    monkeypatch.setattr(precompile, "_precompile_once", lambda _, layer: asked.append(layer))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
     def step(learn: bool) -> None:
         x, w1, w2 = (torch.empty(shape) for shape in ((32, H), (E, 2 * I, H), (E, H, I)))
         ids = torch.empty((32, K), dtype=torch.int32)
         kind = (ActivationType.SWIGLU, "interleaved")
-        weights = ExpertWeights(w1.requires_grad_(learn), w2, None, None, *kind)
-        precompile.precompile_step(functional.experts, x, ids, weights, "triton", torch.float32)
+        weights = ExpertWeights(Projection(w1.requires_grad_(learn)), Projection(w2), *kind)
+        precompile.precompile_step(x, ids, weights, "triton", torch.float32)
 
     with FakeTensorMode():
         step(True)

@@ -34,7 +34,7 @@ def check_values(
 ) -> None:
     """The layer within the budget by slice, on the results of all seeds together.
 
-    With `memory="fp8"` kernels may err as much as the reference; the reference as much as plain
+    With `memory="e4m3"` kernels may err as much as the reference; the reference as much as plain
     PyTorch if it rounds Z to three bits behind the point, as e4m3 does, whatever its magnitude.
     """
     found: list[tuple[dict, dict, dict]] = []
@@ -43,11 +43,11 @@ def check_values(
         layer = partial(ours(case, backend), memory=memory)
         got = run_poisoned(partial(run, layer, inputs), device)
         rough, exact = run(plain(case), inputs), run(plain(case), inputs.double())
-        if memory == "fp8" and backend == "torch":
-            with mock.patch.object(reference, "activate", _activate_three_bits):
+        if memory == "e4m3" and backend == "torch":
+            with mock.patch.object(reference, "activate", activate_three_bits):
                 rough |= run(plain(case), inputs) | {"out": rough["out"]}
-        elif memory == "fp8":
-            rough |= run(partial(ours(case, "torch"), memory="fp8"), inputs)
+        elif memory == "e4m3":
+            rough |= run(partial(ours(case, "torch"), memory="e4m3"), inputs)
         found.append((got, rough, exact))
         check_zeros(got, inputs)
     got, rough, exact = (
@@ -61,7 +61,7 @@ def check_values(
         assert max(skipped.values()) <= 0.01, f"plain PyTorch overflows: {skipped}"
 
 
-def _activate_three_bits(z, *options, activate=reference.activate):
+def activate_three_bits(z, *options, activate=reference.activate):
     """The activation of a rounded Z, whose gradient passes the rounding unchanged."""
     mantissa, exponent = torch.frexp(z.detach().float())
     rounded = torch.ldexp((mantissa * 16).round() / 16, exponent).to(z.dtype)
@@ -85,7 +85,7 @@ def compare_slices(
         skipped[name] = found.skipped / max(len(found.judged), 1)
         if not found.comparable:
             continue
-        step = torch.float8_e4m3fn if memory == "fp8" and name != "out" else dtype  # that decides
+        step = torch.float8_e4m3fn if memory == "e4m3" and name != "out" else dtype  # that decides
         kept = [t.movedim(along, -1).flatten(0, -2)[found.judged] for t in three]
         budget(*kept, name=name, dtype=step, tokens=min(tokens, carrying_the_norm(kept[-1])))
         if name.removeprefix("d") not in ALONG:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from sonicmoe.bench.dense import dense_gemms
+from sonicmoe.bench.gemms import gemms
 from sonicmoe.bench.inputs import Inputs
-from sonicmoe.bench.products import products
 from sonicmoe.errors import bad_argument
 
 _LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
@@ -83,9 +83,9 @@ def energies(inputs: Inputs, gate_up: str) -> Iterator[tuple[Energy, Energy]]:
     """Each grouped GEMM of a case, and the dense GEMM with the same FLOPs."""
     board = Board(inputs.x.device)
     dense = dense_gemms(inputs.case.problem, inputs.x.device, inputs.x.dtype)
-    for product in products(inputs, gate_up)[0]:
-        calls = (lambda product=product: product.run(None)), dense[product.name]
-        ours, theirs = (measure(product.name, product.flops, call, board) for call in calls)
+    for gemm in gemms(inputs, gate_up)[0]:
+        calls = (lambda gemm=gemm: gemm.run(None)), dense[gemm.name]
+        ours, theirs = (measure(gemm.name, gemm.flops, call, board) for call in calls)
         yield ours, theirs
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from sonicmoe import cost
 from sonicmoe.bench.candidates import OURS, Candidate
 from sonicmoe.bench.cases import Case
 from sonicmoe.bench.dense import DENSE
@@ -19,6 +18,7 @@ from sonicmoe.bench.run import Options, about_case, progress, release
 from sonicmoe.bench.tables import table
 from sonicmoe.bench.timing import is_cuda, median_ms
 from sonicmoe.bench.verify import passed, verify
+from sonicmoe.tools import cost
 
 from .energy import Board, measure
 from .fp8_candidates import CANDIDATES, OURS_FP8, OURS_FP8_Z, WEIGHTS, Call, fp8_linear

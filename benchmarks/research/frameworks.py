@@ -3,7 +3,7 @@
 train   small random models of transformers: loss curves and step times from the same seed
 model   a whole OLMoE-1B-7B of transformers, forward and backward; ours also watched
 layer   one OLMoE block of transformers: its router, and our experts or `grouped_mm`
-lora    adapters on frozen experts: our products, W + scale·B·A written out, PEFT's wrapper
+lora    adapters on frozen experts: our GEMMs, W + scale·B·A written out, PEFT's wrapper
 join    what torchtitan's two parameters for gate and up cost beside one
 """
 
@@ -31,7 +31,7 @@ from sonicmoe.bench.verify import (
     PEER_MARGIN,
     Check,
     _Error,
-    _honest_products,
+    honest_gemms,
     passed,
     verify,
 )
@@ -332,7 +332,7 @@ def _reference(i: Inputs, leaves: dict, dtype: torch.dtype) -> dict[str, torch.T
     }
     up, down = LowRank(same["a1"], same["b1"], SCALE), LowRank(same["a2"], same["b2"], SCALE)
     weights = [_written_out(w.detach().to(dtype), f) for w, f in ((i.w1, up), (i.w2, down))]
-    with _honest_products():
+    with honest_gemms():
         out = reference.experts(same["x"], i.ids, same["scores"], *weights, gate_up="concatenated")
         grads = torch.autograd.grad(out, tuple(same.values()), i.dout.to(dtype))
     return {"out": out.detach(), **dict(zip(same, grads, strict=True))}

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from sonicmoe.bench.candidates import OURS
 from sonicmoe.bench.cases import CASES, HOST
 from sonicmoe.bench.results import Record
-from sonicmoe.cost import GPUS, backward_stages, forward_stages
 from sonicmoe.enums import ActivationType
 from sonicmoe.shapes import Problem
+from sonicmoe.tools.cost import GPUS, backward_stages, forward_stages
 
 from .published import NAME as PUBLISHED
 

@@ -88,8 +88,8 @@ def energy_case(case: Case, routing: str, options: Options) -> Outcome:
         | {
             "routing": routing,
             "candidate": "energy",
-            "products": [asdict(product) for product, _ in found],
-            "dense_products": [asdict(product) for _, product in found],
+            "gemms": [asdict(gemm) for gemm, _ in found],
+            "dense_gemms": [asdict(gemm) for _, gemm in found],
         }
     )
     release()

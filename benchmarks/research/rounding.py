@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sonicmoe import ops
+from sonicmoe import experts, ops
 from sonicmoe.bench import report
 from sonicmoe.bench.candidates import Candidate, leaves_of
 from sonicmoe.bench.cases import Case
@@ -17,7 +17,7 @@ from sonicmoe.bench.timing import median_ms
 from sonicmoe.bench.verify import Check, passed, verify
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import bad_argument
-from sonicmoe.layer import experts, permute
+from sonicmoe.layer.run import permute
 from sonicmoe.routing import Router, Routing, TokenRounding, TopK, statistics
 from sonicmoe.validation import resolve_backend
 

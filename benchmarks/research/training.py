@@ -1,7 +1,7 @@
 """What the layer does to a training: four experiments whose numbers are kept.
 
 rounding    does token rounding cost quality, at few and at many rows an expert?
-throughput  tokens/s and peak memory of a whole model, beside PyTorch's own grouped products
+throughput  tokens/s and peak memory of a whole model, beside PyTorch's own grouped GEMMs
 agreement   does a model train on the kernels as it trains on plain PyTorch?
 precision   does a model train with experts in FP8 as it trains in bf16?
 

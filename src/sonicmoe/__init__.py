@@ -9,9 +9,10 @@ from .functional import (
     moe_TC_softmax_topk_layer,
     topk_scores,
 )
-from .memory_policy import MemoryPolicy
+from .layer.fp8_weights import Fp8Weights
+from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
-from .warmup import warmup
+from .tools.warmup import warmup
 from .watch import watch
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationType",
     "Experts",
+    "Fp8Weights",
     "KernelBackendMoE",
     "MemoryPolicy",
     "MoE",

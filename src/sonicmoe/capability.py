@@ -15,11 +15,11 @@ def check_fp8_experts(arch: int, remedy: str = "Omit precision.") -> None:
 
 
 def check_z_in_fp8(arch: int) -> None:
-    """Raise unless `MemoryPolicy("fp8")` can run: a GEMM's epilogue rounds Z to e4m3."""
+    """Raise unless `MemoryPolicy("e4m3")` can run: a GEMM's epilogue rounds Z to e4m3."""
     if arch < 89:
         raise bad_argument(
             "memory",
             "'keep' or 'recompute' on a GPU without e4m3",
-            f"'fp8' on compute capability {arch / 10}",
-            "'recompute' keeps less than 'fp8'.",
+            f"'e4m3' on compute capability {arch / 10}",
+            "'recompute' keeps less than 'e4m3'.",
         )

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from .doctor import report
+    from .tools.doctor import report
 
     print(report())
     return 0

@@ -1,15 +1,126 @@
-"""The public functions: our own, from `layer`, and those of the published package."""
+"""The public functions: our own, and those of the published package."""
 
 import torch
 
 from .enums import ActivationType
-from .layer import experts as experts
-from .layer import experts_and_counts, router_logits, topk_scores
-from .layer import grouped_experts as grouped_experts
+from .layer import prepare
+from .layer.fp8_weights import Fp8Weights, check_fp8_weights
+from .layer.lora import LowRank
+from .layer.memory import KEEP, MemoryPolicy, memory_policy
+from .layer.run import run
+from .layer.weights import ExpertWeights, Projection
+from .routing.scores import router_logits, topk_scores
 from .validation import check_integer, check_rank, check_router_dtype, check_shape, parse_activation
-from .weights import ExpertWeights
 
 
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    slot_token: torch.Tensor | None = None,
+    token_start: torch.Tensor | None = None,
+    lora1: LowRank | None = None,
+    lora2: LowRank | None = None,
+    activation: ActivationType = ActivationType.SWIGLU,
+    gate_up: str = "interleaved",
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
+    memory: str | MemoryPolicy = KEEP,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Run every token through its experts and return their outputs summed with the scores.
+
+    x (T, H); ids (T, K) in any order, where an id outside [0, E) is dropped: no compute, no
+    output, no gradient; scores (T, K). W1 (E, 2I, H) — (E, I, H) for plain activations — and
+    W2 (E, H, I) may be transposed views: no copy is made, gradients come in the same layout.
+    Tokens with different numbers of experts: ids and scores (S,) and `slot_token` (S,), ascending,
+    the token of each, dropped outside [0, T); `token_start` (T+1,), where it is known, saves
+    finding each token's first slot. Values that break these rules raise a ValueError on a CPU; on a
+    GPU, where reading them would wait for the device, they put NaN into the output.
+    Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert);
+    `memory` is "keep", "e4m3", "recompute" or a `MemoryPolicy`.
+
+    `lora1` and `lora2` are LoRA adapters of W1 and W2, which are then frozen; r numbers per row are
+    kept for each.
+
+    `precision="fp8"` runs the grouped GEMMs, backward too, in e4m3 for x in bf16: output and
+    gradients then err by about 7% of their norm. "fp8_bf16_dw" computes weight gradients in bf16.
+    Biases and adapters stay in bf16. H and I are multiples of 16. The weights are quantized in
+    every call, or with an `Fp8Weights` as `fp8_weights` when they change.
+    """
+    check_fp8_weights(fp8_weights, precision)
+    weights = _weights(w1, w2, b1, b2, activation, gate_up)
+    call = prepare.routed(
+        x,
+        ids,
+        scores,
+        weights,
+        slot_token=slot_token,
+        token_start=token_start,
+        lora=(lora1, lora2),
+        precision=precision,
+        memory=memory_policy(memory),
+        backend=backend,
+        fp8_weights=fp8_weights,
+    )
+    return run(call)
+
+
+def grouped_experts(
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    *,
+    offsets: torch.Tensor | None = None,
+    lora1: LowRank | None = None,
+    lora2: LowRank | None = None,
+    activation: ActivationType = ActivationType.SWIGLU,
+    gate_up: str = "interleaved",
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
+    memory: str | MemoryPolicy = KEEP,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Run the experts on rows that are already sorted by expert, such as an all-to-all's output.
+
+    rows (R, H); counts (E,) rows of each expert, or None with `offsets` (E+1,) where expert e has
+    rows [offsets[e], offsets[e+1]). Both, offsets (E,) then, leave gaps between the experts: expert
+    e has rows [offsets[e], offsets[e] + counts[e]). Rows of no expert are neither read nor trusted;
+    their output and gradient are zero. scores (R,), optional, multiply the rows of the result.
+    Counts or offsets that do not fit R rows raise a ValueError on a CPU; on a GPU, where reading
+    them would wait for the device, output and dX are NaN. Adapters, `precision`, `fp8_weights` and
+    `memory` as in `experts`; `slices` has no effect without gaps, since no rows are combined.
+    """
+    check_fp8_weights(fp8_weights, precision)
+    call = prepare.grouped(
+        rows,
+        counts,
+        offsets,
+        scores,
+        _weights(w1, w2, b1, b2, activation, gate_up),
+        lora=(lora1, lora2),
+        precision=precision,
+        memory=memory_policy(memory),
+        backend=backend,
+        fp8_weights=fp8_weights,
+    )
+    return run(call)
+
+
+def _weights(w1, w2, b1, b2, activation: ActivationType, gate_up: str) -> ExpertWeights:
+    return ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
+
+
+# --- of the published package ---------------------------------------------------------------------
 def moe_TC_softmax_topk_layer(
     x: torch.Tensor,
     router_w: torch.Tensor,
@@ -39,9 +150,9 @@ def moe_TC_softmax_topk_layer(
         scores, ids = topk_scores(
             logits, K, softmax_over_topk=is_softmax_over_topk, renormalize=norm_topk_probs
         )
-        weights = _weights(w1, w2, b1, b2, activation_type, concat_layout)
-        out, counts = experts_and_counts(x, ids, scores, weights)
-    return out, logits, counts
+        weights = _published_weights(w1, w2, b1, b2, activation_type, concat_layout)
+        call = prepare.routed(x, ids, scores, weights)
+        return run(call), logits, call.counts
 
 
 def moe_general_routing_inputs(
@@ -72,16 +183,17 @@ def moe_general_routing_inputs(
         token, order = token_indices.flatten().sort(stable=True)
         ids = expert_indices.flatten()[order]
         ids = torch.where((token >= 0) & (token < x.shape[0]), ids, -1)
-        weights = _weights(w1, w2, b1, b2, activation_type, concat_layout)
+        weights = _published_weights(w1, w2, b1, b2, activation_type, concat_layout)
         scores = router_scores.flatten()[order]
-        return experts_and_counts(x, ids, scores, weights, slot_token=token)
+        call = prepare.routed(x, ids, scores, weights, slot_token=token)
+        return run(call), call.counts
 
 
-def _weights(
+def _published_weights(
     w1, w2, b1, b2, activation: ActivationType | str, concat_layout: bool
 ) -> ExpertWeights:
     check_rank("w1", w1, "(2I, H, E)")
     check_rank("w2", w2, "(H, I, E)")
     gate_up = "concatenated" if concat_layout else "interleaved"
     w1, w2, act = w1.permute(2, 0, 1), w2.permute(2, 0, 1), parse_activation(activation)
-    return ExpertWeights(w1, w2, b1, b2, act, gate_up)
+    return _weights(w1, w2, b1, b2, act, gate_up)

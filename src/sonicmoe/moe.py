@@ -7,33 +7,29 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from .autograd import Down, Options, Up
-from .autograd_fp8 import Fp8Down, Fp8Up
-from .checkpoint import deferred_output, finish
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
-from .fp8_tensors import Z_DTYPE, Fp8Weight
-from .fp8_weights import Fp8WeightCache, quantize_weights
-from .gate_up_order import check_order, note_order
-from .layer import experts, options_of, permute, prepare, router_logits, score_dtype
-from .layer_options import OPTIONS, check_layer_precision
-from .memory_policy import MemoryPolicy, memory_policy
-from .plain_linear import is_linear, is_plain_linear
-from .precompile import precompile_step
+from .layer import prepare
+from .layer.fp8_weights import Fp8Weights
+from .layer.gate_up_order import check_order, note_order
+from .layer.lora import LowRank
+from .layer.memory import KEEP, MemoryPolicy, memory_policy
+from .layer.options import OPTIONS, check_layer_precision
+from .layer.run import run
+from .layer.shared_expert import SharedExpert
+from .layer.weights import ExpertWeights, Projection
 from .routing import Router, Routing, auxiliary_loss, make_router
+from .routing.plain_linear import is_linear, is_plain_linear
+from .routing.scores import router_logits
 from .shapes import check_size
-from .shared import SharedExpert
 from .validation import (
     check_activation,
     check_floating,
     check_gate_up,
     check_k,
     check_num_experts,
-    check_pairs,
     check_router_dtype,
-    check_slots,
 )
-from .weights import ExpertWeights
 
 
 class Experts(nn.Module):
@@ -84,15 +80,14 @@ class MoE(nn.Module):
     and the auxiliary loss, aux_loss_coef · (Switch load-balancing loss) + z_loss_coef ·
     mean(logsumexp(logits)²), for which `all_reduce_counts` may map a rank's rows of each expert to
     those of the global batch; a constant zero if both coefficients are 0. `memory` is "keep",
-    "fp8", "recompute" or a `MemoryPolicy`.
+    "e4m3", "recompute" or a `MemoryPolicy`.
 
     `precision="fp8"` is that of `experts`. The weights are then quantized in every forward pass, or
-    with `cache_fp8_weights` when they are seen to have changed. The cache sees steps of optimizers
-    of `torch.optim` and what PyTorch's version counter sees. After any other change, such as writes
-    through `.data` or a broadcast, call `refresh_fp8_weights`; else the forward pass raises a
-    ValueError on a CPU. On a GPU each call compares another sample of the weights, and experts that
-    changed give NaN. Compiled, captured in a CUDA graph, under FSDP or expert parallelism, the
-    cache is not used.
+    with `cache_fp8_weights` when they are seen to have changed: see `Fp8Weights`. A step of an
+    optimizer of `torch.optim`, `load_state_dict` and what PyTorch's version counter sees are seen.
+    After any other change, such as writes through `.data` or a broadcast, call
+    `refresh_fp8_weights`; also before the layer is compiled or captured in a CUDA graph, unless it
+    ran before. Under FSDP every forward pass quantizes.
 
     State-dict keys: `router.weight` (E, H), `c_fc.weight` (E, 2I, H), `c_proj.weight` (E, H, I);
     with `router_bias` also `router.bias`, with `add_bias` also `c_fc.bias` and `c_proj.bias`. The
@@ -122,7 +117,7 @@ class MoE(nn.Module):
         all_reduce_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
         precision: str | None = None,
         cache_fp8_weights: bool = False,
-        memory: str | MemoryPolicy = "keep",
+        memory: str | MemoryPolicy = KEEP,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -131,7 +126,7 @@ class MoE(nn.Module):
         check_gate_up(gate_up)
         check_num_experts(num_experts)
         check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
-        check_layer_precision(precision, hidden_size, intermediate_size, add_bias)
+        check_layer_precision(precision, hidden_size, intermediate_size)
         if shared_intermediate_size:
             check_size("shared_intermediate_size", shared_intermediate_size, multiple=8)
         elif shared_gate:
@@ -181,6 +176,7 @@ class MoE(nn.Module):
                 device=device,
                 dtype=dtype,
             )
+        self.register_load_state_dict_post_hook(_refresh_fp8_weights)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Options may be set later: what they do is done, and what they cannot do is refused."""
@@ -198,14 +194,15 @@ class MoE(nn.Module):
     @property
     def cache_fp8_weights(self) -> bool:
         """Whether the weights in FP8 are kept from one forward pass to the next."""
-        return self._fp8_cache is not None
+        return self._fp8_weights is not None
 
     @cache_fp8_weights.setter
     def cache_fp8_weights(self, cached: bool) -> None:
         if cached and self.precision is None:
             expected, remedy = "False without precision='fp8'", "Set precision='fp8'."
             raise bad_argument("cache_fp8_weights", expected, cached, remedy)
-        self._fp8_cache = Fp8WeightCache() if cached else None
+        names = ("c_fc.weight", "c_proj.weight")
+        self._fp8_weights = Fp8Weights(names) if cached else None
 
     def reset_parameters(self) -> None:
         """Initialize all parameters and the router's state, for example after `to_empty`."""
@@ -232,39 +229,38 @@ class MoE(nn.Module):
             shared = None if self.shared_expert is None else self._shared_output(x)
             logits, x = self._router_logits(x)
             r = self.routing(logits, backend=name)
-            ids, scores = _checked_slots(x, r)
-            x, weights, backend = prepare(x, self._weights(), name, self.precision)
-            scores = score_dtype(scores, x)
-            of_layer = (r.logits.dtype, self.precision, self.memory)
-            precompile_step(experts, x, ids, weights, backend, *of_layer)
-            p = permute(
-                ids,
-                self.num_experts,
-                slot_token=r.slot_token,
-                tokens=x.shape[0],
-                token_start=r.token_start,
-                dtype=x.dtype,
-                backend=backend,
-            )
-            # Before the experts, so that a checkpoint need not run them again to get at it.
-            aux_loss = None if is_inference_mode else self._aux_loss(logits, r, p.counts, name)
-            w1, w2, b1, b2 = weights[:4]
-            options = options_of(x, scores, weights, self.memory, self.precision, backend)
-            recompute, deferred = options.keep_z == "recompute", deferred_output()
-            common = (p, x.shape[0], options, deferred)
-            if self.precision is not None:
-                q1, q2 = self._fp8_weights(w1, w2, options)
-                found = Fp8Up.apply(x, w1, q1, p, options)
-                source = (x, w1, q1) if recompute else ()
-                out = Fp8Down.apply(scores, w2, q2, *common, *found, *source)
-            else:
-                z, a, *z8 = Up.apply(x, w1, b1, p, options)
-                source = (x, w1, b1) if recompute else tuple(z8)
-                out = Down.apply(z, a, scores, w2, b2, *common, *source)
-            out = finish(out, deferred)
+            out, aux_loss = self._run_experts(x, r, logits, name, is_inference_mode)
             if shared is not None:
                 out = out + shared
         return out if is_flat else out.view(*hidden_states.shape), aux_loss
+
+    def _run_experts(
+        self,
+        x: torch.Tensor,
+        r: Routing,
+        logits: torch.Tensor,
+        backend: str | None,
+        is_inference_mode: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output of the routed experts, and the auxiliary loss."""
+        call = prepare.routed(
+            x,
+            r.ids,
+            r.scores,
+            self._weights(),
+            slot_token=r.slot_token,
+            token_start=r.token_start,
+            trusted=r.token_start is not None,  # which our own routers know
+            lora=self._adapters(),
+            precision=self.precision,
+            memory=self.memory,
+            backend=backend,
+            fp8_weights=self._fp8_weights,
+            logits=r.logits.dtype,
+        )
+        # Before the experts, so that a checkpoint need not run them again to get at it.
+        loss = None if is_inference_mode else self._aux_loss(logits, r, call.counts, backend)
+        return run(call), loss
 
     def _checked_backend(
         self, hidden_states: torch.Tensor, backend: KernelBackendMoE | None
@@ -288,24 +284,21 @@ class MoE(nn.Module):
         return _backend_name(backend)
 
     def _weights(self) -> ExpertWeights:
-        up, down = self.c_fc, self.c_proj
-        act, gate_up = self.activation_function, self.gate_up
-        return ExpertWeights(up.weight, down.weight, up.bias, down.bias, act, gate_up)
+        up, down = (Projection(m.weight, m.bias) for m in (self.c_fc, self.c_proj))
+        return ExpertWeights(up, down, self.activation_function, self.gate_up)
 
-    def _fp8_weights(
-        self, w1: torch.Tensor, w2: torch.Tensor, options: Options
-    ) -> tuple[Fp8Weight, Fp8Weight]:
-        cache = self._fp8_cache
-        quantized = quantize_weights if cache is None else cache.quantized
-        return quantized(w1, w2, options.keep_z in Z_DTYPE, options.backend)
+    def _adapters(self) -> tuple[LowRank | None, LowRank | None]:
+        return _adapter("c_fc", self.c_fc), _adapter("c_proj", self.c_proj)
 
     def refresh_fp8_weights(self) -> None:
-        """Quantize the weights again in the next forward pass, if they are cached."""
-        if self._fp8_cache is not None:
-            self._fp8_cache.clear()
+        """Quantize the weights now, with `cache_fp8_weights`."""
+        if self._fp8_weights is not None:
+            weights = self._weights()
+            self._fp8_weights.refresh(weights.up.weight, weights.down.weight)
 
     def _apply(self, fn, recurse=True):
-        self.refresh_fp8_weights()  # before the weights move or change their dtype
+        if self._fp8_weights is not None:
+            self._fp8_weights.clear()  # before the weights move or change their dtype
         return super()._apply(fn, recurse)
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -382,13 +375,25 @@ class MoE(nn.Module):
         )
 
 
-def _checked_slots(x: torch.Tensor, r: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and scores; their values are trusted with `token_start`, which our own routers know."""
-    if r.token_start is None:
-        ids, scores, _ = check_slots(x, r.ids, r.scores, r.slot_token, None)
-        return ids, scores
-    check_pairs(x, r.ids, r.scores, r.slot_token, r.token_start)
-    return r.ids, r.scores
+def _adapter(name: str, experts: nn.Module) -> LowRank | None:
+    """The LoRA adapter of `experts`, if PEFT has wrapped them; their weight is without it."""
+    if isinstance(experts, Experts):
+        return None
+    low_rank: Any = getattr(experts, "low_rank", None)
+    if low_rank is None:
+        raise bad_argument(
+            name,
+            "sonicmoe.Experts, or PEFT's LoRA on their weight after use_lora_experts(model)",
+            type(experts).__name__,
+            "Call sonicmoe.integrations.peft.use_lora_experts(model).",
+        )
+    return low_rank()
+
+
+def _refresh_fp8_weights(moe: MoE, incompatible_keys: Any) -> None:
+    """Compiled models do not see that weights were loaded."""
+    if moe._fp8_weights is not None and moe._fp8_weights.is_kept:
+        moe.refresh_fp8_weights()
 
 
 def _backend_name(backend: KernelBackendMoE | None) -> str | None:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from .errors import bad_argument
 
+BLOCK = 128  # columns of a row of Z or A that share one scale in e4m3
+_SLICE_COLUMNS = 64  # slices of H are multiples of it: TMA reads views that are 16-byte aligned
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -72,3 +75,13 @@ def ceil_div(a: int, b: int) -> int:
 def max_tiles(rows: int, experts: int, tile_m: int) -> int:
     """Upper bound on the number of tiles for `rows` rows and `experts` experts, any routing."""
     return ceil_div(rows, tile_m) + experts
+
+
+def slice_width(hidden: int, slices: int) -> int:
+    """Columns of H in a slice; the last one may have fewer."""
+    return min(hidden, _SLICE_COLUMNS * ceil_div(hidden, _SLICE_COLUMNS * slices))
+
+
+def padded_rows(rows: int, experts: int) -> int:
+    """Columns of dZᵀ and A'ᵀ: each expert's rows start at a multiple of 128."""
+    return BLOCK * (rows // BLOCK + experts)

@@ -14,7 +14,6 @@ LAYOUTS = ("interleaved", "concatenated")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ALIGNMENT = 8  # elements: rows are 16-byte aligned in bf16, for vector loads and TMA
 FP8_ALIGNMENT = 16  # elements of e4m3: also 16 bytes
-FP8_PRECISIONS = ("fp8", "fp8_bf16_dw")
 _MAX_EXPERTS = 32767  # the permutation sorts int32 keys with 16 bits for the slot
 
 
@@ -52,13 +51,6 @@ def _interpreting() -> bool:
     except ImportError:
         return False
     return bool(triton.knobs.runtime.interpret)
-
-
-def check_precision(precision: str | None) -> None:
-    if precision not in (None, *FP8_PRECISIONS):
-        remedy = "None computes in the dtype of the data."
-        expected = f"{', '.join(map(repr, FP8_PRECISIONS))} or None"
-        raise bad_argument("precision", expected, repr(precision), remedy)
 
 
 def fp8_backend(backend: str, x: torch.Tensor) -> str:
@@ -241,8 +233,6 @@ def check_fp8(
     x: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b2: torch.Tensor | None,
 ) -> None:
     """Requirements of precision="fp8" beyond `check_weights`."""
     if x.dtype != torch.bfloat16:
@@ -256,10 +246,6 @@ def check_fp8(
         if size % FP8_ALIGNMENT:
             expected = f"a multiple of {FP8_ALIGNMENT} with precision='fp8'"
             raise bad_argument(f"{name} of w2", expected, size, "Pad the weights with zeros.")
-    for name, b in (("b1", b1), ("b2", b2)):
-        if b is not None:
-            remedy = "Omit the bias or precision='fp8'."
-            raise bad_argument(name, "None with precision='fp8'", "a bias", remedy)
 
 
 def _is_rounded(x: torch.Tensor, weight: torch.Tensor) -> bool:

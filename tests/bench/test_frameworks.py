@@ -72,17 +72,11 @@ def test_every_part(script, capsys):
 
 
 def test_no_figure_from_a_wrong_layer(script, capsys, monkeypatch):
-    right = sonicmoe.layer.finish
-    monkeypatch.setattr(sonicmoe.layer, "finish", lambda *given: right(*given) * 1.001)
+    right = sonicmoe.layer.run.finish
+    monkeypatch.setattr(sonicmoe.layer.run, "finish", lambda *given: right(*given) * 1.001)
     code, records = script("--part", "layer", "lora")
     assert code == 1 and "is wrong in out, x" in capsys.readouterr().err
-    assert [r["candidate"] for r in records] == [
-        "grouped_mm",
-        "grouped_mm",
-        "lora_experts",
-        "PEFT, use_lora_experts",
-        "PEFT, grouped_mm",
-    ]
+    assert [r["candidate"] for r in records] == ["grouped_mm", "grouped_mm", "PEFT, grouped_mm"]
 
 
 def test_no_figure_from_wrong_losses(script, capsys, monkeypatch):

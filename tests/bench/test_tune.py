@@ -9,7 +9,7 @@ import torch
 
 from sonicmoe.bench import results, tune_run
 from sonicmoe.bench import tune as search
-from sonicmoe.bench.products import Product
+from sonicmoe.bench.gemms import Gemm
 from sonicmoe.bench.progress import Bar
 from sonicmoe.bench.run import Outcome
 from sonicmoe.cli import main
@@ -24,12 +24,12 @@ DEFAULT, ONE, TWO, *REST = candidates(KEY, H200)
 
 
 class Bench:
-    """A product whose results and times are made up, one by one, for each configuration."""
+    """A GEMM whose results and times are made up, one by one, for each configuration."""
 
     def __init__(self, times=None, results=None):
         self.times, self.results, self.calls, self.now = times or {}, results or {}, [], None
         self.right = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-        self.product = Product("up", KEY, 10**9, self.run)
+        self.gemm = Gemm("up", KEY, 10**9, self.run)
 
     def run(self, config):
         self.now = config
@@ -43,7 +43,7 @@ class Bench:
         return ms(len(self.calls)) if callable(ms) else ms
 
     def tune(self):
-        return search.tune(self.product, H200, self.timer)
+        return search.tune(self.gemm, H200, self.timer)
 
 
 def test_a_faster_one_is_taken():
@@ -129,8 +129,8 @@ def test_luck_among_many_is_not_enough():
 
 def test_progress_counts_every_step():
     seen = []
-    search.tune(Bench({ONE: 0.9}).product, H200, Bench({ONE: 0.9}).timer, seen.append)
-    assert len(seen) <= search.steps(Bench().product, H200)
+    search.tune(Bench({ONE: 0.9}).gemm, H200, Bench({ONE: 0.9}).timer, seen.append)
+    assert len(seen) <= search.steps(Bench().gemm, H200)
     assert "up: checking Hopper 128×128×32, 8 stages" in seen
 
 
@@ -167,16 +167,16 @@ def test_what_the_command_asks_for_and_keeps(failures, tmp_path, monkeypatch, ca
 
     def measured(cases, options, names, out):
         asked.extend([[case.name for case in cases], options.dtype, names, out])
-        return Outcome([{"candidate": "tune", "product": "up"}], failures, [])
+        return Outcome([{"candidate": "tune", "gemm": "up"}], failures, [])
 
     origin = {"device": "GPU 9", "date": "2026-01-01", "command": "sonicmoe tune"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(results, "provenance", lambda *about: origin)
     monkeypatch.setattr(tune_run, "tune_cases", measured)
-    more = ["--product", "up", "--out", "mine.json", "--results", str(tmp_path)]
+    more = ["--gemm", "up", "--out", "mine.json", "--results", str(tmp_path)]
     status = main(["tune", "--case", "olmoe", "--shape", "64,32,16,4,2", *more])
     assert status == len(failures)
     assert asked == [["olmoe", "64,32,16,4,2"], torch.bfloat16, ["up"], Path("mine.json")]
     kept = (tmp_path / "gpu-9" / "2026-01-01-tune.jsonl").read_text()
-    assert json.loads(kept) == origin | {"candidate": "tune", "product": "up"}
+    assert json.loads(kept) == origin | {"candidate": "tune", "gemm": "up"}
     assert ("FAILED olmoe: wrong out" in capsys.readouterr().err) == bool(failures)

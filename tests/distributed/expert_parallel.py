@@ -148,6 +148,48 @@ def fp8_layer(rank: int, tokens: list[int]) -> None:
         assert (gradients[name] - t).norm() <= 0.01 * t.norm(), name
 
 
+def kept_fp8_weights(rank: int, sharded: bool) -> None:
+    """Each step of the optimizer quantizes this rank's experts once, unless FSDP2 gathers them."""
+    found = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "fp8"}
+        one = MoE(8, 3, 32, 16, cache_fp8_weights=cached, **options)
+        names = ("data", "expert")
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
+        many = parallelize(one, mesh["expert"])
+        if sharded:
+            fully_shard(many, mesh=mesh["data"])
+        x = torch.randn(7, 32).bfloat16()
+        optimizer = torch.optim.AdamW(many.parameters(), lr=0.1, fused=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            _step(many, x)
+            optimizer.step()
+        found.append(_step(many, x)["out"])
+        state = {name: 2 * t for name, t in many.state_dict().items()}
+        many.load_state_dict(state)
+        found.append(_step(many, x)["out"])
+        if cached:
+            assert many._fp8_weights is not None
+            assert many._fp8_weights.is_kept == (not sharded)
+    for kept, want in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(kept, want)
+    assert not torch.equal(found[0], found[1])
+
+
+def kept_fp8_weights_that_are_stale(rank: int) -> None:
+    moe = MoE(8, 3, 32, 16, dtype=torch.bfloat16, precision="fp8", cache_fp8_weights=True)
+    many = parallelize(moe, init_device_mesh("cpu", (dist.get_world_size(),)))
+    x = torch.randn(7, 32).bfloat16()
+    many(x)
+    cast(Any, many.c_proj.weight).to_local().data.mul_(2)
+    message = _message(lambda: many(x))
+    assert message.startswith("c_proj.weight: expected the values it had"), message
+    many.refresh_fp8_weights()
+    assert not many(x)[0].isnan().any()
+
+
 def layer_with_fsdp_on_the_other_dimension(rank, tokens, options):
     """A mesh of 2 × 2: gradients are the mean over all four ranks, and a step keeps them equal."""
     one = _layer(**options)

@@ -65,7 +65,7 @@ def test_layer_with_other_options(two):
     two.run(ranks.layer_equals_one_process, [7, 0], options)
 
 
-@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("fp8", slices=2)], ids=str)
+@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("e4m3", slices=2)], ids=str)
 def test_layer_with_a_memory_policy(two, memory):
     two.run(ranks.layer_equals_one_process, [7, 4], {"memory": memory})
 
@@ -86,6 +86,15 @@ def test_layer_on_four_ranks(four):
 @pytest.mark.parametrize("tokens", [[3, 4, 5, 2], [0, 6, 0, 1]], ids=str)
 def test_layer_with_fsdp_on_the_other_dimension(four, tokens, options):
     four.run(ranks.layer_with_fsdp_on_the_other_dimension, tokens, options)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_kept_fp8_weights(two, sharded):
+    two.run(ranks.kept_fp8_weights, sharded)
+
+
+def test_kept_fp8_weights_that_are_stale(two):
+    two.run(ranks.kept_fp8_weights_that_are_stale)
 
 
 def test_layer_in_fp8(two):

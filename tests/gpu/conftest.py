@@ -5,7 +5,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _honest_products():
+def honest_gemms():
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

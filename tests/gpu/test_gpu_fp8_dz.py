@@ -8,27 +8,29 @@ import torch
 from helpers import ACTIVATIONS, GATED, poisoned
 
 from sonicmoe import ActivationType
-from sonicmoe.fp8_tensors import DzScales
-from sonicmoe.gradients import Fp8DownGradients
 from sonicmoe.launch import fp8_dz
-from sonicmoe.layer import permute
-from sonicmoe.permutation import Permutation
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
 from sonicmoe.reference.routing import tile_table
+from sonicmoe.tensors import NO_LORA, DzScales, Fp8DzResults, Lora, Permutation
 
 pytestmark = pytest.mark.gpu
 CUDA, TILE = "cuda", 128
 E4M3 = torch.float8_e4m3fn
-ALL = Fp8DownGradients(dz=True, dz_t=True, dw2=True, dscores=True)
+ALL = Fp8DzResults(dz=True, dz_t=True, a_t=True, dscores=True)
 COUNTS = (0, 1, 127, 128, 0, 129, 1000)  # 1385 rows: 277 tokens in five experts each
 TAIL = 75  # sorted rows of no expert
 
 
-def make(hidden, inner, activation, gathered, counts=COUNTS, per_token=5, z_dtype=torch.bfloat16):
+def make(
+    hidden, inner, activation, gathered, counts=COUNTS, per_token=5, z_dtype=torch.bfloat16,
+    rank=0, with_bias=False,
+):  # fmt: skip
     """The arguments of `dz_gemm` before the activation.
 
-    dO and W2 are small integers, so that the tensor cores sum without rounding; the factors keep
-    every result below 448, where the conversions of PyTorch and of the kernel part.
+    dO and W2 are small integers, V and A2 small multiples of 1/4, so that the tensor cores sum
+    without rounding; the factors keep every result below 448, where the conversions of PyTorch and
+    of the kernel part.
     """
     torch.manual_seed(0)
     experts, used = len(counts), sum(counts)
@@ -63,7 +65,16 @@ def make(hidden, inner, activation, gathered, counts=COUNTS, per_token=5, z_dtyp
     factors[1] = torch.rand(rows, device=CUDA) - 0.5  # scores
     weights = integers(experts, inner, hidden)
     scales = DzScales(factors, columns, blocks, factors[0], None, None)
-    return integers(tokens, hidden), scales, z.to(z_dtype), zmax, weights, scores, p
+    dout, b2 = torch.randn(tokens, hidden, device=CUDA).bfloat16(), None
+    if with_bias:
+        b2 = torch.randn(experts, hidden, device=CUDA).bfloat16()
+    lora = NO_LORA
+    if rank:
+        sizes = ((rows, rank), (experts, inner, rank))
+        lora = Lora(*(torch.randint(-2, 3, size, device=CUDA).bfloat16() / 4 for size in sizes))
+        lora.lora_u[used:] = math.nan
+    given = (integers(tokens, hidden), scales, z.to(z_dtype), zmax, weights)
+    return *given, (dout, b2), scores, lora, p
 
 
 def steps(t: torch.Tensor) -> torch.Tensor:
@@ -133,13 +144,29 @@ def test_activations(activation, gate_up, z_dtype):
         check(make(272, 144, activation, True, z_dtype=z_dtype), activation, gate_up)
 
 
+@pytest.mark.parametrize("rank", [8, 40, 72])
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
+@pytest.mark.parametrize(
+    ("activation", "gate_up", "z_dtype"),
+    [
+        (ActivationType.SWIGLU, "interleaved", torch.bfloat16),
+        (ActivationType.SWIGLU_CLAMPED, "concatenated", E4M3),
+        (ActivationType.RELU, "interleaved", torch.bfloat16),
+    ],
+)
+def test_adapters_and_biases(activation, gate_up, z_dtype, gathered, rank):
+    """One step of 32 columns of V and A2, or more; b2 joins dscores alone."""
+    options = {"z_dtype": z_dtype, "with_bias": True}
+    check(make(528, 592, activation, gathered, rank=rank, **options), activation, gate_up)
+
+
 @pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
 @pytest.mark.parametrize("needs", list(product([True, False], repeat=4)), ids=str)
 def test_only_what_is_needed(needs, gathered):
     dz, _, _, dscores = needs
     activation = ActivationType.SWIGLU
     given = make(272, 144, activation, gathered)
-    needed = Fp8DownGradients(*needs)
+    needed = Fp8DzResults(*needs)
     got = check(given, activation, "interleaved", needed)
     every = fp8_dz.dz_gemm(*given, activation, "interleaved", ALL)
     end = int(given[-1].expert_start[-1])
@@ -164,7 +191,7 @@ def test_nan_stays_in_its_row(gathered, gate_up):
     """Each expert's first row is NaN: the last tile of the expert before it must not see it."""
     activation = ActivationType.SWIGLU
     given = make(272, 144, activation, gathered)
-    _, scales, z, _, _, _, p = given
+    _, scales, z, *_, p = given
     factors = scales.row_factors
     row = p.expert_start[:-1].long()[torch.tensor(COUNTS, device=CUDA) > 0]
     z[row] = math.nan

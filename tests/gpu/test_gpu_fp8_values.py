@@ -20,7 +20,7 @@ def test_as_with_exact_maxima(shape, values):
 
 @pytest.mark.parametrize("values", VALUES)
 def test_with_z_in_fp8(values):
-    check_fp8_values(Case(SHAPES[0], values=values), CUDA, "triton", memory="fp8")
+    check_fp8_values(Case(SHAPES[0], values=values), CUDA, "triton", memory="e4m3")
 
 
 @pytest.mark.parametrize("values", ["rows_100", "log_normal", "channels_30", "trained"])

@@ -7,9 +7,9 @@ import torch
 from helpers import poisoned
 
 from sonicmoe.launch import fp8_wgrad
-from sonicmoe.layer import permute
-from sonicmoe.permutation import Permutation
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
+from sonicmoe.tensors import Permutation
 
 pytestmark = pytest.mark.gpu
 E4M3, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32

@@ -6,7 +6,7 @@ from helpers import Case, make_inputs
 from layouts import check_operator, check_public, operator_arguments, public_calls
 
 import sonicmoe
-from sonicmoe.layer import permute
+from sonicmoe.layer.run import permute
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float32)

@@ -17,7 +17,7 @@ from sonicmoe import ActivationType
 
 pytestmark = pytest.mark.gpu
 
-# H and I multiples of 8 but of no tile; more than one tile a product in every direction, and more
+# H and I multiples of 8 but of no tile; more than one tile a GEMM in every direction, and more
 # tiles than an H200 has multiprocessors; dropped slots.
 LAYOUTS = matrix("8000,264,136,100,3", routing="dropped")
 ROUTED = [

@@ -14,11 +14,13 @@ from memory_policies import (
     results,
 )
 
-from sonicmoe import ActivationType, MemoryPolicy, MoE, cost
+from sonicmoe import ActivationType, MemoryPolicy, MoE
 from sonicmoe.launch import grouped_gemm
-from sonicmoe.layer import permute
+from sonicmoe.layer.run import permute
 from sonicmoe.reference.quantize import dequantize_blocks, quantize_blocks
 from sonicmoe.shapes import Problem
+from sonicmoe.tensors import NO_LORA
+from sonicmoe.tools import cost
 from sonicmoe.tuning import Target
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +49,7 @@ def test_fp8_errs_as_the_reference(case):
     names = ("out", "db2") if case.bias else ("out",)
     if case.dtype == torch.float32:
         return  # `up` then sums in other blocks
-    keep, fp8 = (results(case, memory, CUDA, "triton") for memory in ("keep", "fp8"))
+    keep, fp8 = (results(case, memory, CUDA, "triton") for memory in ("keep", "e4m3"))
     same_bits({n: keep[n] for n in names}, {n: fp8[n] for n in names})
 
 
@@ -63,10 +65,10 @@ def test_z_in_memory(case):
     """Scales are powers of two that fit; e4m3 differs from the reference by a step at most."""
     i = make_inputs(case, CUDA)
     p = permute(i.ids, case.problem.E, dtype=case.dtype, backend="triton")
-    args = (i.x, i.w1, i.b1, p, case.activation, case.gate_up)
+    args = (i.x, i.w1, i.b1, NO_LORA, p, case.activation, case.gate_up)
     with poisoned():
-        z8, _, scale = grouped_gemm.up(*args, "fp8")
-        z = grouped_gemm.up(*args, "keep")[0]
+        z8, _, scale = grouped_gemm.up(*args, torch.float8_e4m3fn)
+        z = grouped_gemm.up(*args, case.dtype)[0]
     concatenated = case.activation.is_gated and case.gate_up == "concatenated"
     want8, want_scale = quantize_blocks(z, concatenated)
     assert (scale == want_scale).float().mean() > 0.99
@@ -81,7 +83,7 @@ def test_z_in_memory(case):
 @pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
 def test_gradients_with_fp8_z(gate_up):
     case = Case("4096,2048,1024,8,2", torch.bfloat16, SWIGLU, gate_up=gate_up)
-    check_bars(results(case, "fp8", CUDA, "triton"), case)
+    check_bars(results(case, "e4m3", CUDA, "triton"), case)
 
 
 @pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
@@ -91,7 +93,7 @@ def test_a_value_that_is_not_finite_stays_in_its_token(bad, gate_up):
 
 
 def test_another_number_of_tokens_with_cached_launches():
-    moe = MoE(8, 2, 512, 256, memory=MemoryPolicy("fp8", 2), device=CUDA, dtype=torch.bfloat16)
+    moe = MoE(8, 2, 512, 256, memory=MemoryPolicy("e4m3", 2), device=CUDA, dtype=torch.bfloat16)
     for tokens in (512, 333, 1, 512):
         x = torch.randn(tokens, 512, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
         with poisoned():
@@ -101,7 +103,9 @@ def test_another_number_of_tokens_with_cached_launches():
 
 
 @pytest.mark.parametrize(
-    "memory", ["keep", "fp8", "recompute", MemoryPolicy(slices=4), MemoryPolicy("fp8", 4)], ids=str
+    "memory",
+    ["keep", "e4m3", "recompute", MemoryPolicy(slices=4), MemoryPolicy("e4m3", 4)],
+    ids=str,
 )
 def test_kept_and_peak_bytes(memory):
     """At a fine-grained layer, against the cost model: the allocator rounds up to 2 MiB."""

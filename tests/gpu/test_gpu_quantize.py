@@ -7,6 +7,7 @@ from fp8_checks import (
     SCALES_ARGUMENTS,
     all_bf16,
     around_ties,
+    check_bias_gradient,
     check_dequantized,
     check_rows,
     check_scales,
@@ -109,13 +110,18 @@ def test_scales_of_nan_and_infinity(bad):
     check_scales((100, 300, 600), bad=bad, dropped=0, device=CUDA)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1000, 520), (1, 16), (0, 64)])
-def test_rows_in_bf16(rows, columns):
-    check_dequantized(rows, columns, CUDA)
+@pytest.mark.parametrize("blocks", [False, True], ids=["row scales", "block scales"])
+@pytest.mark.parametrize(("rows", "columns"), [(1000, 520), (1000, 272), (1, 16), (0, 64)])
+def test_rows_in_bf16(rows, columns, blocks):
+    check_dequantized(rows, columns, CUDA, blocks)
+
+
+def test_bias_gradient_of_rows_in_e4m3():
+    check_bias_gradient(CUDA)
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["sorted", "gathered"])
 @pytest.mark.parametrize(("activation", "gate_up"), KINDS)
-@pytest.mark.parametrize("keep_z", ["keep", "fp8"])
-def test_scored_activation(activation, gate_up, gathered, keep_z):
-    check_scored_activation(activation, gate_up, gathered, keep_z, device=CUDA)
+@pytest.mark.parametrize("z_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_scored_activation(activation, gate_up, gathered, z_dtype):
+    check_scored_activation(activation, gate_up, gathered, z_dtype, device=CUDA)

@@ -18,7 +18,7 @@ from helpers import (
 
 import sonicmoe
 from sonicmoe import ActivationType
-from sonicmoe.layer import permute
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import layer as reference
 from sonicmoe.tuning import Target
 

@@ -47,7 +47,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     out = tmp_path / "tuned.json"
     monkeypatch.setenv(table.VARIABLE, str(out))
     shape = ["--shape", "4096,512,256,8,2"]
-    assert main(["tune", *shape, "--product", "down", "--results", str(tmp_path)]) == 0
+    assert main(["tune", *shape, "--gemm", "down", "--results", str(tmp_path)]) == 0
     assert "down" in capsys.readouterr().out
     document = json.loads(out.read_text())
     assert document["device"] == torch.cuda.get_device_name()

@@ -23,7 +23,7 @@ def test_every_slice_is_within_the_budget(shape, values, dtype):
 @pytest.mark.parametrize("values", TRAINED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp8_z_errs_as_the_reference(shape, values):
-    check_values(Case(shape, values=values), CUDA, "triton", memory="fp8")
+    check_values(Case(shape, values=values), CUDA, "triton", memory="e4m3")
 
 
 @pytest.mark.parametrize("values", TRAINED)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.integrations.lora import LowRank, lora_experts
-from sonicmoe.permutation import Permutation
+from sonicmoe.tensors import DzResults, Lora, Permutation
 from sonicmoe.tuning import Target, tile_m
 
 CASES = [
@@ -103,7 +103,7 @@ def test_kernels_compile_without_spills(arch, case, rank):
     pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
     from machine_code import compiling, report
 
-    from sonicmoe.launch import lora as launch_lora
+    from sonicmoe.launch import grouped_gemm
 
     given, rows = make_inputs(case), 64
     n, i = given.w1.shape[1], given.w2.shape[2]
@@ -118,19 +118,19 @@ def test_kernels_compile_without_spills(arch, case, rank):
     p = Permutation(maps, maps, maps, None, None, start, tiles, tile_m(case.dtype.itemsize))
     down, up, across = (new(2, k, rank) for k in (x.shape[1], n, i))
     with compiling(arch) as compiled:
-        launch_lora.lora_up(x, w1, given.b1, u, up, p, act, gate_up)
-        launch_lora.lora_gemm(new(rows, i), w2, given.b2, u, down, p, "down")
-        launch_lora.lora_gemm(new(rows, n), w1.mT, None, u, down, p, "dx")
-        low_rank = (u, across, given.scores)
-        launch_lora.lora_down_backward(x, new(rows, n), w2, given.b2, *low_rank, p, act, gate_up)
-    products, narrow = 0, case.dtype.itemsize == 2
+        z, a, _ = grouped_gemm.up(x, w1, given.b1, Lora(u, up), p, act, gate_up, x.dtype)
+        grouped_gemm.down(a, w2, given.b2, None, Lora(u, down), p)
+        grouped_gemm.down(z, w1.mT, None, None, Lora(u, down), p, kernel="dx")
+        of_w2 = (w2, given.b2, given.scores, Lora(u, across))
+        grouped_gemm.dz(x, z, None, *of_w2, p, act, gate_up, DzResults(True, True, True))
+    gemms, narrow = 0, case.dtype.itemsize == 2
     for kernel in compiled:
         found, name = report(kernel), kernel.metadata.name
         assert found["spills"] == 0, f"{name} spills: {found}"
         if name.endswith(("up_kernel", "gemm_kernel", "dz_kernel")):
-            products += 1
+            gemms += 1
             assert ("hopper" in name and found["wgmma"] > 0) == (arch == 90 and narrow), found
-    assert products == 4
+    assert gemms == 4
 
 
 def test_a_frozen_input_pays_for_no_gradient():

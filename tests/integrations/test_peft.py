@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from sonicmoe import MoE
 from sonicmoe.integrations import transformers as adapter
 from sonicmoe.integrations.peft import use_lora_experts
 from sonicmoe.integrations.transformers import register
@@ -60,18 +61,13 @@ def outermost(model):
 @pytest.fixture
 def calls(monkeypatch):
     """Which of our functions ran, and on how many adapters."""
-    seen, plain, lora = [], adapter.experts, adapter.lora_experts
+    seen, experts = [], adapter.experts
 
-    def with_lora(*args, **kwargs):
-        seen.append(sum(isinstance(a, adapter.LowRank) for a in args))
-        return lora(*args, **kwargs)
+    def recorded(*args, **kwargs):
+        seen.append(sum(isinstance(a, adapter.LowRank) for a in kwargs.values()))
+        return experts(*args, **kwargs)
 
-    def without(*args, **kwargs):
-        seen.append(0)
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(adapter, "lora_experts", with_lora)
-    monkeypatch.setattr(adapter, "experts", without)
+    monkeypatch.setattr(adapter, "experts", recorded)
     return seen
 
 
@@ -311,6 +307,65 @@ def test_compiled_without_a_graph_break():
     assert counter.frame_count == 1
 
 
+# --- MoE ----------------------------------------------------------------------------------------
+def moe_with_lora(**options):
+    """A model of one `MoE` with LoRA on both weights of its experts, none of it zero."""
+    model = torch.nn.Sequential(MoE(4, 2, 16, 8, **options).double())
+    targets = ["0.c_fc.weight", "0.c_proj.weight"]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_parameters=targets, target_modules=[])
+    model = peft.get_peft_model(model, config)
+    _randomize(model)
+    return model
+
+
+@pytest.mark.tries("PEFT", "LoRA on `MoE`: every gradient, merging, disabling")
+def test_moe():
+    model, x = moe_with_lora(), torch.randn(12, 16, dtype=torch.double)
+    assert use_lora_experts(model) == 1
+    moe = model.base_model.model[0]
+    layer = copy.deepcopy(model).merge_and_unload()[0]
+    torch.testing.assert_close(moe(x)[0], layer(x)[0])
+    weights = {"c_fc": layer.c_fc.weight, "c_proj": layer.c_proj.weight}
+    for weight in weights.values():
+        weight.requires_grad_()
+    dout = torch.randn(12, 16, dtype=torch.double)
+    layer(x)[0].backward(dout)
+    moe(x)[0].backward(dout)
+    for name, weight in weights.items():  # of W + scale·B·A
+        wrapper = getattr(moe, name)
+        a, b = (m["default"].weight for m in (wrapper.lora_A, wrapper.lora_B))
+        factors = a.view(4, 4, -1), b.view(len(b), 4, 4)
+        da, db = torch.autograd.grad(
+            2 * torch.einsum("ore,eri->eoi", factors[1], factors[0]), (a, b), weight.grad
+        )
+        torch.testing.assert_close(a.grad, da)
+        torch.testing.assert_close(b.grad, db)
+        assert wrapper.weight.grad is None
+
+
+def test_moe_with_adapters_disabled_merged_and_copied():
+    model, x = moe_with_lora(), torch.randn(12, 16, dtype=torch.double)
+    use_lora_experts(model)
+    moe = model.base_model.model[0]
+    with torch.no_grad():
+        want = moe(x)[0]
+        with model.disable_adapter():
+            assert not torch.allclose(moe(x)[0], want)
+        copied = copy.deepcopy(model)
+        model.merge_adapter()
+        torch.testing.assert_close(moe(x)[0], want)
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(copied.base_model.model[0](x)[0], want)
+
+
+def test_moe_does_not_ignore_adapters():
+    """PEFT's wrapper has the weight without them."""
+    model = moe_with_lora()
+    with pytest.raises(ValueError, match=r"^c_fc: expected .* after use_lora_experts\(model\)"):
+        model.base_model.model[0](torch.randn(12, 16, dtype=torch.double))
+
+
 # --- errors ---------------------------------------------------------------------------------------
 def test_a_model_without_lora_on_experts_raises():
     model = peft.get_peft_model(small("Qwen3Moe"), peft.LoraConfig(target_modules=["q_proj"]))
@@ -319,16 +374,20 @@ def test_a_model_without_lora_on_experts_raises():
             use_lora_experts(wrong)
 
 
-def test_experts_in_fp8_raise():
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_experts_in_fp8(name, calls):
+    """With biases, if the model has them: near to PEFT's own forward pass in bf16."""
     register("in_fp8", precision="fp8")
-    model = adapted()
-    model.get_base_model().set_experts_implementation("in_fp8")
-    with pytest.raises(ValueError, match=r"^model: expected experts without precision='fp8'"):
-        use_lora_experts(model)
-    experts = outermost(model).get_base_layer()
-    none = adapter.LowRank(torch.zeros(0), torch.zeros(0))
-    with pytest.raises(ValueError, match=r"^precision: expected None with LoRA on the experts"):
-        experts(torch.randn(4, 32), torch.randint(4, (4, 2)), torch.rand(4, 2), lora1=none)
+    model = adapted(name).to(torch.bfloat16)
+    low = copy.deepcopy(model)
+    low.get_base_model().set_experts_implementation("in_fp8")
+    use_lora_experts(low)
+    assert low.config._experts_implementation == "in_fp8"
+    x = torch.randn(40, 32).bfloat16()
+    given = (torch.randint(4, (40, 2)), torch.rand(40, 2).bfloat16())
+    want, got = (outermost(m)(x, *given) for m in (model, low))
+    error = (got.double() - want).norm() / want.double().norm()
+    assert calls == [2] and 0.01 < error < 0.1
 
 
 def test_other_models_keep_what_the_name_stands_for(monkeypatch):
@@ -339,12 +398,8 @@ def test_other_models_keep_what_the_name_stands_for(monkeypatch):
             del table[NAME]
             register(**options)
             ours, model = table[NAME], adapted()
-            if "precision" not in options:
-                use_lora_experts(model)
-            else:
-                with pytest.raises(ValueError, match=r"expected experts without precision='fp8'"):
-                    use_lora_experts(model)
-                assert model.config._experts_implementation == "eager"
+            use_lora_experts(model)
+            assert model.config._experts_implementation == NAME
             assert table[NAME] is ours
 
 

@@ -1,5 +1,8 @@
 """Names of `experts_implementation`: which `register` takes, and which options they keep."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -10,7 +13,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sonicmoe import ActivationType, MemoryPolicy
 from sonicmoe.integrations import transformers as adapter
-from sonicmoe.memory_policy import memory_policy
+from sonicmoe.layer.memory import memory_policy
+from sonicmoe.reference import fp8
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +51,41 @@ def test_experts_in_fp8():
         adapter.register(precision="fp16")
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "NemotronH"])
+def test_kept_fp8_weights(family, monkeypatch):
+    """NemotronH has no gates."""
+    found, into = [], fp8.quantize_weight_into
+    monkeypatch.setattr(fp8, "quantize_weight_into", lambda *a: found.append(a[-1]) or into(*a))
+    adapter.register("in_fp8", precision="fp8")
+    adapter.register("kept_fp8", precision="fp8", cache_fp8_weights=True)
+    model = small(family).bfloat16()
+    layers = sum("down_proj" in name and p.dim() == 3 for name, p in model.named_parameters())
+    kept, want = with_backend(model, "kept_fp8"), step(with_backend(model, "in_fp8"))
+    optimizer = torch.optim.SGD(kept.parameters(), 0.1)
+    for calls in (2 * layers, 0):
+        found.clear()
+        optimizer.zero_grad()
+        got = step(kept)
+        assert len(found) == calls
+        for name in want:
+            assert torch.equal(got[name], want[name]), name
+    found.clear()
+    optimizer.step()
+    assert layers and len(found) == 2 * layers
+    found.clear()
+    optimizer.zero_grad()
+    other = with_backend(copy.deepcopy(kept), "in_fp8")
+    after, want = step(kept), step(other)
+    assert not found and all(torch.equal(after[name], want[name]) for name in want)
+    assert not any("fp8" in name for name in kept.state_dict())
+    for m in kept.modules():
+        if hasattr(m, "sonicmoe_fp8_weights"):
+            assert m.sonicmoe_fp8_weights.is_kept
+            assert not pickle.loads(pickle.dumps(m.sonicmoe_fp8_weights)).is_kept
+    with pytest.raises(ValueError, match=r"^cache_fp8_weights: expected False without precision"):
+        adapter.register("other", cache_fp8_weights=True)
+
+
 def test_names_of_transformers_are_not_taken():
     taken = r"got 'sonicmoe', which is transformers\..*Pass replace=True to replace it"
     with pytest.raises(ValueError, match=taken):
@@ -69,7 +108,7 @@ def test_names_of_transformers_are_not_taken():
 def test_other_options_do_not_reach_models_that_use_the_name(options, replace):
     model, ids = with_backend(small("Mixtral").bfloat16(), NAME), torch.arange(1, 17)[None]
     want = model(input_ids=ids).logits
-    with pytest.raises(ValueError, match=f"with precision=None and .*another name.*'{NAME}_2'"):
+    with pytest.raises(ValueError, match=f"with precision=None, .*another name.*'{NAME}_2'"):
         adapter.register(NAME, replace=replace, **options)
     assert torch.equal(model(input_ids=ids).logits, want)
 
@@ -80,7 +119,7 @@ def test_other_options_do_not_reach_models_that_use_the_name(options, replace):
             adapter.register("other", **changed)
 
 
-@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("fp8", slices=2)], ids=str)
+@pytest.mark.parametrize("memory", ["recompute", MemoryPolicy("e4m3", slices=2)], ids=str)
 def test_memory_policy_of_a_name(memory, calls):
     adapter.register("frugal", memory=memory)
     adapter.register("frugal", memory=memory)

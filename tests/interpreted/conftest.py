@@ -4,7 +4,7 @@ import os
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run them through test_interpreter_kernels.py"
 
-import interpreter  # noqa: E402, F401 fixes bf16 products
+import interpreter  # noqa: E402, F401 fixes bf16 GEMMs
 
 
 def pytest_addoption(parser):

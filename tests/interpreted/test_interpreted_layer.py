@@ -1,4 +1,4 @@
-"""Every kernel of the products on tiny shapes, in memory full of NaN, against fp64."""
+"""Every kernel of the GEMMs on tiny shapes, in memory full of NaN, against fp64."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Products with an adapter: every activation, layout and storage, in memory full of NaN."""
+"""GEMMs with an adapter: every activation, layout and storage, in memory full of NaN."""
 
 import pytest
 import torch

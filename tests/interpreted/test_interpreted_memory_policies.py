@@ -10,8 +10,9 @@ from value_checks import check_values
 
 from sonicmoe import MemoryPolicy
 from sonicmoe.launch import grouped_gemm
-from sonicmoe.layer import permute
+from sonicmoe.layer.run import permute
 from sonicmoe.reference.quantize import dequantize_blocks, quantize_blocks
+from sonicmoe.tensors import NO_LORA
 
 
 def of_tokens(case, tokens):
@@ -36,13 +37,13 @@ def test_fp8_errs_as_the_reference(case):
     "values", ["rows_100", "channels_30", "weights_300", "log_normal", "huge", "zero_rows"]
 )
 def test_fp8_with_values_of_trained_models(values):
-    check_values(Case("64,32,72,3,2", values=values), backend="triton", memory="fp8")
+    check_values(Case("64,32,72,3,2", values=values), backend="triton", memory="e4m3")
 
 
 def test_slices_and_fp8_together():
     case = of_tokens(CASES[1], 24)
-    fp8 = results(case, "fp8", backend="triton")
-    same_bits(fp8, results(case, MemoryPolicy("fp8", 3), backend="triton"))
+    fp8 = results(case, "e4m3", backend="triton")
+    same_bits(fp8, results(case, MemoryPolicy("e4m3", 3), backend="triton"))
 
 
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
@@ -50,9 +51,9 @@ def test_z_is_quantized_as_the_reference_does(case):
     """A 16-bit reference rounds Z first: e4m3 may then differ by one step, from a tie."""
     i = make_inputs(case)
     p = permute(i.ids, case.problem.E, dtype=case.dtype, backend="triton")
-    args = (i.x, i.w1, i.b1, p, case.activation, case.gate_up)
-    z8, _, scale = grouped_gemm.up(*args, "fp8")
-    z, _, none = grouped_gemm.up(*args, "keep")
+    args = (i.x, i.w1, i.b1, NO_LORA, p, case.activation, case.gate_up)
+    z8, _, scale = grouped_gemm.up(*args, torch.float8_e4m3fn)
+    z, _, none = grouped_gemm.up(*args, case.dtype)
     assert none is None
     used = int(p.expert_start[-1])
     concatenated = case.activation.is_gated and case.gate_up == "concatenated"
@@ -76,4 +77,4 @@ def test_older_gpus_refuse_fp8(monkeypatch):
     older = grouped_gemm.target_of(torch.empty(0))._replace(arch=80)
     monkeypatch.setattr(grouped_gemm, "target_of", lambda t: older)
     with pytest.raises(ValueError, match=r"memory: expected 'keep' or 'recompute' .* 8\.0"):
-        results(CASES[0], "fp8", backend="triton")
+        results(CASES[0], "e4m3", backend="triton")

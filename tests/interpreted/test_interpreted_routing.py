@@ -7,7 +7,7 @@ from helpers import DTYPES, ROUTINGS, Case, budget, make_inputs, poisoned, writt
 import sonicmoe
 from sonicmoe import ops
 from sonicmoe.launch import routing as launch_routing
-from sonicmoe.layer import permute
+from sonicmoe.layer.run import permute
 from sonicmoe.reference import layer as reference
 from sonicmoe.reference import routers
 from sonicmoe.routing import Sigmoid, auxiliary_loss

@@ -1,4 +1,4 @@
-"""The order in which programs walk over the tiles of a product."""
+"""The order in which programs walk over the tiles of a GEMM."""
 
 import itertools
 

@@ -9,12 +9,12 @@ from candidate_tables import candidate_tables
 from helpers import Case as LayerCase
 from helpers import check_experts
 
-from sonicmoe import layer
 from sonicmoe.bench.cases import Case
-from sonicmoe.bench.products import NAMES
+from sonicmoe.bench.gemms import NAMES
 from sonicmoe.bench.run import Options
 from sonicmoe.bench.tune_run import tune_cases
 from sonicmoe.launch import grouped_gemm
+from sonicmoe.layer import prepare
 from sonicmoe.shapes import Problem
 from sonicmoe.tuning import RowConfig, Target, table
 from sonicmoe.tuning.table import RowKey
@@ -45,7 +45,7 @@ def test_the_layer_with_every_candidate(arch, transposed, dtype, monkeypatch):
 
 @pytest.fixture
 def layer_runs_kernels(monkeypatch):
-    monkeypatch.setattr(layer, "resolve_backend", lambda backend, x: "triton")
+    monkeypatch.setattr(prepare, "resolve_backend", lambda backend, x: "triton")
 
 
 class Clock:
@@ -62,7 +62,7 @@ def test_from_cases_to_a_table(tmp_path, layer_runs_kernels, capsys):
     cases = [Case.of_shape(TINY), Case.of_shape("40,24,8,3,2")]  # the second differs in T alone
     outcome = tune_cases(cases, OPTIONS, NAMES, out, Clock())
     assert outcome.failures == []
-    assert [r["product"] for r in outcome.records] == list(NAMES)
+    assert [r["gemm"] for r in outcome.records] == list(NAMES)
     assert all(r["taken"] and r["gain"] == 0.5 and not r["faults"] for r in outcome.records)
     json.dumps(outcome.records)
     printed = capsys.readouterr().out
@@ -79,8 +79,8 @@ def test_from_cases_to_a_table(tmp_path, layer_runs_kernels, capsys):
 def test_a_wrong_kernel_has_no_figure(tmp_path, layer_runs_kernels, monkeypatch, capsys):
     right = grouped_gemm.down
 
-    def off_by_a_little(a, w2, b2, row_scores, p, config=None, **kernel):
-        y = right(a, w2, b2, row_scores, p, config, **kernel)
+    def off_by_a_little(a, w2, b2, row_scores, lora, p, config=None, kernel="down"):
+        y = right(a, w2, b2, row_scores, lora, p, config, kernel)
         return y * 1.02 if config and config.block_k == 32 else y
 
     monkeypatch.setattr(grouped_gemm, "down", off_by_a_little)

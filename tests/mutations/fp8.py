@@ -1,4 +1,4 @@
-"""Experts in FP8: scales, cached weights, what is kept."""
+"""Experts in FP8: scales, kept weights, what is kept for the backward pass."""
 
 from mutations.mutation import Mutation
 
@@ -19,32 +19,70 @@ MUTATIONS = [
         "tests/test_machine_code_fp8.py -k weight_gradient",
     ),
     Mutation(
-        "FP8 weights outlive the step of a fused optimizer", "fp8_weights.py",
-        "    _optimizer_steps += 1\n", "    pass\n", "tests/test_fp8_weights.py -k fused",
+        "FP8 weights outlive the step of a fused optimizer", "layer/fp8_weights.py",
+        "        store._step(changed)\n", "        pass\n", "tests/test_fp8_weights.py -k fused",
     ),
     Mutation(
-        "FP8 weights outlive their storage", "fp8_weights.py",
-        "return storage, w.data_ptr(), w._version", "return w._version",
+        "an optimizer quantizes weights that are not its own", "layer/fp8_weights.py",
+        "self._quantized_now(kept, w1, w2, changed, kept.backend)",
+        "self._quantized_now(kept, w1, w2, (True, True), kept.backend)",
+        "tests/test_fp8_weights.py -k other_parameters",
+    ),
+    Mutation(
+        "autograd does not see that FP8 weights were quantized again", "layer/fp8_kept.py",
+        "    torch.autograd.graph.increment_version(buffers)\n", "",
+        "tests/gpu/test_gpu_fp8_weights.py -k refreshed", gpu=True,
+    ),
+    Mutation(
+        "threads read FP8 weights that another one is quantizing", "layer/fp8_weights.py",
+        "= threading.Lock()", "= __import__(\"contextlib\").nullcontext()",
+        "tests/test_fp8_weights.py -k threads",
+    ),
+    Mutation(
+        "other weights are quantized into FP8 weights that are in use", "layer/fp8_kept.py",
+        "        quantized = _empty(w, norms)\n",
+        "        quantized = _empty(w, norms) if part is None else part.quantized\n",
+        "tests/test_fp8_weights.py -k other_weights_leave",
+    ),
+    Mutation(
+        "a compiled model takes the FP8 weights of others", "layer/fp8_kept.py",
+        "self.owner() is w and ", "", "tests/test_fp8_weights.py -k compiled_with_other",
+    ),
+    Mutation(
+        "stale FP8 weights of a graph raise no flag", "kernels/quantize.py",
+        "    tl.store(flag, tl.load(generation), mask=is_stale > 0)\n", "",
+        "tests/interpreted/test_interpreted_quantize.py -k changed", interpreted=True,
+    ),
+    Mutation(
+        "flags that were raised before a refresh count after it", "layer/fp8_kept.py",
+        "self.read[1] == self.number", "self.read[1]",
+        "tests/test_fp8_weights.py -k without_a_refresh",
+    ),
+    Mutation(
+        "FP8 weights outlive their storage", "layer/fp8_kept.py",
+        "w.untyped_storage()._cdata == self.storage.cdata and _place(w) == self.place", "True",
         "tests/test_fp8_weights.py -k assigned",
     ),
     Mutation(
-        "FP8 weights outlive a write through .data", "fp8_weights.py",
-        "        q1, q2 = self._weights\n", "        return self._weights\n",
+        "FP8 weights outlive a write through .data", "layer/fp8_weights.py",
+        "        found = kept.compared(w1, w2)\n",
+        "        found = kept.first.quantized, kept.second.quantized\n",
         "tests/test_fp8_weights.py -k refresh",
     ),
     Mutation(
         "changed FP8 weights are not compared with what is cached", "kernels/quantize.py",
-        "tl.where(is_stale, float(\"nan\"), s)", "s",
+        "tl.where(is_stale > 0, float(\"nan\"), s)", "s",
         "tests/interpreted/test_interpreted_quantize.py -k changed", interpreted=True,
     ),
     Mutation(
-        "each call compares the same sample of cached FP8 weights", "fp8_weights.py",
-        "(self._sample + 1)", "(self._sample + 0)",
-        "tests/test_fp8_weights.py -k another_sample",
+        "each call compares the same sample of kept FP8 weights", "kernels/quantize.py",
+        "(first + 1) % STEP", "first",
+        "tests/interpreted/test_interpreted_quantize.py -k changed", interpreted=True,
     ),
     Mutation(
-        "FP8 weights outlive an all-gather of FSDP2", "fp8_weights.py",
-        "and not _fsdp2_is_used()", "", "tests/test_fp8_weights.py -k fsdp2",
+        "FP8 weights outlive an all-gather of FSDP2", "layer/fp8_weights.py",
+        "        if is_gathered_by_fsdp2(owner):\n", "        if False:\n",
+        "tests/test_fp8_weights.py -k fsdp2",
     ),
     Mutation(
         "FP8: one scale for all rows of dZ", "reference/fp8_scales.py",
@@ -100,20 +138,21 @@ MUTATIONS = [
         "tests/test_fp8_values.py -k drown",
     ),
     Mutation(
-        "FP8: a repaired expert stays NaN", "fp8_weights.py",
-        " or (~was_finite & is_finite).any()", "", "tests/test_fp8_weights.py -k repaired",
+        "FP8: a repaired expert stays NaN", "reference/quantize.py",
+        " | is_repaired", "", "tests/test_fp8_weights.py -k repaired",
     ),
     Mutation(
         "FP8 on a GPU other than Hopper", "validation.py",
         "        check_fp8_experts(arch, ", "        str(", "tests/test_fp8.py -k hopper",
     ),
     Mutation(
-        "FP8: the transposed operand of frozen weights", "autograd_fp8.py",
-        "+ (() if need_dz_t else dz_t)", "", "tests/test_fp8.py -k not_needed",
+        "FP8: the transposed operand of frozen weights", "layer/fp8.py",
+        "of_columns = needs.weight and not cls.bf16_dw", "of_columns = not cls.bf16_dw",
+        "tests/test_fp8.py -k not_needed",
     ),
     Mutation(
-        "FP8: Z is kept though it is recomputed", "autograd_fp8.py",
-        "options.gate_up, keep_z, backend\n", 'options.gate_up, "keep", backend\n',
+        "FP8: Z is kept though it is recomputed", "layer/run.py",
+        "kept, source = None, Source(", "source = Source(",
         "tests/test_peak.py -k fp8",
     ),
     Mutation(
@@ -123,14 +162,14 @@ MUTATIONS = [
         "tests/test_fp8_memory.py -k other_sizes",
     ),
     Mutation(
-        "FP8: weights are kept though they are quantized again", "autograd_fp8.py",
-        "return w if w.w8_t is not None else Fp8Weight()", "return w",
+        "FP8: weights are kept though they are quantized again", "layer/fp8.py",
+        "return operand if q.w8_t is not None else operand._replace(quantized=Fp8Weight())",
+        "return operand",
         "tests/test_fp8_memory.py -k to_the_byte",
     ),
     Mutation(
-        "FP8: weight gradients in bf16 without the scores", "reference/fp8.py",
-        "scored_activation(z, zmax, scores, p, activation, gate_up)\n            dw2",
-        "scored_activation(z, zmax, None, p, activation, gate_up)\n            dw2",
+        "FP8: weight gradients in bf16 without the scores", "layer/fp8.py",
+        "kept.zmax, scores, p, *act", "kept.zmax, None, p, *act",
         "tests/test_fp8_memory.py -k weight_gradients_in_bf16",
     ),
     Mutation(

@@ -15,9 +15,9 @@ MUTATIONS = [
     ),
     Mutation(
         "options of a name are overwritten", "integrations/transformers.py",
-        "    if _calls_ours(current):\n        _check_same_options(name, current, function)\n"
+        "    if calls_ours(current):\n        _check_same_options(name, current, function)\n"
         "        return\n    if current is not None and not replace:\n",
-        "    if current is not None and not _calls_ours(current) and not replace:\n",
+        "    if current is not None and not calls_ours(current) and not replace:\n",
         "tests/integrations/test_transformers_register.py -k other_options",
     ),
     Mutation(

@@ -2,7 +2,10 @@
 
 from mutations.mutation import Mutation
 
-_SYNC = ("    target = target_of(x)\n", "    int(expert_start[-1])\n    target = target_of(x)\n")
+_SYNC = (
+    "    gated, target = activation.is_gated, target_of(x)\n",
+    "    int(p.expert_start[-1])\n    gated, target = activation.is_gated, target_of(x)\n",
+)
 _LAYER = "tests/interpreted/test_interpreted_layer.py"
 
 MUTATIONS = [
@@ -11,15 +14,15 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of fp32 weights are rounded", "launch/grouped_gemm.py",
-        "torch.float32 if fp32_dw else w1.dtype", "w1.dtype",
+        "torch.float32 if fp32 else w.dtype", "w.dtype",
         f"{_LAYER} -k fp32_weights", interpreted=True,
     ),
     Mutation(
-        "a long batch waits for its permutation and sums to be compiled", "precompile.py",
+        "a long batch waits for its permutation and sums to be compiled", "layer/precompile.py",
         "BATCHES = (8, 2048)\n", "BATCHES = (8,)\n", "tests/test_warmup.py",
     ),
     Mutation(
-        "a short batch waits for its permutation to be compiled", "precompile.py",
+        "a short batch waits for its permutation to be compiled", "layer/precompile.py",
         "BATCHES = (8, 2048)\n", "BATCHES = (2048,)\n", "tests/test_warmup.py",
     ),
     Mutation(

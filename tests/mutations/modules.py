@@ -9,20 +9,20 @@ MUTATIONS = [
         "fits = (inside | absent).all()", "tests/test_experts.py -k token_start",
     ),
     Mutation(
-        "backward hooks of the router do not fire", "plain_linear.py",
+        "backward hooks of the router do not fire", "routing/plain_linear.py",
         "    return not forward_hooks and not backward_hooks\n", "    return not forward_hooks\n",
         "tests/test_moe.py -k hook",
     ),
     Mutation(
-        "a replaced router.forward is not called", "plain_linear.py",
+        "a replaced router.forward is not called", "routing/plain_linear.py",
         'or "forward" in module.__dict__:', "or False:", "tests/test_moe.py -k replaced",
     ),
     Mutation(
-        "global hooks do not see the router", "plain_linear.py",
+        "global hooks do not see the router", "routing/plain_linear.py",
         " or _has_any_global_hook():", ":", "tests/test_moe.py -k hook",
     ),
     Mutation(
-        "a patched nn.Linear.forward is not called", "plain_linear.py",
+        "a patched nn.Linear.forward is not called", "routing/plain_linear.py",
         "return nn.Linear.forward is _FORWARD and not _IS_PATCHED", "return not _IS_PATCHED",
         "tests/test_moe.py -k replaced",
     ),
@@ -57,7 +57,7 @@ MUTATIONS = [
         "tests/test_watch.py -k copied",
     ),
     Mutation(
-        "memory can be set to a string that nothing reads", "layer_options.py",
+        "memory can be set to a string that nothing reads", "layer/options.py",
         '    "memory": lambda moe, name, value: memory_policy(value),\n', "",
         "tests/test_moe_options.py -k memory",
     ),

@@ -7,9 +7,9 @@ from helpers import budget, poisoned, same_bits, written_out_loss
 from score_matrices import SCORES, assert_softmax, top
 
 from sonicmoe import MoE, ops
-from sonicmoe.layer import router_logits
 from sonicmoe.reference.token_rounding import SUBROUTINES
 from sonicmoe.routing import ROUTERS, TokenRounding, auxiliary_loss, make_router
+from sonicmoe.routing.scores import router_logits
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(4096, 64, 4, 128), (1000, 20, 3, 96), (16384, 256, 4, 128), (50, 4, 2, 64)]
@@ -150,9 +150,7 @@ def test_logits_in_fp32(dtype):
     """Of data in 16 bits, without a copy of it in fp32."""
     x = torch.randn(3000, 512, device="cuda", dtype=dtype, requires_grad=True)
     weight = (torch.randn(24, 512, device="cuda") / 22).to(dtype).requires_grad_()
-    router_logits(
-        x, weight, fp32_logits=True
-    )  # the first product of a process asks for a work space
+    router_logits(x, weight, fp32_logits=True)  # the first GEMM of a process asks for a work space
     before = torch.cuda.memory_allocated()
     logits, same = router_logits(x, weight, fp32_logits=True)
     assert torch.cuda.memory_allocated() - before < 4 * 3000 * 32 + 2**16

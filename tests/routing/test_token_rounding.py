@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from score_matrices import SCORES, kept_pairs, top
 
-from sonicmoe import notices
+from sonicmoe import errors
 from sonicmoe.reference.routers import rounded_rows
 from sonicmoe.reference.token_rounding import (
     STOCHASTIC,
@@ -250,7 +250,7 @@ def test_mistakes_are_named(mistake):
 
 
 def test_fewer_tokens_than_a_tile_are_said_once():
-    notices.say_once.cache_clear()
+    errors.say_once.cache_clear()
     router = TokenRounding(4, 2, tile=16)
     with pytest.warns(UserWarning, match="fewer tokens than its tile of 16 drops every token"):
         routing = router(torch.randn(12, 4))

@@ -70,7 +70,7 @@ def command(text_folder, cache, tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Small products gain nothing from threads, and one is the same on every machine."""
+    """Small GEMMs gain nothing from threads, and one is the same on every machine."""
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)

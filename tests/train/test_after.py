@@ -188,7 +188,7 @@ def _planned(seconds: Callable[..., float], shape: str) -> float:
     return seconds(model, tokens, gpu("H200"), plan.Efficiency())
 
 
-def test_plain_products_reach_what_was_measured():
+def test_plain_gemms_reach_what_was_measured():
     shares = []
     for shape, seconds in _measured("dense").items():
         tokens, hidden, intermediate, _, k = map(int, shape.split(","))

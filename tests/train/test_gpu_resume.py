@@ -21,7 +21,7 @@ STOP_AFTER = 6
 
 @pytest.fixture(autouse=True)
 def _cublas_can_repeat():
-    """PyTorch reads this once, at the first product of the process."""
+    """PyTorch reads this once, at the first GEMM of the process."""
     if torch.cuda.is_initialized() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         pytest.fail("set CUBLAS_WORKSPACE_CONFIG before CUDA starts, as tests/conftest.py does")
 

@@ -44,7 +44,7 @@ def test_accumulation_gives_the_same_gradient_steps(tiny, cache, tmp_path):
 @pytest.mark.parametrize("change", [{"precision": "autocast"}, {"precision": "bf16"},
                                     {"precision": "fp8"}, {"precision": "fp8", "recompute": True},
                                     {"recompute": True}, {"loss_chunk": 16},
-                                    {"memory": "fp8"}, {"memory": "recompute"},
+                                    {"memory": "e4m3"}, {"memory": "recompute"},
                                     {"backend": "grouped_mm"}, {"backend": "torch"}])  # fmt: skip
 def test_every_way_of_computing_a_step_trains(tiny, cache, tmp_path, change):
     numbers = run.train(

@@ -15,7 +15,7 @@ from sonicmoe.tuning import Target, table
 
 HOPPER = Target(90, PROCESSORS)
 H, I = 264, 136  # wide enough for every tile, a multiple of none
-PRODUCTS = ("up_kernel", "gemm_kernel", "dz_kernel", "wgrad_kernel")
+GEMMS = ("up_kernel", "gemm_kernel", "dz_kernel", "wgrad_kernel")
 
 
 def short_blocks(config):
@@ -41,8 +41,8 @@ def test_candidates_compile(first, activation, other):
             kernels = compile_layer(
                 90, torch.bfloat16, activation, LAYOUTS[other], other, False, (H, I)
             )
-        products = [k for k in kernels if k.metadata.name.endswith(PRODUCTS)]
-        assert len(products) == 6
-        for kernel in products:
+        gemms = [k for k in kernels if k.metadata.name.endswith(GEMMS)]
+        assert len(gemms) == 6
+        for kernel in gemms:
             assert kernel.metadata.shared <= HOPPER.shared_memory, kernel.metadata.name
             assert report(kernel)["wgmma"], f"{kernel.metadata.name} misses tensor cores"

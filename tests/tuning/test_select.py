@@ -68,7 +68,7 @@ def test_z_in_e4m3_needs_a_gpu_that_has_it(arch, fits):
         if fits:
             fp8_row_config(*given)
             continue
-        with pytest.raises(ValueError, match=rf"got 'fp8' on compute capability {arch / 10}"):
+        with pytest.raises(ValueError, match=rf"got 'e4m3' on compute capability {arch / 10}"):
             fp8_row_config(*given)
 
 
@@ -84,7 +84,7 @@ def test_z_in_e4m3_needs_a_gpu_that_has_it(arch, fits):
 )
 def test_even_experts_are_split_where_they_leave_programs_idle(experts, tiles, split):
     rows = 524288
-    spans = grouped_gemm._spans(rows, (experts, 64, 64), tiles, 132, torch.device("cpu"))
+    spans = grouped_gemm.spans_of(rows, (experts, 64, 64), tiles, 132, torch.device("cpu"))
     assert (rows // experts >= 2 * spans.rows) == split
     assert spans.rows <= rows * tiles / 132 or spans.rows == grouped_gemm.SHORTEST_SPAN
     assert rows >= 2 * spans.rows  # an expert that has them all is split

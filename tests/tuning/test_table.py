@@ -9,7 +9,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from sonicmoe import notices
+from sonicmoe import errors
 from sonicmoe.tuning import RowConfig, Target, WeightConfig, row_config, table, weight_config
 from sonicmoe.tuning.candidates import candidates, default_config
 from sonicmoe.tuning.table import RowKey, Table, WeightKey
@@ -30,7 +30,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(table, "_name_of", lambda target: DEVICE if target == H200 else None)
     table.invalidate()
-    notices.say_once.cache_clear()
+    errors.say_once.cache_clear()
     yield tmp_path / "sonicmoe" / "tuned-nvidia-h200.json"
     table.invalidate()
 
@@ -219,7 +219,7 @@ def test_a_damaged_table_never_raises_and_is_never_used_silently(here):
         data = damage(draw, json.loads(sound))
         here.write_bytes(data)
         table.invalidate()
-        notices.say_once.cache_clear()
+        errors.say_once.cache_clear()
         with warnings.catch_warnings(record=True, action="always") as said:
             found = table.tuned(H200)
             rows, weights = row_config(*UP, H200), weight_config(*DW1, H200)

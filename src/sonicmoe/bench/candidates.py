@@ -46,8 +46,9 @@ def ours(
     inputs: Inputs, *, router: bool, gate_up: str = "interleaved", layers: int = 1
 ) -> Candidate:
     """The layer of this package, through its public functions; `layers` of them share weights."""
-    from ..layer import experts, router_logits, topk_scores
+    from ..functional import experts
     from ..routing import Sigmoid
+    from ..routing.scores import router_logits, topk_scores
 
     case, i = inputs.case, inputs
 

@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import cost
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..memory_policy import Z_POLICIES, MemoryPolicy, memory_policy
+from ..layer.memory import KEEP, Z_POLICIES, MemoryPolicy, memory_policy
+from ..layer.operands import precisions
 from ..shapes import check_size
-from ..validation import FP8_PRECISIONS, LAYOUTS, check_writable
+from ..tools import cost
+from ..validation import LAYOUTS, check_writable
 from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case
-from .products import NAMES
+from .gemms import NAMES
 
 if TYPE_CHECKING:
     from .run import Options, Outcome
@@ -54,7 +55,7 @@ def register(subparsers) -> None:
     add_selection(tune, routings=False)
     add_device(tune)
     gemms = "one of a layer's six GEMMs; default: all"
-    tune.add_argument("--product", action="append", choices=NAMES, help=gemms)
+    tune.add_argument("--gemm", "--product", action="append", choices=NAMES, help=gemms)
     table = "table to write; $SONICMOE_TUNED or ~/.cache/sonicmoe/tuned-<device>.json"
     tune.add_argument("--out", type=Path, metavar="FILE", help=table)
     tune.add_argument("--results", type=Path, metavar="FOLDER", help="keep all measurements there")
@@ -65,9 +66,10 @@ def register(subparsers) -> None:
     add_selection(costs, routings=False)
     costs.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     fp8 = "of the experts' GEMMs; default: that of --dtype"
-    costs.add_argument("--precision", choices=FP8_PRECISIONS, help=fp8)
+    costs.add_argument("--precision", choices=precisions(), help=fp8)
     costs.add_argument("--gpu", default="h200", help=f"one of {', '.join(cost.GPUS)}")
-    costs.add_argument("--memory", choices=Z_POLICIES, default="keep", help="of Z; default: keep")
+    policies = f"of Z: {', '.join(Z_POLICIES)}; default: {KEEP.z}"
+    costs.add_argument("--memory", metavar="POLICY", default=KEEP.z, help=policies)
     costs.add_argument("--slices", type=int, default=1, help="of H in Y and dX; default: 1")
     costs.add_argument("--tile-m", type=int, metavar="M", help="128, in float32 32")
 
@@ -313,7 +315,7 @@ def run_tune(args: argparse.Namespace) -> int:
         if folder is not None:
             check_writable(flag, folder)
     outcome = tune_run.tune_cases(
-        selected_cases(args), options_of(args), args.product or NAMES, args.out
+        selected_cases(args), options_of(args), args.gemm or NAMES, args.out
     )
     if args.results:
         origin = results.provenance(args.device, command(args), args.commit)

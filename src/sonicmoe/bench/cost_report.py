@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from .. import cost
-from ..cost import Gpu, Stage
-from ..memory_policy import KEEP, MemoryPolicy
+from ..layer.memory import KEEP, MemoryPolicy
 from ..moe import MoE
+from ..tools import cost
+from ..tools.cost import Gpu, Stage
 from .cases import Case
 from .tables import table
 

@@ -12,7 +12,7 @@ DENSE = "dense"
 def dense_gemms(
     p: Problem, device: str | torch.device, dtype: torch.dtype
 ) -> dict[str, Callable[[], object]]:
-    """Six batched GEMMs, T·K/E rows for every expert, named as in `products.NAMES`."""
+    """Six batched GEMMs, T·K/E rows for every expert, named as in `gemms.NAMES`."""
     rows = max(1, p.R // p.E)
 
     def random(*shape: int) -> torch.Tensor:

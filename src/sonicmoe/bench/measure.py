@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from .. import cost
 from ..shapes import Problem
+from ..tools import cost
 from .candidates import Candidate
 from .kernels import busy_ms
 from .memory import MIB, measure_memory

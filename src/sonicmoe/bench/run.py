@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .. import cost
+from ..tools import cost
 from . import dense, report
 from .candidates import OURS, Candidate, ours
 from .cases import Case

@@ -19,7 +19,7 @@ from ..launch import memory
 from ..tuning import Target
 from ..tuning.candidates import candidates
 from ..tuning.table import Config, Key
-from .products import Product
+from .gemms import Gemm
 
 MIN_GAIN = 0.02  # smaller gains are noise
 ROUNDS = 5
@@ -59,21 +59,21 @@ def gpu_timer(call: Callable[[], object]) -> float:
 
 
 def tune(
-    product: Product,
+    gemm: Gemm,
     target: Target,
     timer: Timer = gpu_timer,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Finding:
-    default, *others = candidates(product.key, target)
+    default, *others = candidates(gemm.key, target)
     with _poisoned():
-        want = product.run(default)
+        want = gemm.run(default)
     if not all(t.isfinite().all() for t in want):
-        raise RuntimeError(f"{product.name}: the default configuration gives no finite result")
+        raise RuntimeError(f"{gemm.name}: the default configuration gives no finite result")
     faults: dict[Config, str] = {}
     right = [default]
     for config in others:
-        progress(f"{product.name}: checking {describe(config)}")
-        fault = _fault(product, config, want)
+        progress(f"{gemm.name}: checking {describe(config)}")
+        fault = _fault(gemm, config, want)
         if fault:
             faults[config] = fault
         else:
@@ -81,28 +81,28 @@ def tune(
     del want
 
     def round_of(configs: list[Config]) -> list[float]:
-        return [timer(partial(product.run, config)) for config in configs]
+        return [timer(partial(gemm.run, config)) for config in configs]
 
     rounds = []
     for number in range(ROUNDS):
-        progress(f"{product.name}: round {number + 1} of {ROUNDS}, {len(right)} configurations")
+        progress(f"{gemm.name}: round {number + 1} of {ROUNDS}, {len(right)} configurations")
         rounds.append(round_of(right))
     times = dict(zip(right, map(statistics.median, zip(*rounds, strict=True)), strict=True))
     ratios = zip(*([ms / turn[0] for ms in turn] for turn in rounds), strict=True)
     best = min(zip(map(statistics.median, ratios), right, strict=True), key=lambda pair: pair[0])[1]
-    about = (product.name, product.key, product.flops, default, best)
+    about = (gemm.name, gemm.key, gemm.flops, default, best)
     if best == default:
         return Finding(*about, times[best], times[best], 0.0, times, faults)
-    progress(f"{product.name}: {describe(best)} against the default")
+    progress(f"{gemm.name}: {describe(best)} against the default")
     duel = [round_of([default, best]) for _ in range(ROUNDS)]
     default_ms, best_ms = map(statistics.median, zip(*duel, strict=True))
     gain = 1 - statistics.median(ms / base for base, ms in duel)
     return Finding(*about, default_ms, best_ms, gain, times, faults)
 
 
-def steps(product: Product, target: Target) -> int:
+def steps(gemm: Gemm, target: Target) -> int:
     """How often `tune` calls `progress`, at most."""
-    return len(candidates(product.key, target)) + ROUNDS
+    return len(candidates(gemm.key, target)) + ROUNDS
 
 
 def describe(config: Config) -> str:
@@ -111,11 +111,11 @@ def describe(config: Config) -> str:
     return f"{kind} {tile}, {config.stages} stages" + (", plain loads" if not config.tma else "")
 
 
-def _fault(product: Product, config: Config, want: tuple[torch.Tensor, ...]) -> str | None:
+def _fault(gemm: Gemm, config: Config, want: tuple[torch.Tensor, ...]) -> str | None:
     """Why `config` cannot be chosen; None if it is right."""
     try:
         with _poisoned():
-            got = product.run(config)
+            got = gemm.run(config)
         wrong = [i for i, (g, w) in enumerate(zip(got, want, strict=True)) if not _agree(g, w)]
     except Exception as error:  # of the compiler or the launch: the others can still be measured
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

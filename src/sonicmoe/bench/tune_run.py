@@ -12,8 +12,8 @@ from ..tuning.table import Key, Table
 from . import tables
 from .candidates import ours
 from .cases import Case
+from .gemms import Gemm, gemms
 from .inputs import Inputs, make_inputs
-from .products import Product, products
 from .progress import Bar
 from .results import Record, device_name
 from .run import Options, Outcome, about_case, failure_text, release
@@ -40,7 +40,7 @@ def tune_cases(
     outcome = Outcome([], [], [])
     for case in cases:
         inputs = make_inputs(case, "uniform", options.device, options.dtype)
-        found, target = products(inputs, options.gate_up)
+        found, target = gemms(inputs, options.gate_up)
         new = [p for p in found if p.name in names and p.key not in findings]
         if not new:
             print(f"\n{case.name} ({case.problem}): the same GEMMs as an earlier case")
@@ -71,11 +71,11 @@ def tune_cases(
     return outcome
 
 
-def _measure(case: Case, new: list[Product], target: Target, timer: Timer) -> list[Finding]:
-    bar = Bar(sum(steps(product, target) for product in new))
+def _measure(case: Case, new: list[Gemm], target: Target, timer: Timer) -> list[Finding]:
+    bar = Bar(sum(steps(gemm, target) for gemm in new))
     try:
         step = partial(_step, bar, case.name)
-        return [tune(product, target, timer, step) for product in new]
+        return [tune(gemm, target, timer, step) for gemm in new]
     finally:
         bar.close()
 
@@ -108,7 +108,7 @@ def _gains(f: Finding) -> tuple[str, ...]:
 def _record(case: Case, options: Options, f: Finding) -> Record:
     return about_case(case, options) | {
         "candidate": "tune",
-        "product": f.name,
+        "gemm": f.name,
         "default": asdict(f.default),
         "default_ms": f.default_ms,
         "best": asdict(f.best),

@@ -82,7 +82,7 @@ def verify(
 
     names = ("out", *candidate.leaves)
     errors = {name: _Error(name, by_slice and name in ALONG, outliers) for name in names}
-    with _honest_products():
+    with honest_gemms():
         exact = _Pass(candidate, inputs, dout, torch.float64)
         plain = _Pass(candidate, inputs, dout, inputs.x.dtype, linear)
         for e in range(inputs.case.problem.E):
@@ -100,7 +100,7 @@ def verify(
 
 
 @contextlib.contextmanager
-def _honest_products() -> Iterator[None]:
+def honest_gemms() -> Iterator[None]:
     """Make plain PyTorch as exact as possible: no sums in 16 bits, no tf32."""
     flags = torch.backends.cuda.matmul
     names = (

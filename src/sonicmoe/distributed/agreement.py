@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..validation import FP8_PRECISIONS, LAYOUTS
+from ..layer.operands import precisions
+from ..validation import LAYOUTS
 
 _COUNTS = 2
 # A setting that is not a number is sent as -1 - (its index in this list), or as a checksum below.
@@ -28,7 +29,7 @@ _VOCABULARY: list[Any] = [
     torch.float64,
     *ActivationType,
     *LAYOUTS,
-    *FP8_PRECISIONS,
+    *precisions(),
 ]
 
 

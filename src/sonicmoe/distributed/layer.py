@@ -10,21 +10,21 @@ import torch
 import torch.distributed as dist
 
 from .. import ops
-from ..autograd import refuse_second_derivatives
 from ..enums import ActivationType
-from ..layer import autocast, experts_and_counts
-from ..main_grad import with_main_grad
-from ..memory_policy import MemoryPolicy, memory_policy
+from ..layer import prepare
+from ..layer.fp8_weights import Fp8Weights, check_fp8_weights
+from ..layer.lora import LowRank
+from ..layer.main_grad import with_main_grad
+from ..layer.memory import KEEP, MemoryPolicy, memory_policy
+from ..layer.nodes import refuse_second_derivatives
+from ..layer.run import run
+from ..layer.weights import ExpertWeights, Projection
 from ..shapes import check_size
 from ..validation import (
-    check_fp8,
-    check_precision,
     check_rank,
     check_slots,
-    check_weights,
     resolve_backend,
 )
-from ..weights import ExpertWeights
 from .agreement import Settings, raise_on_all_ranks
 from .plan import Plan, make_plan
 
@@ -53,10 +53,13 @@ def experts(
     group: dist.ProcessGroup | None = None,
     slot_token: torch.Tensor | None = None,
     token_start: torch.Tensor | None = None,
+    lora1: LowRank | None = None,
+    lora2: LowRank | None = None,
     activation: ActivationType = ActivationType.SWIGLU,
     gate_up: str = "interleaved",
     precision: str | None = None,
-    memory: str | MemoryPolicy = "keep",
+    fp8_weights: Fp8Weights | None = None,
+    memory: str | MemoryPolicy = KEEP,
     backend: str | None = None,
 ) -> torch.Tensor:
     """`sonicmoe.experts` with the experts spread evenly over the ranks of `group`.
@@ -71,18 +74,20 @@ def experts(
     on one rank raises on all.
     """
     with raise_on_all_ranks(group, w1, x, ids):
-        x, b1, b2 = autocast(x, b1, b2)  # before x travels
-        check_weights(x, w1, w2, b1, b2, activation, gate_up)
-        check_precision(precision)
-        if precision is not None:
-            check_fp8(x, w1, w2, b1, b2)
+        check_fp8_weights(fp8_weights, precision)
+        if fp8_weights is not None:
+            fp8_weights.raise_if_stale()  # before one rank alone would
+        (x,) = prepare.autocast(x)  # before x travels
+        weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
+        prepare.check(x, weights, (lora1, lora2), precision, backend)
         ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
-        resolve_backend(backend, x)
         policy = memory_policy(memory)
         for w in (w1, w2):
             with_main_grad(w)  # raises if the buffer does not fit
         settings = _settings(x, scores, w1.shape[0])._replace(
-            output_requires_grad=_needs_gradient(x, scores, w1, w2, b1, b2),
+            output_requires_grad=_needs_gradient(
+                x, scores, w1, w2, b1, b2, *_adapters(lora1, lora2)
+            ),
             intermediate_size=w2.shape[2],
             activation=activation,
             gate_up=gate_up,
@@ -92,17 +97,19 @@ def experts(
         )
     arrived, plan = _dispatch(x, ids, scores, settings, group, slot_token, token_start)
     rows, pair_row, ids, scores = arrived
-    weights = ExpertWeights(w1, w2, b1, b2, activation, gate_up)
-    y, _ = experts_and_counts(
+    call = prepare.routed(
         rows,
         ids,
         scores,
         weights,
-        policy,
         slot_token=pair_row,
+        lora=(lora1, lora2),
         precision=precision,
+        memory=policy,
         backend=backend,
+        fp8_weights=fp8_weights,
     )
+    y = run(call)
     return combine(y, plan)
 
 
@@ -134,6 +141,10 @@ def dispatch(
 def _settings(x: torch.Tensor, scores: torch.Tensor, experts_per_rank: int) -> Settings:
     needs = _needs_gradient(x), _needs_gradient(scores)
     return Settings(experts_per_rank, x.shape[1], x.dtype, scores.dtype, *needs)
+
+
+def _adapters(*adapters: LowRank | None) -> list[torch.Tensor]:
+    return [t for lora in adapters if lora is not None for t in (lora.a, lora.b)]
 
 
 def _needs_gradient(*tensors: torch.Tensor | None) -> bool:

@@ -12,8 +12,9 @@ from torch.func import functional_call
 
 from ..enums import KernelBackendMoE
 from ..errors import bad_argument
+from ..layer.weights import ExpertWeights, Projection
 from ..moe import MoE
-from ..plain_linear import is_linear
+from ..routing.plain_linear import is_linear
 from .agreement import raise_on_all_ranks
 from .drift import note_training
 from .layer import experts
@@ -40,35 +41,49 @@ class ExpertParallelMoE(MoE):
         kernel_backend_moe: KernelBackendMoE | None = None,
         is_inference_mode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with self._raise_on_all_ranks():
-            backend = self._checked_backend(hidden_states, kernel_backend_moe)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
-            x = hidden_states.reshape(-1, self.hidden_size)
-            shared = None if self.shared_expert is None else self._shared_output(x)
-            logits, x = self._router_logits(x)
-            r = self.routing(logits, backend=backend)
-            # Counts of this rank's tokens, which its own experts do not know.
-            aux_loss = None if is_inference_mode else self._aux_loss(logits, r, None, backend)
-            w1, w2, b1, b2, activation, gate_up = self._weights()
-            out = experts(
-                x,
-                r.ids,
-                r.scores,
-                *map(_local, (w1, w2, b1, b2)),
-                group=self.mesh.get_group(),
-                slot_token=r.slot_token,
-                token_start=r.token_start,
-                activation=activation,
-                gate_up=gate_up,
-                precision=self.precision,
-                memory=self.memory,
-                backend=backend,
-            )
-            if shared is not None:
-                out = out + shared
+        out, aux_loss = super().forward(hidden_states, kernel_backend_moe, is_inference_mode)
         if out.requires_grad:
             note_training(self)
-        return out.view(hidden_states.shape), aux_loss
+        return out, aux_loss
+
+    def _run_experts(self, x, r, logits, backend, is_inference_mode):
+        # Counts of this rank's tokens, which its own experts do not know.
+        aux_loss = None if is_inference_mode else self._aux_loss(logits, r, None, backend)
+        (w1, b1, *_), (w2, b2, *_), activation, gate_up = self._weights()
+        with self._raise_on_all_ranks():
+            lora1, lora2 = self._adapters()
+        fp8_weights = None if self.precision is None else self._fp8_weights
+        out = experts(
+            x,
+            r.ids,
+            r.scores,
+            w1,
+            w2,
+            b1,
+            b2,
+            group=self.mesh.get_group(),
+            slot_token=r.slot_token,
+            token_start=r.token_start,
+            lora1=lora1,
+            lora2=lora2,
+            activation=activation,
+            gate_up=gate_up,
+            precision=self.precision,
+            fp8_weights=fp8_weights,
+            memory=self.memory,
+            backend=backend,
+        )
+        return out, aux_loss
+
+    def _weights(self) -> ExpertWeights:
+        """Those of this rank."""
+        up, down, activation, gate_up = super()._weights()
+        up, down = (Projection(_local(w.weight), _local(w.bias)) for w in (up, down))
+        return ExpertWeights(up, down, activation, gate_up)
+
+    def _checked_backend(self, hidden_states, backend):
+        with self._raise_on_all_ranks():
+            return super()._checked_backend(hidden_states, backend)
 
     def _router_logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with self._raise_on_all_ranks():

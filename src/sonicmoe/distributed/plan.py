@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..layer import permute
+from ..layer.run import permute
 from .agreement import Settings, exchange_counts
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..gate_up_order import check_order, metadata_of, with_order
+from ..layer.gate_up_order import check_order, metadata_of, with_order
 from ..reference.activation import join_gate_up, split_gate_up
 from ..routing import Router, Sigmoid
 from ..validation import check_gate_up

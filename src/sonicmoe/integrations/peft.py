@@ -1,8 +1,9 @@
-"""PEFT: LoRA on the experts of a transformers model through `lora_experts`.
+"""PEFT: LoRA on the experts of a transformers model or of `MoE` through `lora_experts`.
 
 PEFT wraps the experts once for each parameter in `target_parameters`. Its own forward pass adds
-scale·B·A to the weights of all experts at every call. `use_lora_experts(model)` replaces that
-forward pass; parameters, configuration, saving, loading and merging stay PEFT's.
+scale·B·A to the weights of all experts at every call, and that of `MoE` reads the weights alone.
+`use_lora_experts(model)` replaces both; parameters, configuration, saving, loading and merging stay
+PEFT's.
 """
 
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import bad_argument
 from ..extras import missing
+from ..moe import Experts, MoE
 from .lora import LowRank
-from .transformers import ALL_EXPERTS_FUNCTIONS, _calls_ours, _options_of, register
+from .transformers import ALL_EXPERTS_FUNCTIONS, calls_ours, register
 
 try:
     from peft import PeftModel
@@ -33,34 +35,42 @@ def use_lora_experts(model: nn.Module) -> int:
     Call it after `get_peft_model` or `PeftModel.from_pretrained`. The model's experts run by our
     implementation from then on, also where adapters are disabled or merged. Any number of active
     adapters, on one or both weights. With another `experts_implementation`, PEFT's own forward
-    pass runs again.
+    pass runs again. The experts may also be those of `MoE`: `c_fc.weight` and `c_proj.weight` in
+    `target_parameters`.
     """
     inner = {id(m.base_layer) for m in model.modules() if isinstance(m, ParamWrapper)}
     outer = [m for m in model.modules() if isinstance(m, ParamWrapper) and id(m) not in inner]
-    outer = [wrapper for wrapper in outer if _wraps_experts(wrapper)]
-    if not outer:
+    of_moe = [wrapper for wrapper in outer if _wraps_weight_of_moe(wrapper)]
+    outer = [w for w in outer if w not in of_moe and _wraps_experts(w)]
+    if not outer and not of_moe:
         raise bad_argument(
             "model",
             "a PEFT model with LoRA on experts",
             f"{type(model).__name__} without any",
-            "Pass target_parameters=['experts.gate_up_proj', 'experts.down_proj'] to LoraConfig.",
+            "Pass target_parameters=['experts.gate_up_proj', 'experts.down_proj'] to LoraConfig, or"
+            " ['c_fc.weight', 'c_proj.weight'] for MoE.",
         )
-    functions = [_implementation(wrapper.get_base_layer()) for wrapper in outer]
-    is_ours = all(map(_calls_ours, functions))
-    if not is_ours:
-        if not _calls_ours(ALL_EXPERTS_FUNCTIONS.get(_NAME)):  # else other models may use it
+    for wrapper in of_moe:
+        wrapper.low_rank = partial(_active_low_rank, wrapper)  # type: ignore[assignment]
+    if not all(_is_ours(wrapper.get_base_layer()) for wrapper in outer):
+        if not calls_ours(ALL_EXPERTS_FUNCTIONS.get(_NAME)):  # else other models may use it
             register(_NAME)
-        functions = [ALL_EXPERTS_FUNCTIONS[_NAME]]
-    if any(_options_of(f)[0] is not None for f in functions):
-        remedy = "register('another_name'), then model.set_experts_implementation('another_name')."
-        raise bad_argument("model", "experts without precision='fp8'", "experts in FP8", remedy)
-    if not is_ours:
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         base.set_experts_implementation(_NAME)
     for wrapper in outer:
         # Not a bound method: that could not be pickled with the model.
         wrapper.forward = partial(_forward, wrapper)  # type: ignore[method-assign]
-    return len(outer)
+    layers = [m for m in model.modules() if isinstance(m, MoE)]
+    return len(outer) + sum(m.c_fc in of_moe or m.c_proj in of_moe for m in layers)
+
+
+def _wraps_weight_of_moe(wrapper: Any) -> bool:
+    return isinstance(wrapper.base_layer, Experts) and wrapper.parameter_name == "weight"
+
+
+def _active_low_rank(wrapper: Any) -> LowRank | None:
+    """None where PEFT's adapter is disabled, or part of the weight."""
+    return None if wrapper.disable_adapters or wrapper.merged else _low_rank(wrapper)
 
 
 def _wraps_experts(wrapper: Any) -> bool:
@@ -110,12 +120,8 @@ def _weights(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def _implementation(experts: Any) -> Any:
-    return ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
-
-
 def _is_ours(experts: Any) -> bool:
-    return _calls_ours(_implementation(experts))
+    return calls_ours(ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation))
 
 
 def _low_rank(wrapper: Any) -> LowRank | None:

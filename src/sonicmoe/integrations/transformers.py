@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from ..errors import bad_argument
 from ..extras import missing
 from ..functional import experts
-from ..memory_policy import KEEP, MemoryPolicy, memory_policy
-from ..validation import check_precision
-from .lora import LowRank, lora_experts
+from ..layer.fp8_weights import Fp8Weights
+from ..layer.lora import LowRank
+from ..layer.memory import KEEP, MemoryPolicy, memory_policy
+from ..layer.operands import kind_of
 from .recognition import activation_of, gate_up_of
 
 try:
@@ -26,6 +27,8 @@ try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 except ImportError as error:
     raise missing("transformers", "sonicmoe.integrations.transformers") from error
+
+__all__ = ["experts_forward", "register"]
 
 _KEEP = "Or keep 'sonicmoe_experts'."
 
@@ -35,7 +38,8 @@ def register(
     *,
     replace: bool = False,
     precision: str | None = None,
-    memory: str | MemoryPolicy = "keep",
+    cache_fp8_weights: bool = False,
+    memory: str | MemoryPolicy = KEEP,
 ) -> None:
     """Make `name` a valid `experts_implementation` of transformers.
 
@@ -43,21 +47,27 @@ def register(
     "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
     package behind that name, for this process. Models whose experts do not use transformers'
     interface, or are loaded quantized, would ignore the name: asking for it raises a ValueError
-    from now on. `precision` and `memory` are those of `sonicmoe.experts`; adapters always keep Z.
+    from now on. `precision` and `memory` are those of `sonicmoe.experts`. With `cache_fp8_weights`
+    each module of experts has a `sonicmoe.Fp8Weights` as `sonicmoe_fp8_weights` after its first
+    call, which must not be compiled; `refresh` it after changes that it does not see.
     They stay those of `name`: transformers looks a name up in every call, so other ones would
     change models that exist already. Register another name for them.
     """
     if not isinstance(name, str) or not name:
         raise bad_argument("name", "a string that is not empty", repr(name), _KEEP)
-    check_precision(precision)
+    kind_of(precision)
+    if cache_fp8_weights and precision is None:
+        remedy = "Set precision='fp8'."
+        raise bad_argument("cache_fp8_weights", "False without precision='fp8'", True, remedy)
     policy = memory_policy(memory)
     function: Any = experts_forward
     if policy != KEEP or precision:
-        function = partial(experts_forward, precision=precision, memory=policy)
+        options: Any = {"precision": precision, "cache_fp8_weights": cache_fp8_weights}
+        function = partial(experts_forward, **options, memory=policy)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
     current = ALL_EXPERTS_FUNCTIONS.get(name)
-    if _calls_ours(current):
+    if calls_ours(current):
         _check_same_options(name, current, function)
         return
     if current is not None and not replace:
@@ -73,24 +83,26 @@ def register(
     _refuse_models_without_interface()
 
 
-def _calls_ours(function: Any) -> bool:
+def calls_ours(function: Any) -> bool:
     """Whether transformers calls `experts_forward` by it."""
     return getattr(function, "func", function) is experts_forward
 
 
-def _options_of(function: Any) -> tuple[str | None, MemoryPolicy]:
-    """`precision` and `memory` of what `register` made."""
+def _options_of(function: Any) -> tuple[str | None, bool, MemoryPolicy]:
+    """`precision`, `cache_fp8_weights` and `memory` of what `register` made."""
     options = getattr(function, "keywords", {})
-    return options.get("precision"), options.get("memory", KEEP)
+    cached = options.get("cache_fp8_weights", False)
+    return options.get("precision"), cached, options.get("memory", KEEP)
 
 
 def _check_same_options(name: str, current: Any, wanted: Any) -> None:
     if _options_of(current) != _options_of(wanted):
-        precision, memory = _options_of(current)
+        precision, cached, memory = _options_of(current)
         raise bad_argument(
             "name",
             "one that is not registered yet, for other options",
-            f"{name!r}, which models may use with precision={precision!r} and {memory}",
+            f"{name!r}, which models may use with precision={precision!r},"
+            f" cache_fp8_weights={cached} and {memory}",
             f"Register another name, for example {name + '_2'!r}, and load models with that.",
         )
 
@@ -103,6 +115,7 @@ def experts_forward(
     lora1: LowRank | None = None,
     lora2: LowRank | None = None,
     precision: str | None = None,
+    cache_fp8_weights: bool = False,
     memory: MemoryPolicy = KEEP,
 ) -> torch.Tensor:
     """Run the experts of a transformers module; `register` makes transformers call this.
@@ -124,15 +137,12 @@ def experts_forward(
     if module.is_transposed:
         w1, w2 = w1.mT, w2.mT
     options: dict[str, Any] = {"activation": activation_of(module), "gate_up": gate_up_of(module)}
-    if precision is not None and (lora1 is not None or lora2 is not None):
-        remedy = "Register another name without precision for models with LoRA."
-        raise bad_argument("precision", "None with LoRA on the experts", repr(precision), remedy)
+    options |= {"lora1": lora1, "lora2": lora2, "precision": precision, "memory": memory}
+    if cache_fp8_weights:
+        options["fp8_weights"] = _fp8_weights(module, name)
 
     def run(x, ids, scores):
-        if lora1 is None and lora2 is None:
-            policies = {"precision": precision, "memory": memory}
-            return experts(x, ids, scores, w1, w2, b1, b2, **options, **policies)
-        return lora_experts(x, ids, scores, w1, w2, lora1, lora2, b1, b2, **options)
+        return experts(x, ids, scores, w1, w2, b1, b2, **options)
 
     if getattr(module, "has_post_expert_norm", False):
         norm = module.post_expert_norm
@@ -151,6 +161,15 @@ def _normed(run, norm, num_experts: int, x, ids, scores) -> torch.Tensor:
     return torch.where(present[..., None], rows, 0).sum(1)
 
 
+def _fp8_weights(module: Any, name: str) -> Fp8Weights | None:
+    """Those of the module, made in the first call; None if that is compiled."""
+    if not hasattr(module, "sonicmoe_fp8_weights"):
+        if torch.compiler.is_compiling():
+            return None
+        module.sonicmoe_fp8_weights = Fp8Weights((name, "down_proj"))
+    return module.sonicmoe_fp8_weights
+
+
 def _local(module: Any, name: str) -> torch.Tensor:
     weight = getattr(module, name)
     return weight.to_local() if isinstance(weight, DTensor) else weight
@@ -166,7 +185,7 @@ def _refuse_models_without_interface() -> None:
     @wraps(original)
     def checked(self, requested_experts):
         name = original(self, requested_experts)
-        if _calls_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
+        if calls_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
             if self._can_set_experts_implementation():
                 _check_not_quantized(getattr(self.config, "quantization_config", None))
             for model in self.modules():  # in its constructor: the model alone

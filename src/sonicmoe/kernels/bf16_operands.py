@@ -1,4 +1,4 @@
-"""Operands in bf16 for the weight gradients of experts in FP8."""
+"""Operands in bf16 for the weight gradients and the adapters of experts in FP8."""
 
 import triton
 import triton.language as tl
@@ -10,9 +10,10 @@ from .triton.tile import pairs
 
 @triton.jit(do_not_specialize=["rows"])
 def dequantize_rows_kernel(
-    q, scale, out, rows, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """out (R, N) bf16 = q e4m3 times the scale (R,) of its row.
+    q, scale, out, rows, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+):  # fmt: skip
+    """out (R, N) bf16 = q e4m3 times the scale (R,) of its row, or (N/BLOCK_N, R) if BLOCK_SCALES.
 
     Grid: (R/BLOCK_M, N/BLOCK_N); a program owns one block.
     """
@@ -21,6 +22,8 @@ def dequantize_rows_kernel(
     used = row < rows
     inside = used[:, None] & (n < N)[None, :]
     offset = row.to(tl.int64)[:, None] * N + n[None, :]
+    if BLOCK_SCALES:
+        scale += tl.program_id(1) * rows.to(tl.int64)
     s = tl.load(scale + row, mask=used, other=0.0)
     values = tl.load(q + offset, mask=inside, other=0.0).to(tl.float32) * s[:, None]
     tl.store(out + offset, values.to(out.dtype.element_ty), mask=inside)

@@ -191,30 +191,36 @@ def column_norms_kernel(
     tl.store(norm + expert * C + c, bound, mask=c < C)
 
 
-@triton.jit(do_not_specialize=["sample"])
+@triton.jit(do_not_specialize=["flags"])
 def checked_scales_kernel(
-    w1, q1, scale1, checked1, w2, q2, scale2, checked2, sample,
+    w1, q1, scale1, checked1, w2, q2, scale2, checked2, sample, generation, flags,
     SIZE1: tl.constexpr, SAMPLES1: tl.constexpr, SIZE2: tl.constexpr, SAMPLES2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
 
     An expert has SIZE1 and SIZE2 words of four values. A sample of them is compared: groups of four
-    words, every SAMPLES1-th and every SAMPLES2-th, from a first one that `sample` selects.
+    words, every SAMPLES1-th and every SAMPLES2-th, from the first one in `sample` (2, E), which is
+    incremented. If an expert changed, `generation` is stored at the address `flags`, for the second
+    weight behind it.
 
-    Grid: (E, 2); a program owns the scale of one expert of one weight.
+    Grid: (E, 2); a program owns the scale and the sample of one expert of one weight.
     """
+    flag = flags.to(tl.int64).to(tl.pointer_type(tl.int32))
     if tl.program_id(1) == 0:
-        _check_scale(w1, q1, scale1, checked1, sample % SAMPLES1, SIZE1, SAMPLES1, BLOCK)
+        _check_scale(w1, q1, scale1, checked1, sample, generation, flag, SIZE1, SAMPLES1, BLOCK)
     else:
-        _check_scale(w2, q2, scale2, checked2, sample % SAMPLES2, SIZE2, SAMPLES2, BLOCK)
+        sample += tl.num_programs(0)
+        _check_scale(w2, q2, scale2, checked2, sample, generation, flag + 1, SIZE2, SAMPLES2, BLOCK)
 
 
 @triton.jit
 def _check_scale(
-    w, q, scale, checked, first, SIZE: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr
-):
+    w, q, scale, checked, sample, generation, flag,
+    SIZE: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(0)
+    first = tl.load(sample + expert)
     # Words, not e4m3: where a mask is always false, ptxas of CUDA 12.8 takes e4m3 for NaN.
     words = q.to(tl.pointer_type(tl.int32))
     s = tl.load(scale + expert)
@@ -230,5 +236,20 @@ def _check_scale(
             scaled = scaled + (value.to(tl.float32) * factor,)
         rounded = _word(scaled[0], scaled[1], scaled[2], scaled[3])
         different |= rounded ^ tl.load(words + word, mask=inside, other=0)
-    is_stale = tl.max(tl.max((different != 0).to(tl.int32), 1), 0) > 0
-    tl.store(checked + expert, tl.where(is_stale, float("nan"), s))
+    is_stale = tl.max(tl.max((different != 0).to(tl.int32), 1), 0)
+    tl.store(checked + expert, tl.where(is_stale > 0, float("nan"), s))
+    tl.store(sample + expert, (first + 1) % STEP)  # after all threads have read it
+    if s != s:
+        is_stale = _all_finite(w + expert.to(tl.int64) * (4 * SIZE), 4 * SIZE, 16 * BLOCK)
+    tl.store(flag, tl.load(generation), mask=is_stale > 0)
+
+
+@triton.jit
+def _all_finite(w, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """1 if all SIZE values are finite, else 0."""
+    finite = tl.full((BLOCK,), 1, tl.int32)
+    for start in range(0, SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        value = tl.load(w + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        finite &= is_finite(value).to(tl.int32)
+    return tl.min(finite, 0)

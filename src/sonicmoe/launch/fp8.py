@@ -7,82 +7,92 @@ Functions without an underscore have the names, parameters and results of the op
 from functools import lru_cache
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from ..enums import ActivationType
-from ..fp8_tensors import E4M3, Z_DTYPE, Fp8Weight
 from ..kernels.activation import value_of
 from ..kernels.hopper.fp8_gemm import fp8_gemm_kernel
 from ..kernels.hopper.fp8_up import SLICE, fp8_up_kernel
-from ..memory_policy import FP8_COLUMNS as BLOCK
-from ..memory_policy import slice_width
-from ..permutation import Permutation
-from ..shapes import ceil_div
+from ..shapes import BLOCK, ceil_div
+from ..tensors import E4M3, Fp8Weight, Permutation
 from . import grouped_gemm, memory
+from .boxes import (
+    laid_out,
+    low_rank,
+    ragged_boxes,
+    row_boxes,
+    weight_boxes,
+    z_boxes,
+)
 from .descriptors import Boxes
 from .fp8_dz import dz_gemm
 from .fp8_scales import dz_scales
 from .fp8_wgrad import weight_gradient
-from .grouped_gemm import _zero_tail, combine
-from .grouped_gemm_hopper import _row_boxes, _z_boxes, row_boxes
+from .grouped_gemm import column_slices, combine, zero_tail
 from .launcher import Bound, launch
 from .quantize import (
     checked_scales,
     dequantize_rows,
     quantize_rows,
     quantize_weight,
+    quantize_weight_into,
     scored_activation,
 )
 
-__all__ = ["checked_scales", "quantize_rows", "quantize_weight"]  # operators too
+__all__ = [  # operators too
+    "checked_scales",
+    "dequantize_rows",
+    "quantize_rows",
+    "quantize_weight",
+    "quantize_weight_into",
+    "scored_activation",
+]
 
 _CONSUMER_M = 64
 
 
-@lru_cache(maxsize=1024)
-def _weight_boxes(shape, strides, block_n) -> Boxes:
-    """Boxes of e4m3 weights (E, N, K), which may be a slice of N."""
-    block = [1, block_n, BLOCK]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
-    return Boxes(E4M3, shape, strides, block, layout)
+# Columns of U and B in a step: in bf16, with the bytes of BLOCK columns in e4m3.
+_BLOCK_R = BLOCK // 2
 
 
 @lru_cache(maxsize=1024)
-def _gate_up_boxes(shape, gate_up) -> Boxes:
-    """Boxes of 128 gates and their ups, of contiguous e4m3 weights (E, 2I, H)."""
-    experts, columns, hidden = shape
+def _up_boxes(dtype, shape, gate_up, block_k) -> Boxes:
+    """Boxes of 128 columns of A, both gates and their ups, of contiguous (E, N, K) weights."""
+    experts, columns, depth = shape
+    if gate_up is None:
+        return weight_boxes(dtype, shape, (columns * depth, depth, 1), BLOCK, block_k)
     inner = columns // 2
-    half, one = (inner * hidden, hidden) if gate_up == "concatenated" else (hidden, 2 * hidden)
-    block = [1, 2, BLOCK, BLOCK]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
-    shape = (experts, 2, inner, hidden)
-    return Boxes(E4M3, shape, (columns * hidden, half, one, 1), block, layout)
+    half, one = (inner * depth, depth) if gate_up == "concatenated" else (depth, 2 * depth)
+    strides = (columns * depth, half, one, 1)
+    return laid_out(dtype, (experts, 2, inner, depth), strides, (1, 2, BLOCK, block_k))
 
 
 @lru_cache(maxsize=1024)
-def _up(shape, strides, activation: ActivationType, gate_up, keep_z):
+def _up(shape, activation: ActivationType, gate_up, z_dtype, rank):
     """The kernel; boxes of W1, Z and A; columns of Z in a tile."""
     _, columns, hidden = shape
     inner = activation.intermediate_size(columns)
     options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation)}
-    options |= {"KEEP_Z": keep_z in Z_DTYPE}
-    kernel = Bound(fp8_up_kernel, H=hidden, N=columns, STAGES=4, **options, num_warps=4)
+    options |= {"KEEP_Z": z_dtype is not None}
+    sizes = {"H": hidden, "N": columns, "RANK": rank, "STAGES": 4}
+    kernel = Bound(fp8_up_kernel, **sizes, **options, num_warps=4)
     gated = activation.is_gated
-    weights = _gate_up_boxes(shape, gate_up) if gated else _weight_boxes(shape, strides, BLOCK)
+    weights = _up_boxes(E4M3, shape, gate_up, BLOCK)
     width = 2 * SLICE.value if gate_up == "interleaved" else SLICE.value
-    z = _z_boxes(Z_DTYPE.get(keep_z, torch.bfloat16), columns, width, gate_up)
-    a = _row_boxes(E4M3, (inner,), (inner, 1), (_CONSUMER_M, BLOCK))
+    z = z_boxes(z_dtype or torch.bfloat16, columns, width, gate_up)
+    a = ragged_boxes(E4M3, (inner,), (inner, 1), (_CONSUMER_M, BLOCK))
     return kernel, weights, z, a, BLOCK * (1 + gated)
 
 
-def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, keep_z):
+def fp8_up(
+    x8, x_scale, w, b1, lora, p: Permutation, activation: ActivationType, gate_up, z_dtype
+):  # fmt: skip
     w8, w_scale = w.w8, w.w_scale
     rows, device = p.rows_of(x8), x8.device
     inner = activation.intermediate_size(w8.shape[1])
     blocks = ceil_div(inner, BLOCK)
     z = zmax = zmax_columns = column_bits = None
-    if keep_z in Z_DTYPE:
-        z = memory.empty((rows, w8.shape[1]), Z_DTYPE[keep_z], device)
+    if z_dtype is not None:
+        z = memory.empty((rows, w8.shape[1]), z_dtype, device)
         zmax = memory.empty((blocks, rows), torch.float32, device)
         column_bits = memory.empty((w8.shape[0], inner), torch.int32, device).zero_()
         zmax_columns = column_bits.view(torch.float32)
@@ -92,33 +102,38 @@ def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, 
         return z, zmax, zmax_columns, a, a_scale
     gate_up = gate_up if activation.is_gated else None
     kernel, weights, z_boxes, a_boxes, width = _up(
-        w8.shape, w8.stride(), activation, gate_up, keep_z
+        w8.shape, activation, gate_up, z_dtype, lora.rank
     )
+    adapter = low_rank(lora, "nk", BLOCK, _BLOCK_R)
+    if lora.rank:
+        u, (b, _) = adapter
+        adapter = u, (b, _up_boxes(b.dtype, b.shape, gate_up, _BLOCK_R))
     source = x8 if p.is_gathered else row_boxes(x8, _CONSUMER_M, BLOCK)
     # If Z is not stored, any address of the right dtype will do.
     z_target = memory.empty((8, 8), torch.bfloat16, device) if z is None else z
-    args = (source, p.row_token, (w8, weights), x_scale, w_scale, (z_target, z_boxes))
+    sources = (source, p.row_token, (w8, weights), *adapter)
     work = (p.tiles.shape[0] - 1) * ceil_div(w8.shape[1], width)
     grid = (max(1, min(work, grouped_gemm.target_of(x8).processors)),)
-    launch(kernel, grid, *args, zmax, column_bits, (a, a_boxes), a_scale, rows, p.tiles)
+    args = (x_scale, w_scale, b1, (z_target, z_boxes), zmax, column_bits, (a, a_boxes), a_scale)
+    launch(kernel, grid, *sources, *args, rows, p.tiles)
     return z, zmax, zmax_columns, a, a_scale
 
 
-def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
+def fp8_recomputed(dout, x, w1, w, b1, lora, p: Permutation, activation, gate_up):
     x8, x_scale, _ = quantize_rows(x, False)
     w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False, False))
-    *of_z, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
+    *of_z, _, a_scale = fp8_up(x8, x_scale, w, b1, lora, p, activation, gate_up, torch.bfloat16)
     return *of_z, a_scale, x_scale
 
 
 @lru_cache(maxsize=1024)
-def _gemm(shape, strides, block_n, stages, block_scales):
-    """The kernel; boxes of W and Y."""
+def _gemm(shape, strides, block_n, stages, block_scales, rank):
+    """The kernel; boxes of W, which may be a slice of N, and Y."""
     _, columns, depth = shape
-    sizes = {"K": depth, "N": columns, "BLOCK_N": block_n, "STAGES": stages}
+    sizes = {"K": depth, "N": columns, "RANK": rank, "BLOCK_N": block_n, "STAGES": stages}
     kernel = Bound(fp8_gemm_kernel, **sizes, BLOCK_SCALES=block_scales, num_warps=4)
-    y = _row_boxes(torch.bfloat16, (columns,), (columns, 1), (_CONSUMER_M, block_n))
-    return kernel, _weight_boxes(shape, strides, block_n), y
+    y = ragged_boxes(torch.bfloat16, (columns,), (columns, 1), (_CONSUMER_M, block_n))
+    return kernel, weight_boxes(E4M3, shape, strides, block_n, BLOCK), y
 
 
 def _tile_width(columns, depth, block_scales) -> int:
@@ -126,7 +141,7 @@ def _tile_width(columns, depth, block_scales) -> int:
     return 128 if columns <= 128 or (not block_scales and 256 < depth <= 512) else 256
 
 
-def fp8_gemm(a8, a_scale, w, row_scores, p: Permutation, block_n=None, stages=None):
+def fp8_gemm(a8, a_scale, w, b2, row_scores, lora, p: Permutation, block_n=None, stages=None):
     """`block_n` and `stages` are there to be measured. W may be a slice of N."""
     w8, w_scale = w.w8, w.w_scale
     rows, columns = a8.shape[0], w8.shape[1]
@@ -136,68 +151,58 @@ def fp8_gemm(a8, a_scale, w, row_scores, p: Permutation, block_n=None, stages=No
     block_scales = a_scale.shape[0] > 1
     block_n = block_n or _tile_width(columns, a8.shape[1], block_scales)
     stages = stages or (6 if block_n == 128 else 3)
-    kernel, weights, y_boxes = _gemm(w8.shape, w8.stride(), block_n, stages, block_scales)
+    kernel, weights, y_boxes = _gemm(
+        w8.shape, w8.stride(), block_n, stages, block_scales, lora.rank
+    )
     source = row_boxes(a8, _CONSUMER_M, BLOCK)
-    args = (source, (w8, weights), a_scale, rows, w_scale, row_scores, (y, y_boxes), p.tiles)
+    args = (source, (w8, weights), *low_rank(lora, "nk", block_n, _BLOCK_R))
+    args += (a_scale, rows, w_scale, b2, row_scores, (y, y_boxes), p.tiles)
     work = (p.tiles.shape[0] - 1) * ceil_div(columns, block_n)
     launch(kernel, (max(1, min(work, grouped_gemm.target_of(a8).processors)),), *args)
     if not p.is_gathered:
-        _zero_tail(y, p)
+        zero_tail(y, p)
     return y
 
 
-def fp8_down_and_combine(a8, a_scale, w, scores, p: Permutation, tokens, slices):
+def fp8_down_and_combine(a8, a_scale, w, b2, scores, lora, p: Permutation, tokens, slices):
     """Also dX. Sorted rows are not combined, and come in one piece."""
     if not p.is_gathered or slices == 1:
-        y = fp8_gemm(a8, a_scale, w, None, p)
+        y = fp8_gemm(a8, a_scale, w, b2, None, lora, p)
         return combine(y, scores, p.slot_row, p.token_start, tokens) if p.is_gathered else y
     hidden, depth = w.w8.shape[1:]
     block_n = _tile_width(hidden, depth, a_scale.shape[0] > 1)
     out = memory.empty((tokens, hidden), torch.bfloat16, a8.device)
-    width = slice_width(hidden, slices)
-    for first in range(0, hidden, width):
-        columns = slice(first, first + width)
+    for columns, bias, factor in column_slices(hidden, slices, b2, lora):
         part = w._replace(w8=w.w8[:, columns])
-        y = fp8_gemm(a8, a_scale, part, None, p, block_n)
+        y = fp8_gemm(a8, a_scale, part, bias, None, factor, p, block_n)
         combine(y, scores, p.slot_row, p.token_start, tokens, out[:, columns])
         del y  # before the next one is allocated
     return out
 
 
-def fp8_down_backward(
-    dout, kept, w2, w, scores, p: Permutation, activation, gate_up, needs, fp32_dw, bf16_dw
-):
-    dw2 = memory.empty_like(w2, torch.float32 if fp32_dw else w2.dtype) if needs.dw2 else None
-    w, act = _with_transpose(w, w2, norms=True), (activation, gate_up)
-    of_dz, dscores = _down_backward(dout, kept, w, scores, p, act, needs, dw2, bf16_dw)
-    return *of_dz, dw2, dscores
-
-
-def fp8_down_backward_into(
-    main_grad, dout, kept, w2, w, scores, p: Permutation, activation, gate_up, needs, bf16_dw
-):
-    w, act = _with_transpose(w, w2, norms=True), (activation, gate_up)
-    of_dz, dscores = _down_backward(
-        dout, kept, w, scores, p, act, needs, main_grad, bf16_dw, add=True
-    )
-    return *of_dz, dscores
-
-
-def _down_backward(dout, kept, w, scores, p, act, needs, dw2, bf16_dw, add=False):
-    """The fields of `Fp8Dz`, None where not needed; dscores. dW2 goes to `dw2`."""
+def fp8_dz(
+    dout, kept, w2, w, b2, scores, lora, lora_norm, p: Permutation, activation, gate_up, needs
+):  # fmt: skip
     z, zmax = kept.z, kept.zmax
-    needs = needs._replace(dw2=dw2 is not None and not bf16_dw)
+    w, act = _with_transpose(w, w2, norms=True), (activation, gate_up)
+    if lora_norm is not None:
+        w = w._replace(w_norm=w.w_norm + lora_norm)
     do8, do_scale, do_norm = quantize_rows(dout, True)
-    columns = needs.dz_t or needs.dw2
+    columns = needs.dz_t or needs.a_t
     scales = dz_scales(scores, do_scale, do_norm, kept, w, p, *act, columns)
-    dz8, dz_t, a_t, dscores = dz_gemm(do8, scales, z, zmax, w.w8_t, scores, p, *act, needs)
-    if needs.dw2:
-        weight_gradient(do8, a_t, scales.a_t_scale, dw2, p, add)
-    elif dw2 is not None:
-        a = scored_activation(z, zmax, scores, p, *act)
-        grouped_gemm.weight_gradient(dout, a, dw2, p, "left", add)
-    dz_scale = scales.dz_scale if needs.dz else None
-    return (dz8, dz_scale, dz_t, scales.dz_t_scale if needs.dz_t else None), dscores
+    dz8, dz_t, a_t, dscores = dz_gemm(
+        do8, scales, z, zmax, w.w8_t, (dout, b2), scores, lora, p, *act, needs
+    )
+    return (
+        dz8,
+        scales.dz_scale if needs.dz else None,
+        dz_t,
+        scales.dz_t_scale if needs.dz_t else None,
+        a_t,
+        scales.a_t_scale if needs.a_t else None,
+        do8 if needs.a_t else None,
+        dscores,
+    )
 
 
 def _with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
@@ -207,29 +212,21 @@ def _with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
     return Fp8Weight(*quantize_weight(parameter, True, norms))._replace(w8=None)
 
 
-def fp8_up_backward(dz, x, w1, w, p: Permutation, needs, fp32_dw, bf16_dw, slices):
-    dx = dw1 = None
-    if needs.dx:
-        w_t, tokens = _with_transpose(w, w1).mT, x.shape[0]
-        dx = fp8_down_and_combine(dz.dz8, dz.dz_scale[None], w_t, None, p, tokens, slices)
-        del w_t  # before dW1 is allocated
-    if needs.dw1:
-        dw1 = memory.empty_like(w1, torch.float32 if fp32_dw else w1.dtype)
-        _dw1(dz, x, dw1, p, bf16_dw)
-    return dx, dw1
+def fp8_dx(dz8, dz_scale, w1, w, lora, p: Permutation, tokens, slices):
+    w_t = _with_transpose(w, w1).mT
+    return fp8_down_and_combine(dz8, dz_scale[None], w_t, None, None, lora, p, tokens, slices)
 
 
-def fp8_up_backward_into(main_grad, dz, x, w1, w, p: Permutation, needs, bf16_dw, slices):
-    _dw1(dz, x, main_grad, p, bf16_dw, add=True)
-    if not needs.dx:
-        return None
-    w_t, tokens = _with_transpose(w, w1).mT, x.shape[0]
-    return fp8_down_and_combine(dz.dz8, dz.dz_scale[None], w_t, None, p, tokens, slices)
+def fp8_weight_gradient(rows, other_t, scale, w, p: Permutation, transposed, fp32):
+    dw = memory.empty_like(w, torch.float32 if fp32 else w.dtype)
+    _write_weight_gradient(rows, other_t, scale, dw, p, transposed, add=False)
+    return dw
 
 
-def _dw1(dz, x, dw1, p: Permutation, bf16_dw, add=False) -> None:
-    if bf16_dw:
-        rows = dequantize_rows(dz.dz8, dz.dz_scale)
-        grouped_gemm.weight_gradient(rows, x, dw1, p, "right", add)
-    else:
-        weight_gradient(quantize_rows(x, False)[0], dz.dz_t, dz.dz_t_scale, dw1.mT, p, add)
+def fp8_weight_gradient_into(main_grad, rows, other_t, scale, p: Permutation, transposed):
+    _write_weight_gradient(rows, other_t, scale, main_grad, p, transposed, add=True)
+
+
+def _write_weight_gradient(rows, other_t, scale, dw, p, transposed, add) -> None:
+    rows8 = rows if rows.dtype == E4M3 else quantize_rows(rows, False)[0]
+    weight_gradient(rows8, other_t, scale, dw.mT if transposed else dw, p, add)

@@ -4,19 +4,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
 
-from ..fp8_tensors import E4M3
-from ..gradients import Fp8DownGradients
 from ..kernels.activation import derivative_of
 from ..kernels.hopper.dz import SLICE
 from ..kernels.hopper.fp8_dz import hopper_fp8_dz_kernel
-from ..permutation import Permutation
-from ..reference.fp8 import padded_rows
-from ..shapes import ceil_div
+from ..shapes import ceil_div, padded_rows
+from ..tensors import E4M3, Fp8DzResults, Permutation
 from . import grouped_gemm, memory
-from .descriptors import Boxes
-from .grouped_gemm_hopper import _ENDLESS, _ORIGIN, _z_boxes
+from .boxes import ENDLESS, ORIGIN, laid_out, low_rank, ragged_boxes, z_boxes
 from .launcher import Bound, launch
 
 _ROWS, _WIDTH = 64, SLICE.value  # of a slice
@@ -33,37 +28,27 @@ class Ring(NamedTuple):
 _RING = Ring()
 
 
-def _laid_out(shape, strides, block) -> Boxes:
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e4nv)
-    return Boxes(E4M3, shape, strides, block, layout)
-
-
-def _row_boxes(columns, strides, block) -> Boxes:
-    """See `kernels.hopper.ragged`; `columns` may be (2, I), the halves of a row."""
-    row = strides[-2]
-    shape = (_ENDLESS, _ENDLESS, *columns[:-1], _ORIGIN, columns[-1])
-    return _laid_out(shape, (2**34 - row, row, *strides), (1, 1, *block))
-
-
 @lru_cache(maxsize=1024)
-def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DownGradients, gather, ring: Ring):
+def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DzResults, gather, rank, ring: Ring):
     """The kernel; boxes of sorted rows of dO, of W2, Z and dZ."""
     _, inner, hidden = shape
     n, k, stages = ring
     options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), "GATHER": gather}
-    options |= {"STORE_DZ": needs.dz, "STORE_T": needs.dz_t, "STORE_A": needs.dw2}
+    options |= {"STORE_DZ": needs.dz, "STORE_T": needs.dz_t, "STORE_A": needs.a_t}
     options |= {"STORE_PARTIAL": needs.dscores}
-    sizes = {"H": hidden, "I": inner, "BLOCK_N": n, "BLOCK_K": k, "STAGES": stages}
+    sizes = {"H": hidden, "I": inner, "RANK": rank, "BLOCK_N": n, "BLOCK_K": k, "STAGES": stages}
     kernel = Bound(hopper_fp8_dz_kernel, **sizes, **options, num_warps=4)
-    rows = _row_boxes((hidden,), (hidden, 1), (_ROWS, k))
-    weights = _laid_out(shape, (inner * hidden, hidden, 1), (1, n, k))
+    rows = ragged_boxes(E4M3, (hidden,), (hidden, 1), (_ROWS, k))
+    weights = laid_out(E4M3, shape, (inner * hidden, hidden, 1), (1, n, k))
     columns = 2 * inner if activation.is_gated else inner
     width = 2 * _WIDTH if gate_up == "interleaved" else _WIDTH
-    z = _z_boxes(z_dtype, columns, width, gate_up)
+    z = z_boxes(z_dtype, columns, width, gate_up)
     if gate_up == "concatenated":
-        dz = _row_boxes((2, inner), (inner, columns, 1), (2, _ROWS, _WIDTH))
+        size = (ENDLESS, ENDLESS, 2, ORIGIN, inner)  # gates and ups of a row: `ragged_boxes`
+        strides = (2**34 - columns, columns, inner, columns, 1)
+        dz = laid_out(E4M3, size, strides, (1, 1, 2, _ROWS, _WIDTH))
     else:
-        dz = _row_boxes((columns,), (columns, 1), (_ROWS, width))
+        dz = ragged_boxes(E4M3, (columns,), (columns, 1), (_ROWS, width))
     return kernel, rows, weights, z, dz
 
 
@@ -72,13 +57,14 @@ def _transposed_boxes(inner, padded, gate_up):
     """Boxes of dZᵀ (N, P), of gates and ups at once, and of A'ᵀ (I, P)."""
     parts = 1 if gate_up is None else 2
     strides = (inner * padded, padded) if gate_up == "concatenated" else (padded, parts * padded)
-    dz_t = _laid_out((parts, inner, padded), (*strides, 1), (parts, _WIDTH, _ROWS))
-    return dz_t, _laid_out((inner, padded), (padded, 1), (_WIDTH, _ROWS))
+    dz_t = laid_out(E4M3, (parts, inner, padded), (*strides, 1), (parts, _WIDTH, _ROWS))
+    return dz_t, laid_out(E4M3, (inner, padded), (padded, 1), (_WIDTH, _ROWS))
 
 
 def dz_gemm(
-    do8, scales, z, zmax, w2_t, scores, p: Permutation, activation, gate_up, needs, ring=_RING
-):
+    do8, scales, z, zmax, w2_t, bias, scores, lora, p: Permutation, activation, gate_up, needs,
+    ring=_RING,
+):  # fmt: skip
     """As `reference.fp8.dz_gemm`, but columns of dZᵀ and A'ᵀ of no tile are not written.
 
     `ring` is there to be measured.
@@ -90,20 +76,21 @@ def dz_gemm(
     padded = padded_rows(rows, experts)
     dz = memory.empty(z.shape, E4M3, device) if needs.dz else None
     dz_t = memory.empty((z.shape[1], padded), E4M3, device) if needs.dz_t else None
-    a_t = memory.empty((inner, padded), E4M3, device) if needs.dw2 else None
+    a_t = memory.empty((inner, padded), E4M3, device) if needs.a_t else None
     dscores = memory.empty(scores.shape, torch.float32, device) if needs.dscores else None
     if rows == 0:
         return dz, dz_t, a_t, dscores
-    parts = ceil_div(inner, ring.block_n)
-    slots = scores.numel() if scores is not None else rows
-    plane = 4 * ceil_div(slots, 4)  # every plane is aligned to 16 bytes for every T
-    partial = memory.empty((parts if needs.dscores else 0, plane), torch.float32, device)
+    parts, (dout, b2) = ceil_div(inner, ring.block_n), bias
+    partial = grouped_gemm.partial_scores(parts, b2, dscores, device)
     gate_up = gate_up if activation.is_gated else None
     kernel, row_boxes, weights, z_boxes, dz_boxes = _kernel(
-        w2_t.shape, z.dtype, activation, gate_up, needs, p.is_gathered, ring
+        w2_t.shape, z.dtype, activation, gate_up, needs, p.is_gathered, lora.rank, ring
     )
     dz_t_boxes, a_t_boxes = _transposed_boxes(inner, padded, gate_up)
-    sources = (do8 if p.is_gathered else (do8, row_boxes), p.row_token, (w2_t, weights))
+    # In bf16 half as many columns have the bytes of a block.
+    adapter = low_rank(lora, "nk", ring.block_n, ring.block_k // 2)
+    rows_of_do = do8 if p.is_gathered else (do8, row_boxes)
+    sources = (rows_of_do, p.row_token, (w2_t, weights), *adapter)
     outputs = ((dz, dz_boxes), (dz_t, dz_t_boxes), (a_t, a_t_boxes))
     # What is not stored needs an address all the same.
     targets = [(do8 if t is None else t, boxes) for t, boxes in outputs]
@@ -111,14 +98,11 @@ def dz_gemm(
     factors = (
         scales.row_factors,
         scales.column_factors if needs.dz_t else None,
-        scales.block_factors if needs.dw2 else None,
+        scales.block_factors if needs.a_t else None,
     )
     args = (*sources, *factors, rows, p.row_slot, (z, z_boxes), zmax, *targets)
     programs = grouped_gemm.target_of(z).processors
     grid = (max(1, min((p.tiles.shape[0] - 1) * parts, programs)),)
-    launch(kernel, grid, *args, partial, plane, p.tiles)
-    if dscores is not None:
-        summed = (partial, p.slot_row, p.expert_start, dscores, slots, plane, experts)
-        grid = (ceil_div(slots, grouped_gemm._SLOTS),)
-        launch(grouped_gemm._sum_partials_kernel(parts), grid, *summed)
+    launch(kernel, grid, *args, partial, partial.shape[1], p.tiles)
+    grouped_gemm.sum_partial_scores(partial, dout, b2, p, dscores)
     return dz, dz_t, a_t, dscores

@@ -4,19 +4,17 @@ from functools import cache
 
 import torch
 
-from ..fp8_tensors import DzScales
 from ..kernels.fp8_scales import column_scales_kernel, row_bounds_kernel
-from ..memory_policy import FP8_COLUMNS
-from ..permutation import Permutation
 from ..reference.fp8_scales import MIN_SCALE, SLACK, Slope, slope_of
-from ..shapes import ceil_div
+from ..shapes import BLOCK, ceil_div
+from ..tensors import DzScales, Permutation
 from . import memory
 from .launcher import Bound, launch
 
 
 @cache
 def _kernels(inner: int, tile_m: int, gate_up: str | None, has_slope: bool) -> tuple[Bound, Bound]:
-    options = {"I": inner, "BLOCK_M": tile_m, "BLOCK_I": FP8_COLUMNS, "num_warps": 4}
+    options = {"I": inner, "BLOCK_M": tile_m, "BLOCK_I": BLOCK, "num_warps": 4}
     return (
         Bound(row_bounds_kernel, **options),
         Bound(column_scales_kernel, GATE_UP=gate_up, HAS_SLOPE=has_slope, **options),
@@ -34,7 +32,7 @@ def dz_scales(scores, do_scale, do_norm, kept, w, p: Permutation, activation, ga
         return memory.empty(shape, dtype, device)
 
     scales = DzScales(new(5, rows), None, None, new(rows), None, None)
-    blocks, slots, amax = ceil_div(inner, FP8_COLUMNS), rows // p.tile_m + experts, None
+    blocks, slots, amax = ceil_div(inner, BLOCK), rows // p.tile_m + experts, None
     if columns:
         amax = new(3, slots, dtype=torch.int32)
         scales = scales._replace(

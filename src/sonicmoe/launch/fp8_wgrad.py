@@ -5,7 +5,6 @@ from functools import lru_cache
 import torch
 from triton.experimental.gluon import language as gl
 
-from ..fp8_tensors import E4M3
 from ..kernels.hopper.fp8_wgrad import (
     BLOCK_K,
     BLOCK_M,
@@ -13,8 +12,8 @@ from ..kernels.hopper.fp8_wgrad import (
     CONSUMER_M,
     hopper_fp8_wgrad_kernel,
 )
-from ..permutation import Permutation
 from ..shapes import ceil_div
+from ..tensors import E4M3, Permutation
 from . import grouped_gemm
 from .descriptors import Boxes
 from .launcher import Bound, launch
@@ -57,7 +56,7 @@ def weight_gradient(rows8, other_t, scale, dw, p: Permutation, add=False) -> Non
     programs = grouped_gemm.target_of(rows8).processors
     per_expert = ceil_div(m, _M) * ceil_div(n, _N)
     rows = p.rows_of(rows8)
-    spans = grouped_gemm._spans(rows, dw.shape, per_expert, programs, rows8.device, _K)
+    spans = grouped_gemm.spans_of(rows, dw.shape, per_expert, programs, rows8.device, _K)
     kernel, boxes = _kernel(dw.dtype, dw.shape, dw.stride(), p.is_gathered, add, STAGES, BUFFERS)
     outputs = (None, dw) if boxes is None else ((dw, boxes), None)
     split = (p.expert_start, p.tiles, experts, spans.rows, spans.places)
@@ -65,5 +64,5 @@ def weight_gradient(rows8, other_t, scale, dw, p: Permutation, add=False) -> Non
     grid = (min((experts + spans.places) * per_expert, programs),)
     launch(kernel, grid, rows8, p.row_token, other, scale, *outputs, spans.partial, *split)
     if spans.places:
-        kernel = grouped_gemm._sum_spans_kernel(m * n, add)
+        kernel = grouped_gemm.sum_spans(m * n, add)
         launch(kernel, (programs,), spans.partial, dw, *split)

@@ -4,28 +4,31 @@ Functions without an underscore have the names, parameters and results of the op
 `ops.grouped_gemm`, and take configurations to measure.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..enums import ActivationType
 from ..kernels import combine as combine_kernels
 from ..kernels.activation import derivative_of, value_of
 from ..kernels.spans import sum_spans_kernel
+from ..kernels.transpose import transpose_kernel
 from ..kernels.triton.dz import dz_kernel
 from ..kernels.triton.gemm import gemm_kernel, up_kernel
 from ..kernels.triton.wgrad import bias_gradient_kernel, wgrad_kernel
-from ..memory_policy import FP8_COLUMNS, slice_width
-from ..permutation import Permutation
-from ..shapes import ceil_div
+from ..shapes import BLOCK, ceil_div, slice_width
+from ..tensors import E4M3, NO_LORA, Lora, Permutation
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
-from ..tuning.select import fp8_row_config
+from ..tuning.select import default_row_config, fp8_row_config
 from . import memory
 from .descriptors import descriptor
 from .launcher import Bound, dot_precision, launch, power_of_two, target_of
 
-_SLOTS = 1024  # slots per program of `sum_partials_kernel`
+SLOTS = 1024  # slots per program of `sum_partials_kernel`
 SHORTEST_SPAN = 1024  # least rows of a span, see `kernels.spans`
 
 
@@ -89,56 +92,42 @@ def _row_grid(config: RowConfig, p: Permutation, columns: int, target) -> tuple[
     return _grid(config, (p.tiles.shape[0] - 1) * ceil_div(columns, config.block_n), target)
 
 
-class Lora(NamedTuple):
-    """U (R, r), contiguous, and B (E, N, r): U Bᵀ is added in a GEMM's accumulator."""
-
-    u: torch.Tensor | None = None
-    b: torch.Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.u is None else self.u.shape[1]
-
-    @property
-    def contiguous(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """U and B as the portable kernels read them."""
-        return self.u, None if self.b is None else self.b.contiguous()
-
-    @property
-    def options(self) -> dict[str, int]:
-        """RANK, and BLOCK_R, the columns of U and B that a step multiplies."""
-        if self.u is None:
-            return {"RANK": 0, "BLOCK_R": 0}
-        narrow = self.rank <= 16 and self.u.element_size() == 2
-        return {"RANK": self.rank, "BLOCK_R": 16 if narrow else 32}
+def _low_rank(lora: Lora) -> tuple[Tensor | None, Tensor | None]:
+    """U and B as the portable kernels read them."""
+    return lora.lora_u, None if lora.lora_b is None else lora.lora_b.contiguous()
 
 
-NO_LORA = Lora()
+def _lora_options(lora: Lora) -> dict[str, int]:
+    """RANK, and BLOCK_R, the columns of U and B that a step multiplies."""
+    if lora.lora_u is None:
+        return {"RANK": 0, "BLOCK_R": 0}
+    narrow = lora.rank <= 16 and lora.lora_u.element_size() == 2
+    return {"RANK": lora.rank, "BLOCK_R": 16 if narrow else 32}
+
+
+def _row_config(kernel: str, itemsize: int, k: int, n: int, gated: bool, target, lora) -> RowConfig:
+    config = row_config(kernel, itemsize, k, n, gated, target)
+    if lora.lora_u is None or config.hopper:
+        return config
+    # Portable kernels with LoRA have a configuration whose epilogue does not spill.
+    config = default_row_config(kernel, itemsize, k, n, target._replace(gluon=False))
+    # With a gate two slices spill up to 18 registers in the clamped activation.
+    return replace(config, slices=4 if gated else 2) if kernel == "dz" else config
 
 
 def up(
-    x,
-    w1,
-    b1,
-    p: Permutation,
-    activation: ActivationType,
-    gate_up,
-    keep_z,
-    config=None,
-    lora=NO_LORA,
-):
+    x, w1, b1, lora, p: Permutation, activation: ActivationType, gate_up, z_dtype, config=None
+):  # fmt: skip
     rows, (_, n, hidden) = p.rows_of(x), w1.shape
     a = memory.empty((rows, activation.intermediate_size(n)), x.dtype, x.device)
-    gate_up = gate_up if activation.is_gated else None
-    target = target_of(x)
-    config = config or row_config("up", x.element_size(), hidden, n, activation.is_gated, target)
-    z = z_scale = None
-    if keep_z == "keep":
-        z = memory.empty((rows, n), x.dtype, x.device)
-    elif keep_z == "fp8":
+    gated, target = activation.is_gated, target_of(x)
+    gate_up = gate_up if gated else None
+    config = config or _row_config("up", x.element_size(), hidden, n, gated, target, lora)
+    z = None if z_dtype is None else memory.empty((rows, n), z_dtype, x.device)
+    z_scale = None
+    if z_dtype == E4M3:
         config = fp8_row_config(config, "up", hidden, a.shape[1], gate_up, target)
-        z = memory.empty((rows, n), torch.float8_e4m3fn, x.device)
-        z_scale = memory.empty((ceil_div(n, FP8_COLUMNS), rows), torch.float32, x.device)
+        z_scale = memory.empty((ceil_div(n, BLOCK), rows), torch.float32, x.device)
     if rows == 0:
         return z, a, z_scale
     outputs = (a if z is None else z, z_scale, a)  # if Z is not stored, any valid address will do
@@ -150,40 +139,46 @@ def up(
         launch(kernel, grid, *args)
         return z, a, z_scale
     source, weights = _row_source(x, config, p.is_gathered), _weight_source(w1, config, gate_up)
-    args = (source, p.row_token, weights, b1, *lora.contiguous, *outputs, p.tiles, rows)
+    args = (source, p.row_token, weights, b1, *_low_rank(lora), *outputs, p.tiles, rows)
     options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation), "KEEP_Z": z is not None}
-    options |= lora.options | _gemm_options(x, source, w1, config)
+    options |= _lora_options(lora) | _gemm_options(x, source, w1, config)
     launch(up_kernel, grid, *args, *w1.stride(), H=hidden, N=n, **options)
     return z, a, z_scale
 
 
-def recomputed_z(dout, x, w1, b1, p: Permutation, activation, gate_up):
-    return up(x, w1, b1, p, activation, gate_up, "keep")[0]
+def recomputed_z(dout, x, w1, b1, lora, p: Permutation, activation, gate_up):
+    return up(x, w1, b1, lora, p, activation, gate_up, x.dtype)[0]
 
 
-def down(a, w2, b2, row_scores, p: Permutation, config=None, lora=NO_LORA, kernel="down"):
+def gathered_gemm(x, w, p: Permutation):
+    """By the kernel of up, which gathers; the activation of these few columns is not used."""
+    return up(x, w, None, NO_LORA, p, ActivationType.RELU, "interleaved", x.dtype)[0]
+
+
+def down(a, w2, b2, row_scores, lora, p: Permutation, config=None, kernel="down"):
     """Also the GEMM of dX, which is the same on other operands: kernel "dx"."""
     _, n, k = w2.shape
     y = memory.empty((a.shape[0], n), a.dtype, a.device)
     if a.shape[0] == 0:
         return y
     target = target_of(a)
-    config = config or row_config(kernel, a.element_size(), k, n, True, target)
+    config = config or _row_config(kernel, a.element_size(), k, n, True, target, lora)
     grid = _row_grid(config, p, n, target)
     if config.hopper:
         hopper_kernel, args = _hopper().down(a, w2, b2, row_scores, y, p, config, lora)
         launch(hopper_kernel, grid, *args)
     else:
         source = _row_source(a, config, gathered=False)
-        args = (source, _weight_source(w2, config), b2, row_scores, *lora.contiguous, y, p.tiles)
-        options = lora.options | _gemm_options(a, source, w2, config)
+        weights = _weight_source(w2, config)
+        args = (source, weights, b2, row_scores, *_low_rank(lora), y, p.tiles)
+        options = _lora_options(lora) | _gemm_options(a, source, w2, config)
         launch(gemm_kernel, grid, *args, *w2.stride(), K=k, N=n, **options)
     if not p.is_gathered:
-        _zero_tail(y, p)
+        zero_tail(y, p)
     return y
 
 
-def _zero_tail(y: torch.Tensor, p: Permutation) -> None:
+def zero_tail(y: torch.Tensor, p: Permutation) -> None:
     """Zero the rows of no expert; they become NaN if the tile table is invalid."""
     rows, n = y.shape
     kernel, experts = combine_kernels.zero_tail_kernel, p.expert_start.shape[0] - 1
@@ -215,80 +210,61 @@ def combine(y, scores, slot_row, token_start, tokens, out=None):
     return out
 
 
-def down_and_combine(a, w2, b2, scores, p: Permutation, tokens, slices, kernel="down"):
+def down_and_combine(a, w2, b2, scores, lora, p: Permutation, tokens, slices, kernel="down"):
     """Also dX, kernel "dx". Sorted rows are not combined, and come in one piece."""
     if not p.is_gathered or slices == 1:
-        y = down(a, w2, b2, None, p, kernel=kernel)
+        y = down(a, w2, b2, None, lora, p, kernel=kernel)
         return combine(y, scores, p.slot_row, p.token_start, tokens) if p.is_gathered else y
     hidden, k = w2.shape[1:]
     # One configuration for all slices: in fp32, another block_k would sum in another order.
-    config = row_config(kernel, a.element_size(), k, hidden, True, target_of(a))
+    config = _row_config(kernel, a.element_size(), k, hidden, True, target_of(a), lora)
     out = memory.empty((tokens, hidden), a.dtype, a.device)
-    width = slice_width(hidden, slices)
-    for first in range(0, hidden, width):
-        columns = slice(first, first + width)
-        bias = None if b2 is None else b2[:, columns].contiguous()
-        y = down(a, w2[:, columns], bias, None, p, config, kernel=kernel)
+    for columns, bias, factor in column_slices(hidden, slices, b2, lora):
+        y = down(a, w2[:, columns], bias, None, factor, p, config, kernel)
         combine(y, scores, p.slot_row, p.token_start, tokens, out[:, columns])
         del y  # before the next one is allocated
     return out
 
 
-def down_backward(
-    dout, z, z_scale, w2, b2, scores, p: Permutation, activation, gate_up, needs, fp32_dw
-):
-    dz, a, dscores = dz_gemm(dout, z, z_scale, w2, b2, scores, p, activation, gate_up, needs)
-    dw2 = db2 = None
-    if needs.dw2:
-        dw2 = memory.empty_like(w2, torch.float32 if fp32_dw else w2.dtype)
-        weight_gradient(dout, a, dw2, p, gathered="left")
-    if needs.db2:
-        db2 = _bias_gradient(dout, b2, p, scores, gathered=True)
-    return dz, dw2, db2, dscores
-
-
-def down_backward_into(
-    main_grad, dout, z, z_scale, w2, b2, scores, p: Permutation, activation, gate_up, needs
-):
-    needs = needs._replace(dw2=True)
-    dz, a, dscores = dz_gemm(dout, z, z_scale, w2, b2, scores, p, activation, gate_up, needs)
-    weight_gradient(dout, a, main_grad, p, gathered="left", add=True)
-    db2 = _bias_gradient(dout, b2, p, scores, gathered=True) if needs.db2 else None
-    return dz, db2, dscores
+def column_slices(
+    hidden: int, slices: int, bias: Tensor | None, lora: Lora
+) -> Iterator[tuple[slice, Tensor | None, Lora]]:
+    """Slices of H, with their columns of the bias and of the adapter's B."""
+    width = slice_width(hidden, slices)
+    for first in range(0, hidden, width):
+        columns = slice(first, first + width)
+        of_bias = None if bias is None else bias[:, columns].contiguous()
+        of_b = None if lora.lora_b is None else lora.lora_b[:, columns]
+        yield columns, of_bias, lora._replace(lora_b=of_b)
 
 
 @cache
-def _sum_partials_kernel(planes: int) -> Bound:
-    return Bound(combine_kernels.sum_partials_kernel, PARTS=planes, BLOCK=_SLOTS)
+def sum_partials(planes: int) -> Bound:
+    return Bound(combine_kernels.sum_partials_kernel, PARTS=planes, BLOCK=SLOTS)
 
 
-def dz_gemm(
-    dout, z, z_scale, w2, b2, scores, p: Permutation, activation, gate_up, needs,
-    config=None, lora=NO_LORA,
+def dz(
+    dout, z, z_scale, w2, b2, scores, lora, p: Permutation, activation, gate_up, needs, config=None
 ):  # fmt: skip
-    """dZ, A' = score · A and dscores; None where not needed: A' is, where dW2 is."""
-    if not (needs.dz or needs.dw2 or needs.dscores):
+    if not any(needs):
         return None, None, None
     rows, dtype, device = z.shape[0], dout.dtype, z.device
-    experts, hidden, intermediate = w2.shape
+    _, hidden, intermediate = w2.shape
     target = target_of(z)
     gate_up = gate_up if activation.is_gated else None
-    config = config or row_config(
-        "dz", dtype.itemsize, hidden, intermediate, activation.is_gated, target
+    config = config or _row_config(
+        "dz", dtype.itemsize, hidden, intermediate, activation.is_gated, target, lora
     )
     if z_scale is not None:
         config = fp8_row_config(config, "dz", hidden, intermediate, gate_up, target)
     # The Hopper kernel always stores dZ.
     dz = memory.empty(z.shape, dtype, device) if needs.dz or config.hopper else None
-    a = memory.empty((rows, intermediate), dtype, device) if needs.dw2 else None
+    a = memory.empty((rows, intermediate), dtype, device) if needs.a else None
     dscores = memory.empty(scores.shape, torch.float32, device) if needs.dscores else None
     if rows == 0:
         return (dz if needs.dz else None), a, dscores
     parts = ceil_div(intermediate, config.block_n)
-    slots = scores.numel() if scores is not None else rows
-    planes = parts + (b2 is not None)
-    plane = 4 * ceil_div(slots, 4)  # every plane is aligned to 16 bytes for every T
-    partial = memory.empty((planes if needs.dscores else 0, plane), torch.float32, device)
+    partial = partial_scores(parts, b2, dscores, device)
     grid = _row_grid(config, p, intermediate, target)
     outputs = (dz, a, partial)
     if config.hopper:
@@ -300,21 +276,38 @@ def dz_gemm(
     else:
         w2t = w2.mT  # the GEMM sums over H: (E, I, H) weights
         source, weights = _row_source(dout, config, p.is_gathered), _weight_source(w2t, config)
-        args = (source, p.row_token, weights, *lora.contiguous, scores, p.row_slot)
-        args = (*args, z, z_scale, *outputs, p.tiles, plane, rows)
-        stored = {"STORE_DZ": needs.dz, "STORE_A": needs.dw2, "STORE_PARTIAL": needs.dscores}
+        args = (source, p.row_token, weights, *_low_rank(lora), scores, p.row_slot)
+        args = (*args, z, z_scale, *outputs, p.tiles, partial.shape[1], rows)
+        stored = {"STORE_DZ": needs.dz, "STORE_A": needs.a, "STORE_PARTIAL": needs.dscores}
         options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), **stored}
-        options |= {"SLICES": config.slices, **lora.options}
+        options |= {"SLICES": config.slices, **_lora_options(lora)}
         options |= _gemm_options(dout, source, w2t, config)
         sizes = {"H": hidden, "I": intermediate}
         launch(dz_kernel, grid, *args, *w2t.stride(), **sizes, **options)
-    if dscores is not None:
-        if b2 is not None:
-            _bias_scores(dout, b2, p, partial[parts])
-        kernel, programs = _sum_partials_kernel(planes), ceil_div(slots, _SLOTS)
-        args = (partial, p.slot_row, p.expert_start, dscores, slots, plane, experts)
-        launch(kernel, (programs,), *args)
+    sum_partial_scores(partial, dout, b2, p, dscores)
     return (dz if needs.dz else None), a, dscores
+
+
+def partial_scores(parts: int, b2: Tensor | None, dscores: Tensor | None, device) -> Tensor:
+    """Planes for partial sums of dscores: `parts` of a dZ GEMM, and one of b2; none if there are no
+    dscores."""
+    if dscores is None:
+        return memory.empty((0, 0), torch.float32, device)
+    # Every plane is aligned to 16 bytes for every T.
+    shape = (parts + (b2 is not None), 4 * ceil_div(dscores.numel(), 4))
+    return memory.empty(shape, torch.float32, device)
+
+
+def sum_partial_scores(partial, dout, b2, p: Permutation, dscores) -> None:
+    """Write dscores, unless they are None: the sum of all planes. This fills that of b2."""
+    if dscores is None:
+        return
+    planes, plane = partial.shape
+    if b2 is not None:
+        _bias_scores(dout, b2, p, partial[-1])
+    slots, experts = dscores.numel(), p.expert_start.shape[0] - 1
+    args = (partial, p.slot_row, p.expert_start, dscores, slots, plane, experts)
+    launch(sum_partials(planes), (ceil_div(slots, SLOTS),), *args)
 
 
 def _bias_scores(dout, b2, p: Permutation, out) -> None:
@@ -325,25 +318,23 @@ def _bias_scores(dout, b2, p: Permutation, out) -> None:
     launch(kernel, (p.tiles.shape[0] - 1,), *args, **sizes, num_warps=8)
 
 
-def up_backward(dz, x, w1, p: Permutation, needs, fp32_dw, slices):
-    dx = dw1 = None
-    if needs.dx:
-        dx = down_and_combine(dz, w1.mT, None, None, p, x.shape[0], slices, "dx")
-    if needs.dw1:
-        dw1 = memory.empty_like(w1, torch.float32 if fp32_dw else w1.dtype)
-        weight_gradient(dz, x, dw1, p, gathered="right")
-    return dx, dw1, _bias_gradient(dz, w1[:, :, 0], p) if needs.db1 else None
+def dx(dz, w1, lora, p: Permutation, tokens, slices):
+    return down_and_combine(dz, w1.mT, None, None, lora, p, tokens, slices, "dx")
 
 
-def up_backward_into(main_grad, dz, x, w1, p: Permutation, needs, slices):
-    dx = None
-    if needs.dx:
-        dx = down_and_combine(dz, w1.mT, None, None, p, x.shape[0], slices, "dx")
-    weight_gradient(dz, x, main_grad, p, gathered="right", add=True)
-    return dx, _bias_gradient(dz, w1[:, :, 0], p) if needs.db1 else None
+def weight_gradient(left, right, w, p: Permutation, gathered, fp32):
+    dw = memory.empty_like(w, torch.float32 if fp32 else w.dtype)
+    write_weight_gradient(left, right, dw, p, gathered)
+    return dw
 
 
-def weight_gradient(left, right, dw, p: Permutation, gathered: str, add=False, config=None) -> None:
+def weight_gradient_into(main_grad, left, right, p: Permutation, gathered):
+    write_weight_gradient(left, right, main_grad, p, gathered, add=True)
+
+
+def write_weight_gradient(
+    left, right, dw, p: Permutation, gathered: str, add=False, config=None
+) -> None:
     """dw (E, M, N) = Σ over an expert's rows of leftᵀ right; added to what is there if `add`.
 
     `gathered` names the operand whose rows are tokens, unless rows arrive sorted.
@@ -358,7 +349,7 @@ def weight_gradient(left, right, dw, p: Permutation, gathered: str, add=False, c
     config = config or weight_config(left.element_size(), m, n, *gather, target)
     per_expert = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
     rows = p.rows_of(left)
-    spans = _spans(rows, dw.shape, per_expert, config.programs * target.processors, left.device)
+    spans = spans_of(rows, dw.shape, per_expert, config.programs * target.processors, left.device)
     grid = _grid(config, (experts + spans.places) * per_expert, target)
     if config.hopper and left.shape[0] and right.shape[0]:
         kernel, args = _hopper().weight_gradient(left, right, dw, add, p, gather, spans, config)
@@ -380,11 +371,11 @@ def weight_gradient(left, right, dw, p: Permutation, gathered: str, add=False, c
         launch(wgrad_kernel, grid, *operands, *args, M=m, N=n, **options)
     if spans.places:
         args = (spans.partial, dw, p.expert_start, p.tiles, experts, spans.rows, spans.places)
-        launch(_sum_spans_kernel(m * n, add), (target.processors,), *args)
+        launch(sum_spans(m * n, add), (target.processors,), *args)
 
 
 @cache
-def _sum_spans_kernel(size: int, add: bool) -> Bound:
+def sum_spans(size: int, add: bool) -> Bound:
     return Bound(sum_spans_kernel, SIZE=size, BLOCK=2048, ADD=add, num_warps=4)
 
 
@@ -396,7 +387,7 @@ class Spans(NamedTuple):
     places: int = 0
 
 
-def _spans(rows: int, shape, tiles: int, programs: int, device, block_k: int = 64) -> Spans:
+def spans_of(rows: int, shape, tiles: int, programs: int, device, block_k: int = 64) -> Spans:
     """Spans of a quarter of the rows that a program gets with balanced routing, in multiples of
     `block_k`; none if one expert has tiles for all programs. The partial sums take at most four
     fp32 tiles per program, 69 MB on an H200."""
@@ -412,12 +403,20 @@ def _spans(rows: int, shape, tiles: int, programs: int, device, block_k: int = 6
     return Spans(memory.empty((max(places, 1), m * n), torch.float32, device), span, places)
 
 
-def _bias_gradient(source, bias, p: Permutation, scores=None, gathered=False) -> torch.Tensor:
-    """(E, N), of the shape and dtype of `bias`: the sum over an expert's rows, times scores."""
-    experts, n = bias.shape
-    out = memory.empty(bias.shape, bias.dtype, bias.device)
-    row_token = p.row_token if gathered else None
-    args = (source, row_token, scores, p.row_slot if gathered else None, out, p.expert_start)
+def bias_gradient(rows, scores, p: Permutation, gathered, dtype):
+    experts, n = p.expert_start.shape[0] - 1, rows.shape[1]
+    out = memory.empty((experts, n), dtype, rows.device)
+    row_token, row_slot = (p.row_token, p.row_slot) if gathered else (None, None)
     grid = (experts, ceil_div(n, 64))
+    args = (rows, row_token, scores, row_slot, out, p.expert_start)
     launch(bias_gradient_kernel, grid, *args, N=n, BLOCK_M=64, BLOCK_N=64, num_warps=4)
+    return out
+
+
+def scaled_transpose(t, scale, dtype):
+    rows, columns = t.shape
+    out = memory.empty((columns, rows), dtype, t.device)
+    if t.numel():
+        grid, sizes = (ceil_div(rows, 64), ceil_div(columns, 64)), {"BLOCK_P": 64, "BLOCK_Q": 64}
+        launch(transpose_kernel, grid, t, out, scale, rows, columns, **sizes, num_warps=4)
     return out

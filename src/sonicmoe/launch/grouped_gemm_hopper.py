@@ -6,7 +6,6 @@ Functions without an underscore return a kernel and its arguments, for `grouped_
 from functools import lru_cache
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from ..enums import ActivationType
 from ..kernels.activation import derivative_of, value_of
@@ -14,75 +13,15 @@ from ..kernels.hopper.dz import SLICE, hopper_dz_kernel
 from ..kernels.hopper.gemm import hopper_gemm_kernel
 from ..kernels.hopper.up import hopper_up_kernel
 from ..kernels.hopper.wgrad import hopper_wgrad_kernel
-from ..permutation import Permutation
+from ..tensors import Lora, Permutation
 from ..tuning import RowConfig, WeightConfig
-from .descriptors import Boxes
-from .grouped_gemm import Lora, Spans, weight_layout
+from .boxes import laid_out, low_rank, ragged_boxes, row_boxes, weight_boxes, z_boxes
+from .grouped_gemm import Spans, weight_layout
 from .launcher import Bound
 
 _ROWS = 64  # rows of one consumer warpgroup
 _WIDTH = SLICE.value
-_GL_DTYPE = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-}
-_ENDLESS = 0x7FFF0000
-_ORIGIN = 1 << 30
 Launch = tuple[Bound, tuple]
-
-
-# --- boxes ----------------------------------------------------------------------------------------
-def _laid_out(dtype: torch.dtype, shape, strides, block) -> Boxes:
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])
-    return Boxes(dtype, shape, strides, block, layout)
-
-
-@lru_cache(maxsize=1024)
-def _row_boxes(dtype, columns, strides, block) -> Boxes:
-    shape = (_ENDLESS, _ENDLESS, _ORIGIN, *columns)
-    return _laid_out(dtype, shape, (2**34 - strides[0], strides[0], *strides), (1, 1, *block))
-
-
-@lru_cache(maxsize=1024)
-def _weight_boxes(dtype, shape, strides, n, k, gate_up=None) -> Boxes:
-    """Boxes of (E, N, K) weights, which may lie in memory as (E, K, N)."""
-    experts, columns, depth = shape
-    e_stride, n_stride, k_stride = strides
-    half = columns // 2
-    if k_stride == 1 and gate_up != "concatenated":
-        return _laid_out(dtype, shape, strides, (1, n, k))
-    if k_stride == 1:
-        halves = (experts, 2, half, depth)
-        return _laid_out(dtype, halves, (e_stride, half * n_stride, n_stride, 1), (1, 2, n // 2, k))
-    if gate_up != "concatenated":
-        stored = (experts, depth, columns)
-        return _laid_out(dtype, stored, (e_stride, k_stride, 1), (1, k, n))
-    halves = (experts, depth, 2, half)
-    return _laid_out(dtype, halves, (e_stride, k_stride, half, 1), (1, k, 1, n // 2))
-
-
-def _z_boxes(dtype, columns, width, gate_up) -> Boxes:
-    """Boxes of Z and dZ with `width` columns, of one half if gate and up are concatenated."""
-    if gate_up == "concatenated":
-        half = columns // 2
-        return _row_boxes(dtype, (2, half), (columns, half, 1), (_ROWS, 1, width))
-    return _row_boxes(dtype, (columns,), (columns, 1), (_ROWS, width))
-
-
-def row_boxes(t: torch.Tensor, *block: int) -> tuple[torch.Tensor, Boxes]:
-    """Boxes of rows that end with their expert: see `kernels.hopper.ragged`."""
-    return t, _row_boxes(t.dtype, (t.shape[1],), t.stride(), block)
-
-
-def _lora(lora: Lora, layout: str, config: RowConfig, gate_up: str | None = None) -> tuple:
-    """U and B as the kernels take them: B in the layout and in boxes of the weights."""
-    u, b = lora
-    if u is None or b is None:
-        return lora
-    n, k = config.block_n, config.block_k
-    b = b.contiguous() if layout == "nk" else b.mT.contiguous().mT
-    return row_boxes(u, _ROWS, k), (b, _weight_boxes(b.dtype, b.shape, b.stride(), n, k, gate_up))
 
 
 # --- kernels and boxes that depend on weights and configuration alone -----------------------------
@@ -100,9 +39,9 @@ def _up(dtype, z_dtype, shape, strides, config, activation, gate_up, keep_z, gat
     options |= {"WEIGHT_LAYOUT": "nk" if strides[2] == 1 else "kn", "GATHER": gather}
     sizes = {"H": hidden, "N": columns, "RANK": rank}
     kernel = Bound(hopper_up_kernel, **sizes, **_ring(config), **options, num_warps=4)
-    weights = _weight_boxes(dtype, shape, strides, n, k, gate_up)
-    z = _z_boxes(z_dtype, columns, n // 4, gate_up)
-    return kernel, weights, z, _row_boxes(dtype, (inner,), (inner, 1), (_ROWS, n // 4))
+    weights = weight_boxes(dtype, shape, strides, n, k, gate_up)
+    z = z_boxes(z_dtype, columns, n // 4, gate_up)
+    return kernel, weights, z, ragged_boxes(dtype, (inner,), (inner, 1), (_ROWS, n // 4))
 
 
 @lru_cache(maxsize=1024)
@@ -113,8 +52,8 @@ def _gemm(dtype, shape, strides, config, rank):
     options = {"WEIGHT_LAYOUT": "nk" if strides[2] == 1 else "kn", **_ring(config)}
     sizes = {"K": depth, "N": columns, "RANK": rank}
     kernel = Bound(hopper_gemm_kernel, **sizes, **options, num_warps=4)
-    weights = _weight_boxes(dtype, shape, strides, n, k)
-    return kernel, weights, _row_boxes(dtype, (columns,), (columns, 1), (_ROWS, n))
+    weights = weight_boxes(dtype, shape, strides, n, k)
+    return kernel, weights, ragged_boxes(dtype, (columns,), (columns, 1), (_ROWS, n))
 
 
 @lru_cache(maxsize=1024)
@@ -127,13 +66,13 @@ def _dz_gemm(dtype, z_dtype, shape, strides, config, activation, gate_up, stores
     sizes = {"H": hidden, "I": inner, "RANK": rank}
     kernel = Bound(hopper_dz_kernel, **sizes, **options, num_warps=4)
     transposed = (strides[0], strides[2], strides[1])
-    weights = _weight_boxes(
+    weights = weight_boxes(
         dtype, (experts, inner, hidden), transposed, config.block_n, config.block_k
     )
     columns = 2 * inner if activation.is_gated else inner
     width = 2 * _WIDTH if gate_up == "interleaved" else _WIDTH
-    z, dz = (_z_boxes(d, columns, width, gate_up) for d in (z_dtype, dtype))
-    return kernel, weights, z, dz, _row_boxes(dtype, (inner,), (inner, 1), (_ROWS, _WIDTH))
+    z, dz = (z_boxes(d, columns, width, gate_up) for d in (z_dtype, dtype))
+    return kernel, weights, z, dz, ragged_boxes(dtype, (inner,), (inner, 1), (_ROWS, _WIDTH))
 
 
 @lru_cache(maxsize=1024)
@@ -145,7 +84,7 @@ def _weight_gradient(dtype, shape, strides, config, gather_left, gather_right, a
     kernel = Bound(hopper_wgrad_kernel, **sizes, **options, num_warps=4)
     if dtype == torch.float32:
         return kernel, None
-    return kernel, _laid_out(dtype, shape, strides, (1, m // 2, n // 4))
+    return kernel, laid_out(dtype, shape, strides, (1, m // 2, n // 4))
 
 
 # --- kernels and their arguments ------------------------------------------------------------------
@@ -167,18 +106,18 @@ def up(
         lora.rank,
     )
     rows = x if p.is_gathered else row_boxes(x, _ROWS, config.block_k)
-    low_rank = _lora(lora, weight_layout(w1), config, gate_up)
+    adapter = low_rank(lora, weight_layout(w1), config.block_n, config.block_k, gate_up)
     stored = ((z, z_boxes), z_scale, (a, a_boxes))
     return kernel, (
-        rows, p.row_token, (w1, weights), *low_rank, b1, *stored, p.tiles, p.rows_of(x),
+        rows, p.row_token, (w1, weights), *adapter, b1, *stored, p.tiles, p.rows_of(x),
     )  # fmt: skip
 
 
 def down(a, w, bias, row_scores, y, p: Permutation, config: RowConfig, lora: Lora) -> Launch:
     kernel, weights, y_boxes = _gemm(a.dtype, w.shape, w.stride(), config, lora.rank)
     rows = row_boxes(a, _ROWS, config.block_k)
-    low_rank = _lora(lora, weight_layout(w), config)
-    return kernel, (rows, (w, weights), *low_rank, bias, row_scores, (y, y_boxes), p.tiles)
+    adapter = low_rank(lora, weight_layout(w), config.block_n, config.block_k)
+    return kernel, (rows, (w, weights), *adapter, bias, row_scores, (y, y_boxes), p.tiles)
 
 
 def dz_gemm(
@@ -201,9 +140,10 @@ def dz_gemm(
         lora.rank,
     )
     rows = dout if p.is_gathered else row_boxes(dout, _ROWS, config.block_k)
-    low_rank = _lora(lora, "nk" if w2.stride(1) == 1 else "kn", config)
+    layout = "nk" if w2.stride(1) == 1 else "kn"
+    adapter = low_rank(lora, layout, config.block_n, config.block_k)
     stored = ((z, z_boxes), z_scale, (dz, dz_boxes), (dz if a is None else a, a_boxes))
-    args = (rows, p.row_token, (w2, weights), *low_rank, scores, p.row_slot, *stored)
+    args = (rows, p.row_token, (w2, weights), *adapter, scores, p.row_slot, *stored)
     return kernel, (*args, partial, partial.shape[1], p.tiles, z.shape[0])
 
 

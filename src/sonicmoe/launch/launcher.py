@@ -212,7 +212,7 @@ def _compiled(bound: Bound, compiled, args: tuple) -> _Compiled | None:
 
 
 def dot_precision(t: torch.Tensor) -> str:
-    """IEEE for fp32, unless PyTorch was told that its own products may use tf32."""
+    """IEEE for fp32, unless PyTorch was told that its own GEMMs may use tf32."""
     if t.dtype != torch.float32:
         return "ieee"
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

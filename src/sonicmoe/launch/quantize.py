@@ -10,12 +10,11 @@ from functools import cache
 import torch
 
 from ..enums import ActivationType
-from ..fp8_tensors import E4M3
 from ..kernels import bf16_operands
 from ..kernels import quantize as kernels
 from ..kernels.activation import value_of
-from ..permutation import Permutation
-from ..shapes import ceil_div
+from ..shapes import BLOCK, ceil_div
+from ..tensors import E4M3, Permutation
 from . import memory
 from .grouped_gemm import weight_layout
 from .launcher import Bound, launch, power_of_two
@@ -65,43 +64,54 @@ def _norms_kernel(columns: int, count: int) -> Bound:
     return Bound(kernels.column_norms_kernel, C=columns, **options, num_warps=4)
 
 
-def quantize_weight(w, transposed, norms):
+def quantize_weight_into(w8, w8_t, w_scale, w_norm, w):
+    quantize_weight(w, w8_t is not None, w_norm is not None, (w8, w8_t, w_scale, w_norm))
+
+
+def quantize_weight(w, transposed, norms, into=None):
     """w is dense, as (E, N, K) or as (E, K, N); N and K are multiples of 4."""
+    experts, summed, columns = w.shape
+    if into is None:
+        into = (
+            memory.empty((experts, summed, columns), E4M3, w.device),
+            memory.empty((experts, columns, summed), E4M3, w.device) if transposed else None,
+            memory.empty((experts,), torch.float32, w.device),
+            memory.empty((experts, columns), torch.float32, w.device) if norms else None,
+        )
+    w8, w8_t, w_scale, w_norm = into
     in_order = weight_layout(w) == "nk"
-    summed, columns = w.shape[1:]
-    w = w if in_order else w.mT
-    experts, n, k = w.shape
-    q = memory.empty((experts, n, k), E4M3, w.device) if in_order or transposed else None
-    q_t = memory.empty((experts, k, n), E4M3, w.device) if transposed or not in_order else None
-    scale = memory.empty((experts,), torch.float32, w.device)
+    w, q, q_t = (w, w8, w8_t) if in_order else (w.mT, w8_t, w8)
+    _, n, k = w.shape
     bits = memory.empty((experts,), torch.int32, w.device).zero_()
-    squares = norm = sum_over = None
+    squares = sum_over = None
     if norms:
         sum_over = "n" if in_order else "k"
         shape = (experts, ceil_div(summed, _TILE), columns)
         squares = memory.empty(shape, torch.float32, w.device)
-        norm = memory.empty((experts, columns), torch.float32, w.device)
     amax, quantize, tiles = _weight_kernels(n, k, sum_over)
     launch(amax, (ceil_div(n * k, _STEPS * _BLOCK), experts), w, bits)
     words = None if q_t is None else q_t.view(torch.int32)
-    launch(quantize, (tiles, experts), w, bits, q, words, scale, squares)
+    launch(quantize, (tiles, experts), w, bits, q, words, w_scale, squares)
     if norms:
         kernel = _norms_kernel(columns, summed)
-        launch(kernel, (ceil_div(columns, 128), experts), squares, scale, norm)
-    return (q, q_t, scale, norm) if in_order else (q_t, q, scale, norm)
+        launch(kernel, (ceil_div(columns, 128), experts), squares, w_scale, w_norm)
+    return into
 
 
-def dequantize_rows(q, scale):
+def dequantize_rows(dout, q, scale):
     """(R, N) in bf16."""
     rows, n = q.shape
     out = memory.empty((rows, n), torch.bfloat16, q.device)
     if rows:
-        kernel, grid = bf16_operands.dequantize_rows_kernel, (ceil_div(rows, 8), ceil_div(n, 512))
-        launch(kernel, grid, q, scale, out, rows, N=n, BLOCK_M=8, BLOCK_N=512, num_warps=4)
+        blocks = scale.dim() == 2
+        m, width = (32, BLOCK) if blocks else (8, 512)
+        grid, options = (ceil_div(rows, m), ceil_div(n, width)), {"BLOCK_SCALES": blocks}
+        options |= {"N": n, "BLOCK_M": m, "BLOCK_N": width, "num_warps": 4}
+        launch(bf16_operands.dequantize_rows_kernel, grid, q, scale, out, rows, **options)
     return out
 
 
-def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
+def scored_activation(dout, z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
     """A' = score · act(Z) in bf16 (R, I); rows of no expert are not written."""
     rows, inner = z.shape[0], activation.intermediate_size(z.shape[1])
     a = memory.empty((rows, inner), torch.bfloat16, z.device)
@@ -135,11 +145,12 @@ def _check_kernel(shape1, shape2) -> Bound:
     return Bound(kernels.checked_scales_kernel, **first, **second, BLOCK=512, num_warps=8)
 
 
-def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample):
+def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample, generation, flags):
     """A sample is at most 16384 values of an expert, in groups of 16, spread evenly."""
     experts, device = weight1.shape[0], weight1.device
     new1 = memory.empty((experts,), torch.float32, device)
     new2 = memory.empty((experts,), torch.float32, device)
     kernel = _check_kernel(weight1.shape, weight2.shape)
-    launch(kernel, (experts, 2), weight1, q1, scale1, new1, weight2, q2, scale2, new2, sample)
+    first, second = (weight1, q1, scale1, new1), (weight2, q2, scale2, new2)
+    launch(kernel, (experts, 2), *first, *second, sample, generation, flags)
     return new1, new2

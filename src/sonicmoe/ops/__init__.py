@@ -1,32 +1,35 @@
 """Operators: every stage of the layer as `torch.ops.sonicmoe.*`, for both backends.
 
-All functional but those that end in `_into`, which add a gradient to their first argument.
+All functional but those that end in `_into`, which write to their first arguments, and
+`checked_scales`, which counts its calls.
 """
 
 from .fp8 import checked_scales as checked_scales
+from .fp8 import dequantize_rows as dequantize_rows
 from .fp8 import fp8_down_and_combine as fp8_down_and_combine
-from .fp8 import fp8_down_backward as fp8_down_backward
-from .fp8 import fp8_down_backward_into as fp8_down_backward_into
+from .fp8 import fp8_dx as fp8_dx
+from .fp8 import fp8_dz as fp8_dz
 from .fp8 import fp8_gemm as fp8_gemm
 from .fp8 import fp8_recomputed as fp8_recomputed
 from .fp8 import fp8_up as fp8_up
-from .fp8 import fp8_up_backward as fp8_up_backward
-from .fp8 import fp8_up_backward_into as fp8_up_backward_into
+from .fp8 import fp8_weight_gradient as fp8_weight_gradient
+from .fp8 import fp8_weight_gradient_into as fp8_weight_gradient_into
 from .fp8 import quantize_rows as quantize_rows
 from .fp8 import quantize_weight as quantize_weight
+from .fp8 import quantize_weight_into as quantize_weight_into
+from .fp8 import scored_activation as scored_activation
+from .grouped_gemm import bias_gradient as bias_gradient
 from .grouped_gemm import combine as combine
 from .grouped_gemm import down as down
 from .grouped_gemm import down_and_combine as down_and_combine
-from .grouped_gemm import down_backward as down_backward
-from .grouped_gemm import down_backward_into as down_backward_into
+from .grouped_gemm import dx as dx
+from .grouped_gemm import dz as dz
+from .grouped_gemm import gathered_gemm as gathered_gemm
 from .grouped_gemm import recomputed_z as recomputed_z
+from .grouped_gemm import scaled_transpose as scaled_transpose
 from .grouped_gemm import up as up
-from .grouped_gemm import up_backward as up_backward
-from .grouped_gemm import up_backward_into as up_backward_into
-from .lora import lora_down_backward as lora_down_backward
-from .lora import lora_gemm as lora_gemm
-from .lora import lora_up as lora_up
-from .lora import scaled_transpose as scaled_transpose
+from .grouped_gemm import weight_gradient as weight_gradient
+from .grouped_gemm import weight_gradient_into as weight_gradient_into
 from .routing import balance as balance
 from .routing import balance_backward as balance_backward
 from .routing import count as count

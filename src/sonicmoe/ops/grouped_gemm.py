@@ -1,18 +1,16 @@
 """Operators of the grouped GEMMs and of combine, forward and backward.
 
-Shapes are those of `Permutation`. A result that is not needed is None; through PyTorch's dispatcher
-it is an empty tensor.
+Shapes are those of `Permutation`. With a `Lora`, a GEMM adds U Bᵀ in its accumulator. A result that
+is not needed is None; through PyTorch's dispatcher it is an empty tensor.
 """
 
 import torch
 from torch import Tensor
 
 from ..enums import ActivationType
-from ..gradients import DownGradients, UpGradients
-from ..memory_policy import FP8_COLUMNS
-from ..permutation import Permutation
 from ..reference import grouped_gemm as reference
-from ..shapes import ceil_div
+from ..shapes import BLOCK, ceil_div
+from ..tensors import E4M3, DzResults, Lora, Permutation
 from .registry import Mutated, operator
 
 
@@ -21,38 +19,43 @@ def _rows(s) -> int:
     return (s.x if s.row_token is None else s.row_token)[0]
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * _rows(s) * s.w1[1] * s.w1[2])
+def depth(s, k: int) -> int:
+    """K of a GEMM, and the rank of its LoRA adapter."""
+    return k + (0 if s.lora_u is None else s.lora_u[1])
+
+
+@operator(reference, "grouped_gemm", flops=lambda s: 2 * _rows(s) * s.w1[1] * depth(s, s.w1[2]))
 def up(
     x: Tensor,
     w1: Tensor,
     b1: Tensor | None,
+    lora: Lora,
     p: Permutation,
     activation: ActivationType,
     gate_up: str,
-    keep_z: str,
+    z_dtype: torch.dtype | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Z = X W1ᵀ + b1 (R, N), A = act(Z) (R, I) and the scales of Z; X is gathered by row.
 
-    `keep_z` "keep" returns Z, "fp8" returns it in e4m3 with scales (⌈N/128⌉, R) of
-    `reference.quantize.quantize_blocks`; with any other value both are None.
+    Z is None without a `z_dtype`. In e4m3 it has scales (⌈N/128⌉, R) of
+    `reference.quantize.quantize_blocks`; else they are None.
     """
     rows, n = p.rows_of(x), w1.shape[1]
-    a, z, z_scale = x.new_empty(rows, activation.intermediate_size(n)), None, None
-    if keep_z == "keep":
-        z = x.new_empty(rows, n)
-    elif keep_z == "fp8":
-        z = x.new_empty(rows, n, dtype=torch.float8_e4m3fn)
-        z_scale = x.new_empty(ceil_div(n, FP8_COLUMNS), rows, dtype=torch.float32)
+    a, z_scale = x.new_empty(rows, activation.intermediate_size(n)), None
+    z = None if z_dtype is None else x.new_empty(rows, n, dtype=z_dtype)
+    if z_dtype == E4M3:
+        z_scale = x.new_empty(ceil_div(n, BLOCK), rows, dtype=torch.float32)
     return z, a, z_scale  # type: ignore
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * _rows(s) * s.w1[1] * s.w1[2])
+@operator(reference, "grouped_gemm", flops=lambda s: 2 * _rows(s) * s.w1[1] * depth(s, s.w1[2]))
 def recomputed_z(
     dout: Tensor,
     x: Tensor,
     w1: Tensor,
     b1: Tensor | None,
+    lora: Lora,
     p: Permutation,
     activation: ActivationType,
     gate_up: str,
@@ -62,12 +65,19 @@ def recomputed_z(
     return x.new_empty(p.rows_of(x), w1.shape[1])
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.a[0] * s.w2[1] * s.w2[2])
+@operator(reference, "grouped_gemm", flops=lambda s: 2 * _rows(s) * s.w[1] * s.w[2])
+def gathered_gemm(x: Tensor, w: Tensor, p: Permutation, backend: str) -> Tensor:
+    """X Wᵀ (R, N) for the few columns of a LoRA factor; X is gathered by row."""
+    return x.new_empty(p.rows_of(x), w.shape[1])
+
+
+@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.a[0] * s.w2[1] * depth(s, s.w2[2]))
 def down(
     a: Tensor,
     w2: Tensor,
     b2: Tensor | None,
     row_scores: Tensor | None,
+    lora: Lora,
     p: Permutation,
     backend: str,
 ) -> Tensor:
@@ -88,12 +98,13 @@ def combine(
     return y.new_empty(tokens, y.shape[1])
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.a[0] * s.w2[1] * s.w2[2])
+@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.a[0] * s.w2[1] * depth(s, s.w2[2]))
 def down_and_combine(
     a: Tensor,
     w2: Tensor,
     b2: Tensor | None,
     scores: Tensor | None,
+    lora: Lora,
     p: Permutation,
     tokens: int,
     slices: int,
@@ -103,94 +114,94 @@ def down_and_combine(
     return a.new_empty(tokens, w2.shape[1])
 
 
-def _like(t: Tensor | None, needed: bool, dtype: torch.dtype | None = None) -> Tensor | None:
-    return torch.empty_like(t, dtype=dtype) if needed and t is not None else None
-
-
-@operator(
-    reference,
-    "grouped_gemm",
-    flops=lambda s: 2 * s.z[0] * s.w2[1] * s.w2[2] * ((s.dz or s.dw2 or s.dscores) + s.dw2),
-)
-def down_backward(
+@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.z[0] * s.w2[2] * depth(s, s.w2[1]))
+def dz(
     dout: Tensor,
     z: Tensor,
     z_scale: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
     scores: Tensor | None,
+    lora: Lora,
     p: Permutation,
     activation: ActivationType,
     gate_up: str,
-    needs: DownGradients,
-    fp32_dw: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dZ, dW2, db2, dscores from dO: dO W2 is formed once, Y never, A again from Z.
-
-    Z is in e4m3 where there is a `z_scale`. dW2 has the strides of W2, in fp32 if `fp32_dw`.
-    """
-    dw2 = _like(w2, needs.dw2, torch.float32 if fp32_dw else None)
-    return _like(z, needs.dz, dout.dtype), dw2, _like(b2, needs.db2), _like(scores, needs.dscores)  # type: ignore
-
-
-@operator(reference, "grouped_gemm", flops=lambda s: 4 * s.z[0] * s.w2[1] * s.w2[2])
-def down_backward_into(
-    main_grad: Mutated,
-    dout: Tensor,
-    z: Tensor,
-    z_scale: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    scores: Tensor | None,
-    p: Permutation,
-    activation: ActivationType,
-    gate_up: str,
-    needs: DownGradients,
+    needs: DzResults,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`down_backward` that adds dW2 to `main_grad`, fp32 with the strides of W2."""
-    return _like(z, needs.dz, dout.dtype), _like(b2, needs.db2), _like(scores, needs.dscores)  # type: ignore
+    """dZ, A' = score · A and dscores, from dA' = dO W2 and Z; Y is never formed.
+
+    Z is in e4m3 where there is a `z_scale`.
+    """
+    results = (
+        torch.empty_like(z, dtype=dout.dtype) if needs.dz else None,
+        dout.new_empty(z.shape[0], w2.shape[2]) if needs.a else None,
+        torch.empty_like(scores) if needs.dscores and scores is not None else None,
+    )
+    return results  # type: ignore
 
 
-def _dx_and_db1(x: Tensor, w1: Tensor, needs: UpGradients) -> tuple[Tensor | None, Tensor | None]:
-    dx = x.new_empty(x.shape) if needs.dx else None
-    return dx, w1.new_empty(w1.shape[:2]) if needs.db1 else None
+@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.dz[0] * s.w1[2] * depth(s, s.w1[1]))
+def dx(
+    dz: Tensor,
+    w1: Tensor,
+    lora: Lora,
+    p: Permutation,
+    tokens: int,
+    slices: int,
+    backend: str,
+) -> Tensor:
+    """dX (T, H): dZ W1, summed over a token's rows, which exist in one of `slices` slices of H at a
+    time."""
+    return dz.new_empty(tokens, w1.shape[2])
+
+
+@operator(reference, "grouped_gemm", flops=lambda s: 2 * _gradient_rows(s) * s.w[1] * s.w[2])
+def weight_gradient(
+    left: Tensor,
+    right: Tensor,
+    w: Tensor,
+    p: Permutation,
+    gathered: str,
+    fp32: bool,
+    backend: str,
+) -> Tensor:
+    """Σ over an expert's rows of leftᵀ right (E, N, K), with the strides of w, in fp32 if `fp32`.
+
+    `gathered` is "left" or "right", the operand whose rows are tokens, unless rows arrive sorted.
+    """
+    return torch.empty_like(w, dtype=torch.float32 if fp32 else None)
+
+
+def _gradient_rows(s) -> int:
+    return (s.right if s.gathered == "left" else s.left)[0]
 
 
 @operator(
     reference,
     "grouped_gemm",
-    flops=lambda s: 2 * s.dz[0] * s.w1[1] * s.w1[2] * (s.dx + s.dw1),
+    flops=lambda s: 2 * _gradient_rows(s) * s.main_grad[1] * s.main_grad[2],
 )
-def up_backward(
-    dz: Tensor,
-    x: Tensor,
-    w1: Tensor,
+def weight_gradient_into(
+    main_grad: Mutated, left: Tensor, right: Tensor, p: Permutation, gathered: str, backend: str
+) -> None:
+    """`weight_gradient` that is added to `main_grad`, fp32 with the strides of the weight."""
+
+
+@operator(reference, "grouped_gemm")
+def bias_gradient(
+    rows: Tensor,
+    scores: Tensor | None,
     p: Permutation,
-    needs: UpGradients,
-    fp32_dw: bool,
-    slices: int,
+    gathered: bool,
+    dtype: torch.dtype,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dX = Σ dZ W1 over a token's rows, dW1 = dZᵀ X, in fp32 if `fp32_dw`, db1 = Σ dZ.
-
-    Rows of dX that are combined exist in one of `slices` slices of H at a time.
-    """
-    dx, db1 = _dx_and_db1(x, w1, needs)
-    return dx, _like(w1, needs.dw1, torch.float32 if fp32_dw else None), db1  # type: ignore
+) -> Tensor:
+    """(E, N): the sum over an expert's rows, times their scores; rows of tokens if `gathered`."""
+    return rows.new_empty(p.expert_start.shape[0] - 1, rows.shape[1], dtype=dtype)
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.dz[0] * s.w1[1] * s.w1[2] * (s.dx + 1))
-def up_backward_into(
-    main_grad: Mutated,
-    dz: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    p: Permutation,
-    needs: UpGradients,
-    slices: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """`up_backward` that adds dW1 to `main_grad`, fp32 with the strides of W1."""
-    return _dx_and_db1(x, w1, needs)  # type: ignore
+@operator(reference, "grouped_gemm")
+def scaled_transpose(t: Tensor, scale: float, dtype: torch.dtype, backend: str) -> Tensor:
+    """scale · tᵀ of a contiguous matrix, rounded once; PyTorch's own takes 15 times a copy's."""
+    return t.new_empty(t.shape[::-1], dtype=dtype)

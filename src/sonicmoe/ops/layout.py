@@ -2,33 +2,39 @@
 
 A kernel computes addresses from shapes. It reads by strides only the weights, dense in either order
 of their last two dimensions, and the rows of logits. Every other tensor argument of an operator is
-made contiguous here. What TMA reads must also start on 16 bytes. Tensors in tuples are the
-package's own and dense, unless they come through PyTorch's dispatcher: see `registry`.
+made contiguous here. What TMA reads must also be 16-byte aligned; tensors in tuples are the
+package's own and aligned, unless they come through PyTorch's dispatcher.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ..errors import bad_argument
-from ..notices import say_once
+from ..errors import bad_argument, say_once
 
-_WEIGHTS = frozenset(("w", "w1", "w2", "factor"))
-_ROWS = frozenset(("x", "a", "z", "dz", "dout", "u"))  # read by TMA, as weights are
-_E4M3 = frozenset(("x8", "a8", "q1", "q2"))  # read by TMA, or four at a time
+_WEIGHTS = frozenset(("w", "w1", "w2", "lora_b"))
+_ROWS = frozenset(
+    ("x", "a", "z", "dz", "dout", "lora_u", "left", "right", "rows")
+)  # read by TMA, as weights are
+_E4M3 = frozenset(("x8", "a8", "q1", "q2", "q", "dz8", "other_t"))  # read by TMA, or four at a time
+_CALLERS = frozenset(("lora_u", "lora_b"))  # in tuples, but perhaps the caller's memory
 _BY_STRIDES = frozenset(("logits",))  # launchers copy them where columns are not adjacent
 
 
 class Layout:
     """Makes the tensor arguments of one operator dense, each by the name of its parameter."""
 
-    def __init__(self, tensors: dict[int, str]) -> None:
-        """`tensors` are the places and names of the tensor parameters."""
+    def __init__(self, tensors: dict[int, str], tuples: dict[int, Sequence[str]]) -> None:
+        """Places and names of the tensor parameters; places and tensor fields of the tuples."""
         self.adds_to_main_grad = tensors.get(0) == "main_grad"
         self.weights = [i for i, name in tensors.items() if name in _WEIGHTS]
         self.rows = [i for i, name in tensors.items() if name in _ROWS | _E4M3]
         special = _WEIGHTS | _ROWS | _E4M3 | _BY_STRIDES | {"main_grad"}
         self.others = [i for i, name in tensors.items() if name not in special]
+        self.tuples = list(tuples.items())
 
-    def dense(self, args: list, for_kernels: bool) -> list:
+    def dense(self, args: list, for_kernels: bool, dispatched: bool = False) -> list:
         """`args` with dense tensors; the list itself is changed."""
         if self.adds_to_main_grad:
             _check_main_grad(args[0])
@@ -41,11 +47,31 @@ class Layout:
             if t is not None:
                 args[i] = for_tma(t.contiguous()) if for_kernels else t.contiguous()
         for i in self.weights:
-            w = dense_weight(args[i])
-            if for_kernels:
-                w = for_tma(w) if w.stride(2) == 1 else for_tma(w.mT).mT
-            args[i] = w
+            args[i] = _weight(args[i], for_kernels)
+        for i, fields in self.tuples:
+            args[i] = _tuple(args[i], fields, for_kernels, dispatched)
         return args
+
+
+def _weight(w: torch.Tensor, for_kernels: bool) -> torch.Tensor:
+    w = dense_weight(w)
+    if not for_kernels:
+        return w
+    return for_tma(w) if w.stride(2) == 1 else for_tma(w.mT).mT
+
+
+def _tuple(values: Any, fields: Sequence[str], for_kernels: bool, dispatched: bool) -> Any:
+    changed = {}
+    for field in fields:
+        t = getattr(values, field)
+        if t is None:
+            continue
+        align = for_kernels and (dispatched or field in _CALLERS)
+        if field in _WEIGHTS:
+            changed[field] = _weight(t, align)
+        elif align or not t.is_contiguous():
+            changed[field] = for_tma(t.contiguous()) if align else t.contiguous()
+    return values._replace(**changed) if changed else values
 
 
 def dense_weight(w: torch.Tensor) -> torch.Tensor:
@@ -71,7 +97,7 @@ def _check_main_grad(main_grad: torch.Tensor) -> None:
 
 
 def for_tma(t: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as TMA takes it: on 16 bytes, with the strides of its shape.
+    """A contiguous tensor as TMA takes it: 16-byte aligned, with the strides of its shape.
 
     The first stride of a contiguous tensor is arbitrary where its first size is 1.
     """
@@ -80,6 +106,6 @@ def for_tma(t: torch.Tensor) -> torch.Tensor:
     if t.data_ptr() % 16 == 0:
         return t
     say_once(
-        f"a tensor of shape {tuple(t.shape)} does not start on 16 bytes and is copied each time"
+        f"a tensor of shape {tuple(t.shape)} is not 16-byte aligned and is copied at every call"
     )
     return t.clone()

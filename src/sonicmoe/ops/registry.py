@@ -7,7 +7,7 @@ The signature of a declaration is the operator's schema. Its body returns empty 
 shapes and dtypes of the results: PyTorch's fake implementation. The implementations have the same
 name and parameters, without `backend`: in `reference/` for "torch", in `launch/` for "triton".
 
-Operators have no autograd of their own: `autograd.py` calls them.
+Operators have no autograd of their own: the nodes of `layer` and `routing` call them.
 """
 
 import enum
@@ -21,21 +21,23 @@ from typing import Annotated, Any, get_type_hints
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .layout import Layout, for_tma
+from .layout import Layout
 
-Mutated = Annotated[torch.Tensor, "the operator adds to it"]
+Mutated = Annotated[torch.Tensor, "the operator writes to it"]
 
 NAMESPACE = re.sub(r"\W", "_", __name__.removesuffix(".ops.registry"))
 _library = torch.library.Library(NAMESPACE, "DEF")
 _SCHEMA_TYPES = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
-    Mutated: "Tensor(a!)",
+    Mutated: "Tensor({}!)",  # the alias set: each argument has its own
+    Mutated | None: "Tensor({}!)?",
     int: "SymInt",
     float: "float",
     bool: "bool",
     str: "str",
     torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
 }
 # Arguments of these types need no dispatcher; enums and tuples of tensors join them.
 _plain = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)}
@@ -55,12 +57,16 @@ class Signature:
         self.tensors = {
             place: name
             for place, (name, kind) in enumerate(hints.items())
-            if kind in (torch.Tensor, torch.Tensor | None, Mutated)
+            if kind in (torch.Tensor, torch.Tensor | None, Mutated, Mutated | None)
         }
+        self.tuples: dict[int, Sequence[str]] = {}  # the fields that are tensors
         self.flat: list[tuple[str, str]] = []  # name and type in the schema
-        for name, kind in hints.items():
+        for place, (name, kind) in enumerate(hints.items()):
             if _form(kind) == "tuple":
                 fields = get_type_hints(kind)
+                optional = (torch.Tensor, torch.Tensor | None)
+                if tensors := [field for field, t in fields.items() if t in optional]:
+                    self.tuples[place] = tensors
                 self.flat += [(field, _SCHEMA_TYPES[t]) for field, t in fields.items()]
             else:
                 self.flat.append((name, "str" if _form(kind) == "enum" else _SCHEMA_TYPES[kind]))
@@ -74,7 +80,10 @@ class Signature:
             self.returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
     def schema(self, name: str) -> str:
-        arguments = ", ".join(f"{kind} {argument}" for argument, kind in self.flat)
+        arguments = ", ".join(
+            f"{kind.format(f'a{place}')} {argument}"
+            for place, (argument, kind) in enumerate(self.flat)
+        )
         return f"{name}({arguments}) -> {self.returns}"
 
     def flatten(self, args: Sequence) -> list:
@@ -86,13 +95,13 @@ class Signature:
                 flat.append(a.value if form == "enum" else a)
         return flat
 
-    def unflatten(self, flat: Sequence, for_kernels: bool) -> list:
-        """The arguments of the declaration, with dense tensors in the tuples."""
+    def unflatten(self, flat: Sequence) -> list:
+        """The arguments of the declaration."""
         values = iter(flat)
         args: list = []
         for kind, form in self.types:
             if form == "tuple":
-                args.append(kind(*[_dense(next(values), for_kernels) for _ in kind._fields]))
+                args.append(kind(*[next(values) for _ in kind._fields]))
             else:
                 args.append(kind(next(values)) if form == "enum" else next(values))
         return args
@@ -102,12 +111,6 @@ def _form(kind: Any) -> str:
     if isinstance(kind, enum.EnumMeta):
         return "enum"
     return "tuple" if hasattr(kind, "_fields") else "plain"
-
-
-def _dense(value: Any, for_kernels: bool) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return for_tma(value.contiguous()) if for_kernels else value.contiguous()
 
 
 def operator(
@@ -125,28 +128,27 @@ def operator(
         _library.define(signature.schema(name), tags=(torch.Tag.needs_exact_strides,))
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         overload = packet.default
-        layout = Layout(signature.tensors) if launch else None
+        layout = Layout(signature.tensors, signature.tuples) if launch else None
 
         @cache
         def launch_module() -> ModuleType:
             return import_module(f"..launch.{launch}", __package__)
 
-        def chosen(args: Sequence) -> tuple[Callable, Sequence]:
+        def chosen(args: Sequence, dispatched: bool = False) -> tuple[Callable, Sequence]:
             """The implementation for these arguments, and the arguments as it takes them."""
             if layout is None:
                 return getattr(reference, name), args
             *args, backend = args
             for_kernels = backend == "triton"
             module = launch_module() if for_kernels else reference
-            return getattr(module, name), layout.dense(args, for_kernels)
+            return getattr(module, name), layout.dense(args, for_kernels, dispatched)
 
         def dispatched(*flat: Any) -> Any:
-            for_kernels = layout is not None and flat[-1] == "triton"
-            function, args = chosen(signature.unflatten(flat, for_kernels))
+            function, args = chosen(signature.unflatten(flat), dispatched=True)
             return every_result(function(*args), flat)
 
         def fake(*flat: Any) -> Any:
-            args = signature.unflatten(flat, for_kernels=False)
+            args = signature.unflatten(flat)
             if layout is not None:
                 args = layout.dense(args, for_kernels=False)
             return every_result(declaration(*args), flat)

@@ -21,22 +21,27 @@ X and dO as they were quantized.
 import torch
 
 from ..enums import ActivationType
-from ..fp8_tensors import E4M3, E4M3_MAX, Z_DTYPE, Fp8Weight
-from ..permutation import Permutation
+from ..shapes import BLOCK, padded_rows
+from ..tensors import E4M3, E4M3_MAX, Fp8Weight, Lora, Permutation
 from .activation import activate, activate_backward, split_gate_up
 from .fp8_scales import blocks, dz_scales, row_experts, z_columns
-from .grouped_gemm import _expert_rows, _gather, _slots, combine, gemm
+from .grouped_gemm import combine, expert_rows, gather, gemm, row_slots
 from .quantize import (
-    BLOCK,
     BLOCK_FLOOR,
     checked_scales,
     power_of_two_scale,
     quantize_rows,
     quantize_weight,
+    quantize_weight_into,
     to_e4m3,
 )
 
-__all__ = ["checked_scales", "quantize_rows", "quantize_weight"]  # operators too
+__all__ = [  # operators too
+    "checked_scales",
+    "quantize_rows",
+    "quantize_weight",
+    "quantize_weight_into",
+]
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -49,29 +54,38 @@ def _block_amax(value: torch.Tensor) -> torch.Tensor:
     return blocks(value).abs().amax(-1).T.contiguous()
 
 
-def fp8_up(x8, x_scale, w, p: Permutation, activation: ActivationType, gate_up, keep_z):
+def _joined(out: torch.Tensor, bias, lora: Lora, e: int, rows: slice) -> torch.Tensor:
+    """`out`, the rows of expert e in fp32, plus U Bᵀ and the bias."""
+    if lora.lora_u is not None and lora.lora_b is not None:
+        out = out + _gemm(lora.lora_u[rows], lora.lora_b[e].mT)
+    return out if bias is None else out + bias[e].float()
+
+
+def fp8_up(
+    x8, x_scale, w, b1, lora, p: Permutation, activation: ActivationType, gate_up, z_dtype
+):  # fmt: skip
     """Z, zmax (J, R), zmax_columns (E, I), A e4m3, a_scale (J, R).
 
-    Z is in bf16 if `keep_z` is "keep", in e4m3 if "fp8"; else the first three are None.
+    Without a `z_dtype`, bf16 or e4m3, the first three are None.
     """
     z = torch.zeros(p.rows_of(x8), w.w8.shape[1], device=x8.device)
-    for e, r in _expert_rows(p):
-        scale = _gather(x_scale, p, r)[:, None] * w.w_scale[e]
-        z[r] = _gemm(_gather(x8, p, r), w.w8[e].mT) * scale
+    for e, r in expert_rows(p):
+        scale = gather(x_scale, p, r)[:, None] * w.w_scale[e]
+        z[r] = _joined(_gemm(gather(x8, p, r), w.w8[e].mT) * scale, b1, lora, e, r)
     a = activate(z, activation, gate_up)
     a_scale = power_of_two_scale(_block_amax(a), BLOCK_FLOOR)
     a8 = to_e4m3((blocks(a) / a_scale.T[:, :, None]).flatten(1)[:, : a.shape[1]]).contiguous()
-    if keep_z not in Z_DTYPE:
+    if z_dtype is None:
         return None, None, None, a8, a_scale
     largest = z.abs()
     if activation.is_gated:
         largest = torch.maximum(*split_gate_up(largest, gate_up))
     zmax, zmax_columns = _block_amax(largest), torch.zeros(len(w.w8), a.shape[1], device=z.device)
-    for e, r in _expert_rows(p):
+    for e, r in expert_rows(p):
         zmax_columns[e] = largest[r].amax(0)
-    if keep_z == "fp8":
+    if z_dtype == E4M3:
         z = z / _z_scale(zmax, activation, gate_up, a.shape[1])
-    return z.to(Z_DTYPE[keep_z]), zmax, zmax_columns, a8, a_scale
+    return z.to(z_dtype), zmax, zmax_columns, a8, a_scale
 
 
 def _z_scale(zmax, activation: ActivationType, gate_up, inner) -> torch.Tensor:
@@ -87,36 +101,36 @@ def z_in_fp32(z, zmax, activation: ActivationType, gate_up) -> torch.Tensor:
     return z.float() * _z_scale(zmax, activation, gate_up, inner)
 
 
-def fp8_recomputed(dout, x, w1, w, p: Permutation, activation, gate_up):
+def fp8_recomputed(dout, x, w1, w, b1, lora, p: Permutation, activation, gate_up):
     """The fields of `Fp8Kept` once more."""
     x8, x_scale, _ = quantize_rows(x, False)
     w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False, False))
-    *of_z, _, a_scale = fp8_up(x8, x_scale, w, p, activation, gate_up, "keep")
+    *of_z, _, a_scale = fp8_up(x8, x_scale, w, b1, lora, p, activation, gate_up, torch.bfloat16)
     return *of_z, a_scale, x_scale
 
 
-def fp8_gemm(a8, a_scale, w, row_scores, p: Permutation):
-    """Y = A Wᵀ bf16 (R, N), times the row's score if given. a_scale is (J, R), or (1, R)."""
-    columns = a8.shape[1]
-    per_column = a_scale.T.repeat_interleave(BLOCK if len(a_scale) > 1 else columns, 1)
+def _rows_in_fp32(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """(R, C) e4m3 times its scales, (J, R) or (1, R)."""
+    columns = q.shape[1]
+    per_column = scale.T.repeat_interleave(BLOCK if len(scale) > 1 else columns, 1)
+    return q.float() * per_column[:, :columns]
+
+
+def fp8_gemm(a8, a_scale, w, b2, row_scores, lora, p: Permutation):
+    """Y = A Wᵀ + b2 bf16 (R, N), times the row's score if given. a_scale is (J, R), or (1, R)."""
+    a = _rows_in_fp32(a8, a_scale)
     y = torch.zeros(a8.shape[0], w.w8.shape[1], device=a8.device)
-    for e, r in _expert_rows(p):
-        a = a8[r].float() * per_column[r, :columns]
-        y[r] = _gemm(a, w.w8[e].mT) * w.w_scale[e]
+    for e, r in expert_rows(p):
+        y[r] = _joined(_gemm(a[r], w.w8[e].mT) * w.w_scale[e], b2, lora, e, r)
     if row_scores is not None:
         y *= row_scores[:, None]
     return y.to(torch.bfloat16)
 
 
-def fp8_down_and_combine(a8, a_scale, w, scores, p: Permutation, tokens, slices):
+def fp8_down_and_combine(a8, a_scale, w, b2, scores, lora, p: Permutation, tokens, slices):
     """In one piece: slices bound the memory of the kernels and change no bit."""
-    y = fp8_gemm(a8, a_scale, w, None, p)
-    return combine(y, scores, p.slot_row, p.token_start, tokens)
-
-
-def padded_rows(rows: int, experts: int) -> int:
-    """P: columns of the transposed operands. Those of an expert start at a multiple of 128."""
-    return BLOCK * (rows // BLOCK + experts)
+    y = fp8_gemm(a8, a_scale, w, b2, None, lora, p)
+    return combine(y, scores, p.slot_row, p.token_start, tokens) if p.is_gathered else y
 
 
 def first_padded(expert_start: torch.Tensor) -> torch.Tensor:
@@ -138,37 +152,44 @@ def _transposed(values: torch.Tensor, p: Permutation) -> torch.Tensor:
     columns = padded_rows(values.shape[0], experts)
     out = torch.zeros(columns, values.shape[1], dtype=torch.uint8, device=values.device)
     first = first_padded(p.expert_start).tolist()
-    for e, r in _expert_rows(p):
+    for e, r in expert_rows(p):
         out[first[e] : first[e] + r.stop - r.start] = values[r].view(torch.uint8)
     out = out.unflatten(0, (-1, BLOCK))[:, row_of_column().to(out.device)].flatten(0, 1)
     return out.T.contiguous().view(torch.float8_e4m3fn)
 
 
-def dz_gemm(do8, scales, z, zmax, w2_t, scores, p: Permutation, activation, gate_up, needs):
-    """dZ e4m3 (R, N), dZᵀ (N, P), A'ᵀ (I, P) e4m3, dscores; None where not needed."""
+def dz_gemm(
+    do8, scales, z, zmax, w2_t, bias, scores, lora, p: Permutation, activation, gate_up, needs
+):  # fmt: skip
+    """dZ e4m3 (R, N), dZᵀ (N, P), A'ᵀ (I, P) e4m3, dscores; None where not needed.
+
+    `bias` is dO in bf16 and b2 or None, for dscores.
+    """
     z = z_in_fp32(z, zmax, activation, gate_up)
     da = torch.zeros(z.shape[0], w2_t.shape[1], device=z.device)
-    for e, r in _expert_rows(p):
-        da[r] = _gemm(_gather(do8, p, r), w2_t[e].mT)
     f = scales.row_factors[:, :, None]
-    da = da * f[0]
+    for e, r in expert_rows(p):
+        da[r] = _joined(_gemm(gather(do8, p, r), w2_t[e].mT) * f[0, r], None, lora, e, r)
     a = activate(z, activation, gate_up)
     dscores = None
     if needs.dscores:
         dscores = torch.zeros(scores.numel(), device=z.device)
-        for _, r in _expert_rows(p):
-            dscores[_slots(p, r)] = (da[r] * a[r]).sum(-1)
+        dout, b2 = bias
+        for e, r in expert_rows(p):
+            dscores[row_slots(p, r)] = (da[r] * a[r]).sum(-1)
+            if b2 is not None:
+                dscores[row_slots(p, r)] += (gather(dout, p, r).float() * b2[e].float()).sum(-1)
         dscores = dscores.view(scores.shape)
     dz = activate_backward(z, da * f[1], activation, gate_up)
     dz8 = _saturated(dz * f[2]) if needs.dz else None
     dz_t = a_t = None
-    if needs.dz_t or needs.dw2:
+    if needs.dz_t or needs.a_t:
         expert = row_experts(p, len(z)).clamp(max=len(w2_t) - 1)
         of_dz, of_a = scales.column_factors[expert], scales.block_factors[expert]
         of_a = of_a.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
         of_dz = z_columns(of_dz, activation, gate_up)
         dz_t = _transposed(_saturated(dz * (f[3] * of_dz)), p) if needs.dz_t else None
-        a_t = _transposed(_saturated(a * (f[4] * of_a)), p) if needs.dw2 else None
+        a_t = _transposed(_saturated(a * (f[4] * of_a)), p) if needs.a_t else None
     return dz8, dz_t, a_t, dscores
 
 
@@ -186,85 +207,62 @@ def weight_gradient(rows8, other_t, scale, p: Permutation):
     out = torch.zeros(len(first), rows8.shape[1], other_t.shape[0], device=rows8.device)
     other = other_t.view(torch.uint8).unflatten(1, (-1, BLOCK))[:, :, column_of_row].flatten(1)
     other = other.view(torch.float8_e4m3fn)
-    for e, r in _expert_rows(p):
+    for e, r in expert_rows(p):
         columns = other[:, first[e] : first[e] + r.stop - r.start]
-        out[e] = _gemm(_gather(rows8, p, r).mT, columns.mT) * scale[e]
+        out[e] = _gemm(gather(rows8, p, r).mT, columns.mT) * scale[e]
     return out
 
 
-def bf16_weight_gradient(tokens, rows, p: Permutation):
-    """(E, M, N) fp32: Σ over an expert's rows of tokens[token] (M,) times rows[row] (N,)."""
-    out = torch.zeros(len(p.expert_start) - 1, tokens.shape[1], rows.shape[1], device=rows.device)
-    for e, r in _expert_rows(p):
-        out[e] = _gemm(_gather(tokens, p, r).mT, rows[r])
-    return out
-
-
-def _with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
+def with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
     return w if w.w8_t is not None else Fp8Weight(*quantize_weight(parameter, True, norms))
 
 
-def fp8_down_backward(dout, kept, w2, w, scores, p, activation, gate_up, needs, fp32_dw, bf16_dw):
-    """dZ e4m3, dz_scale, dZᵀ, dz_t_scale, dW2 with the strides and dtype of W2, dscores."""
+def fp8_dz(dout, kept, w2, w, b2, scores, lora, lora_norm, p, activation, gate_up, needs):
     z, zmax = kept.z, kept.zmax
-    w = _with_transpose(w, w2, norms=True)
+    w = with_transpose(w, w2, norms=True)
+    if lora_norm is not None:
+        w = w._replace(w_norm=w.w_norm + lora_norm)
     do8, do_scale, do_norm = quantize_rows(dout, True)
-    columns = needs.dz_t or (needs.dw2 and not bf16_dw)
+    columns = needs.dz_t or needs.a_t
     scales = dz_scales(scores, do_scale, do_norm, kept, w, p, activation, gate_up, columns)
-    made = needs._replace(dw2=needs.dw2 and not bf16_dw)
     dz8, dz_t, a_t, dscores = dz_gemm(
-        do8, scales, z, zmax, w.w8_t, scores, p, activation, gate_up, made
+        do8, scales, z, zmax, w.w8_t, (dout, b2), scores, lora, p, activation, gate_up, needs
     )
-    dw2 = None
-    if needs.dw2:
-        dw2 = torch.empty_like(w2, dtype=torch.float32 if fp32_dw else w2.dtype)
-        if bf16_dw:
-            a = scored_activation(z, zmax, scores, p, activation, gate_up)
-            dw2.copy_(bf16_weight_gradient(dout, a, p))
-        else:
-            dw2.copy_(weight_gradient(do8, a_t, scales.a_t_scale, p))
-    dz_scale = scales.dz_scale if needs.dz else None
-    return dz8, dz_scale, dz_t, scales.dz_t_scale if needs.dz_t else None, dw2, dscores
-
-
-def fp8_down_backward_into(
-    main_grad, dout, kept, w2, w, scores, p, activation, gate_up, needs, bf16_dw
-):
-    needs, w = needs._replace(dw2=True), _with_transpose(w, w2, norms=True)
-    *of_dz, dw2, dscores = fp8_down_backward(
-        dout, kept, main_grad, w, scores, p, activation, gate_up, needs, True, bf16_dw
+    return (
+        dz8,
+        scales.dz_scale if needs.dz else None,
+        dz_t,
+        scales.dz_t_scale if needs.dz_t else None,
+        a_t,
+        scales.a_t_scale if needs.a_t else None,
+        do8 if needs.a_t else None,
+        dscores,
     )
-    main_grad.add_(dw2)
-    return *of_dz, dscores
 
 
-def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
-    """A' = score · act(Z) in bf16 (R, I)."""
+def fp8_dx(dz8, dz_scale, w1, w, lora, p: Permutation, tokens, slices):
+    w_t = with_transpose(w, w1).mT
+    return fp8_down_and_combine(dz8, dz_scale[None], w_t, None, None, lora, p, tokens, slices)
+
+
+def fp8_weight_gradient(rows, other_t, scale, w, p: Permutation, transposed, fp32):
+    dw = torch.empty_like(w, dtype=torch.float32 if fp32 else w.dtype)
+    rows8 = rows if rows.dtype == E4M3 else quantize_rows(rows, False)[0]
+    found = weight_gradient(rows8, other_t, scale, p)
+    return dw.copy_(found.mT if transposed else found)
+
+
+def fp8_weight_gradient_into(main_grad, rows, other_t, scale, p: Permutation, transposed):
+    found = fp8_weight_gradient(rows, other_t, scale, main_grad, p, transposed, True)
+    main_grad.add_(found)
+
+
+def dequantize_rows(dout, q, scale):
+    return _rows_in_fp32(q, scale if scale.dim() == 2 else scale[None]).to(torch.bfloat16)
+
+
+def scored_activation(dout, z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
     a = activate(z_in_fp32(z, zmax, activation, gate_up), activation, gate_up)
-    for _, r in _expert_rows(p) if scores is not None else ():
-        a[r] *= scores.flatten()[_slots(p, r)][:, None]
+    for _, r in expert_rows(p) if scores is not None else ():
+        a[r] *= scores.flatten()[row_slots(p, r)][:, None]
     return a.to(torch.bfloat16)
-
-
-def fp8_up_backward(dz, x, w1, w, p: Permutation, needs, fp32_dw, bf16_dw, slices):
-    """dX bf16 and dW1 with the strides and dtype of W1."""
-    dx = dw1 = None
-    if needs.dx:
-        dx = fp8_gemm(dz.dz8, dz.dz_scale[None], _with_transpose(w, w1).mT, None, p)
-        if p.is_gathered:
-            dx = combine(dx, None, p.slot_row, p.token_start, x.shape[0])
-    if needs.dw1:
-        dw1 = torch.empty_like(w1, dtype=torch.float32 if fp32_dw else w1.dtype)
-        if bf16_dw:
-            rows = (dz.dz8.float() * dz.dz_scale[:, None]).to(torch.bfloat16)
-            dw1.copy_(bf16_weight_gradient(x, rows, p).mT)
-        else:
-            dw1.copy_(weight_gradient(quantize_rows(x, False)[0], dz.dz_t, dz.dz_t_scale, p).mT)
-    return dx, dw1
-
-
-def fp8_up_backward_into(main_grad, dz, x, w1, w, p: Permutation, needs, bf16_dw, slices):
-    needs, w = needs._replace(dw1=True), _with_transpose(w, w1)
-    dx, dw1 = fp8_up_backward(dz, x, main_grad, w, p, needs, True, bf16_dw, slices)
-    main_grad.add_(dw1)
-    return dx

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 
 from ..enums import ActivationType
-from ..fp8_tensors import E4M3_MAX, DzScales
-from ..permutation import Permutation
-from .grouped_gemm import _slots
-from .quantize import BLOCK
+from ..shapes import BLOCK
+from ..tensors import E4M3_MAX, DzScales, Permutation
+from .grouped_gemm import row_slots
 
 # Covers the derivative of the activations, at most 1.13 (GELU), and rounding in fp32 and bf16.
 SLACK = 1.15
@@ -92,7 +91,7 @@ def dz_scales(scores, do_scale, do_norm, kept, w, p, activation, gate_up, column
     token = token.where(used, 0)
     s = torch.ones(rows, device=zmax.device)
     if scores is not None:
-        slots = _slots(p, slice(None))
+        slots = row_slots(p, slice(None))
         s = scores.flatten()[slots.where(used, 0) if p.row_slot is not None else slots].float()
     slope = slope_of(activation)
     of_block = blocks(w.w_norm).amax(-1)[e].T  # (J, R)

@@ -9,12 +9,12 @@ import torch
 from torch.nn.functional import linear
 
 from ..enums import ActivationType
-from ..permutation import Permutation
+from ..tensors import E4M3, NO_LORA, Permutation
 from .activation import activate, activate_backward
 from .quantize import dequantize_blocks, quantize_blocks
 
 
-def _expert_rows(p: Permutation) -> Iterator[tuple[int, slice]]:
+def expert_rows(p: Permutation) -> Iterator[tuple[int, slice]]:
     start = p.expert_start.tolist()
     for e in range(len(start) - 1):
         if start[e] < start[e + 1]:
@@ -23,6 +23,8 @@ def _expert_rows(p: Permutation) -> Iterator[tuple[int, slice]]:
 
 def in_fp32(t: torch.Tensor) -> torch.Tensor:
     """The dtype elementwise arithmetic runs in: fp32, or fp64 where the data is."""
+    if t.dtype == E4M3:
+        return t.float()
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
@@ -37,43 +39,64 @@ def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> 
     return out.to(a.dtype)
 
 
-def _gather(x: torch.Tensor, p: Permutation, rows: slice) -> torch.Tensor:
+def gather(x: torch.Tensor, p: Permutation, rows: slice) -> torch.Tensor:
     return x[rows] if p.row_token is None else x[p.row_token[rows].long()]
 
 
-def _slots(p: Permutation, rows: slice) -> torch.Tensor | slice:
+def row_slots(p: Permutation, rows: slice) -> torch.Tensor | slice:
     """Where the scores of these rows are."""
     return rows if p.row_slot is None else p.row_slot[rows].long()
 
 
-def up(x, w1, b1, p: Permutation, activation: ActivationType, gate_up: str, keep_z: str):
-    z, z_scale = gathered_gemm(x, w1, b1, p), None
+def up(
+    x, w1, b1, lora, p: Permutation, activation: ActivationType, gate_up: str,
+    z_dtype: torch.dtype | None,
+):  # fmt: skip
+    z, z_scale = _rows_gemm(x, w1, b1, lora, p), None
     a = activate(in_fp32(z), activation, gate_up).to(x.dtype)
-    if keep_z == "fp8":
+    if z_dtype == E4M3:
         z, z_scale = quantize_blocks(z, _concatenated(activation, gate_up))
-    return (z if keep_z in ("keep", "fp8") else None), a, z_scale
+    return (None if z_dtype is None else z), a, z_scale
 
 
 def _concatenated(activation: ActivationType, gate_up: str) -> bool:
     return activation.is_gated and gate_up == "concatenated"
 
 
-def recomputed_z(dout, x, w1, b1, p: Permutation, activation, gate_up):
-    return gathered_gemm(x, w1, b1, p)
+def recomputed_z(dout, x, w1, b1, lora, p: Permutation, activation, gate_up):
+    return _rows_gemm(x, w1, b1, lora, p)
 
 
-def gathered_gemm(x, w, bias, p: Permutation):
-    """X Wᵀ + bias of every row: (R, N). Rows past the last expert are zero."""
+def gathered_gemm(x, w, p: Permutation):
+    return _rows_gemm(x, w, None, NO_LORA, p)
+
+
+def _rows_gemm(x, w, bias, lora, p: Permutation):
+    """X Wᵀ + U Bᵀ + bias of every row: (R, N). Rows past the last expert are zero."""
     out = x.new_zeros(p.rows_of(x), w.shape[1])
-    for e, r in _expert_rows(p):
-        out[r] = gemm(_gather(x, p, r), w[e].mT, None if bias is None else bias[e])
+    for e, r in expert_rows(p):
+        out[r] = _add_lora(gemm(gather(x, p, r), w[e].mT, _of(bias, e)), lora, e, r)
     return out
 
 
-def down(a, w2, b2, row_scores, p: Permutation):
+def _add_lora(out, lora, e: int, rows: slice):
+    if lora.lora_u is None:
+        return out
+    return out + gemm(lora.lora_u[rows], lora.lora_b[e].mT)
+
+
+def _of(bias, e: int):
+    return None if bias is None else bias[e]
+
+
+def down(a, w2, b2, row_scores, lora, p: Permutation):
+    return _sorted_gemm(a, w2, b2, row_scores, lora, p)
+
+
+def _sorted_gemm(a, w2, b2, row_scores, lora, p: Permutation):
     y = a.new_zeros(a.shape[0], w2.shape[1])
-    for e, r in _expert_rows(p):
-        out = gemm(a[r], w2[e].mT, None if b2 is None else b2[e])
+    for e, r in expert_rows(p):
+        out = _add_lora(gemm(a[r], w2[e].mT, _of(b2, e)), lora, e, r)
         y[r] = out if row_scores is None else (in_fp32(out) * row_scores[r, None]).to(a.dtype)
     return y
 
@@ -94,66 +117,66 @@ def combine(y, scores, slot_row, token_start, tokens: int):
     return out.index_add_(0, token[here], picked).to(y.dtype)
 
 
-def down_and_combine(a, w2, b2, scores, p: Permutation, tokens: int, slices: int):
+def down_and_combine(a, w2, b2, scores, lora, p: Permutation, tokens: int, slices: int):
     """In one piece: slices bound the memory of the kernels and change no bit."""
-    return combine(down(a, w2, b2, None, p), scores, p.slot_row, p.token_start, tokens)
+    y = _sorted_gemm(a, w2, b2, None, lora, p)
+    return combine(y, scores, p.slot_row, p.token_start, tokens) if p.is_gathered else y
 
 
-def down_backward(
-    dout, z, z_scale, w2, b2, scores, p: Permutation, activation: ActivationType, gate_up, needs,
-    fp32_dw,
+def dz(
+    dout, z, z_scale, w2, b2, scores, lora, p: Permutation, activation: ActivationType, gate_up,
+    needs,
 ):  # fmt: skip
     """Without Y: dS = ⟨dA', A⟩ over I."""
     if z_scale is not None:
         z = dequantize_blocks(z, z_scale, _concatenated(activation, gate_up))
-    dz, dw2 = torch.zeros_like(z, dtype=dout.dtype), torch.zeros_like(w2)
-    db2 = None if b2 is None else torch.zeros_like(b2)
+    out = torch.zeros_like(z, dtype=dout.dtype)
+    scored = dout.new_zeros(z.shape[0], w2.shape[2])
     dscores = None if scores is None else torch.zeros_like(scores).flatten()
-    for e, r in _expert_rows(p):
-        do, z_r = _gather(dout, p, r), in_fp32(z[r])
-        a, da = activate(z_r, activation, gate_up), in_fp32(gemm(do, w2[e]))
-        s = None
+    for e, r in expert_rows(p):
+        do, z_r = gather(dout, p, r), in_fp32(z[r])
+        a, da = activate(z_r, activation, gate_up), in_fp32(_add_lora(gemm(do, w2[e]), lora, e, r))
         if scores is not None and dscores is not None:
             ds = (da * a).sum(-1)
             if b2 is not None:
                 ds += (in_fp32(do) * b2[e]).sum(-1)
-            dscores[_slots(p, r)] = ds.to(dscores.dtype)
-            s = scores.flatten()[_slots(p, r)][:, None]
+            dscores[row_slots(p, r)] = ds.to(dscores.dtype)
+            s = scores.flatten()[row_slots(p, r)][:, None]
             da, a = da * s, a * s
-        dz[r] = activate_backward(z_r, da, activation, gate_up).to(dz.dtype)
-        dw2[e] = gemm(do.mT, a.to(dout.dtype))
-        if db2 is not None:
-            db2[e] = (in_fp32(do) if s is None else in_fp32(do) * s).sum(0).to(db2.dtype)
+        out[r] = activate_backward(z_r, da, activation, gate_up).to(out.dtype)
+        scored[r] = a.to(dout.dtype)
     dscores = None if scores is None or dscores is None else dscores.view_as(scores)
-    return _needed((dz, dw2.float() if fp32_dw else dw2, db2, dscores), needs)
-
-
-def down_backward_into(main_grad, dout, z, z_scale, w2, b2, scores, p, activation, gate_up, needs):
-    needs = needs._replace(dw2=True)
-    dz, dw2, db2, dscores = down_backward(
-        dout, z, z_scale, w2, b2, scores, p, activation, gate_up, needs, True
-    )
-    main_grad.add_(dw2)
-    return dz, db2, dscores
-
-
-def up_backward(dz, x, w1, p: Permutation, needs, fp32_dw, slices):
-    dx, dw1 = dz.new_zeros(dz.shape[0], x.shape[1]), torch.zeros_like(w1)
-    db1 = w1.new_zeros(w1.shape[0], w1.shape[1])
-    for e, r in _expert_rows(p):
-        dx[r] = gemm(dz[r], w1[e])
-        dw1[e] = gemm(dz[r].mT, _gather(x, p, r))
-        db1[e] = in_fp32(dz[r]).sum(0).to(db1.dtype)
-    if p.is_gathered and needs.dx:
-        dx = combine(dx, None, p.slot_row, p.token_start, x.shape[0])
-    return _needed((dx, dw1.float() if fp32_dw else dw1, db1), needs)
-
-
-def up_backward_into(main_grad, dz, x, w1, p, needs, slices):
-    dx, dw1, db1 = up_backward(dz, x, w1, p, needs._replace(dw1=True), True, slices)
-    main_grad.add_(dw1)
-    return dx, db1
-
-
-def _needed(found: tuple, needs: tuple) -> tuple:
+    found = (out, scored, dscores)
     return tuple([t if need else None for t, need in zip(found, needs, strict=True)])
+
+
+def dx(dz, w1, lora, p: Permutation, tokens: int, slices: int):
+    return down_and_combine(dz, w1.mT, None, None, lora, p, tokens, slices)
+
+
+def weight_gradient(left, right, w, p: Permutation, gathered: str, fp32: bool):
+    dw = torch.zeros_like(w, dtype=torch.float32 if fp32 else None)
+    for e, r in expert_rows(p):
+        of_left = gather(left, p, r) if gathered == "left" else left[r]
+        of_right = gather(right, p, r) if gathered == "right" else right[r]
+        dtype = dw.dtype if fp32 else left.dtype
+        dw[e] = gemm(of_left.to(dtype).mT, of_right.to(dtype))
+    return dw
+
+
+def weight_gradient_into(main_grad, left, right, p: Permutation, gathered: str):
+    main_grad.add_(weight_gradient(left, right, main_grad, p, gathered, True))
+
+
+def bias_gradient(rows, scores, p: Permutation, gathered: bool, dtype: torch.dtype):
+    out = rows.new_zeros(p.expert_start.shape[0] - 1, rows.shape[1], dtype=dtype)
+    for e, r in expert_rows(p):
+        values = in_fp32(gather(rows, p, r) if gathered else rows[r])
+        if scores is not None:
+            values = values * scores.flatten()[row_slots(p, r) if gathered else r][:, None]
+        out[e] = values.sum(0).to(dtype)
+    return out
+
+
+def scaled_transpose(t, scale: float, dtype: torch.dtype):
+    return (in_fp32(t.t()) * scale).to(dtype).contiguous()

@@ -1,11 +1,11 @@
 """Quantization to e4m3. Every scale is a power of two, so that multiplying by it is exact."""
 
+import ctypes
 import math
 
 import torch
 
-from ..memory_policy import FP8_COLUMNS as BLOCK
-from ..shapes import ceil_div
+from ..shapes import BLOCK, ceil_div
 
 ROW_FLOOR = 1  # exponent of the smallest scale of a row or a weight: 2⁻¹²⁶
 # Of a block of a row: 2⁻⁷⁰. The accumulator of `down` is multiplied by quotients of such scales.
@@ -49,18 +49,35 @@ def quantize_weight(w, transposed, norms):
     return q.contiguous(), q.mT.contiguous() if transposed else None, scale, norm
 
 
-def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample):
+def quantize_weight_into(w8, w8_t, w_scale, w_norm, w):
+    found = quantize_weight(w, w8_t is not None, w_norm is not None)
+    for buffer, values in zip((w8, w8_t, w_scale, w_norm), found, strict=True):
+        if buffer is not None:
+            buffer.copy_(values)
+
+
+def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample, generation, flags):
     """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
 
-    All values are compared, whatever the sample.
+    All values are compared in every call.
     """
+    sample.add_(1)
+    checked1, stale1 = _compared(weight1, q1, scale1)
+    checked2, stale2 = _compared(weight2, q2, scale2)
+    at_address = (ctypes.c_int32 * 2).from_address(flags)
+    raised = torch.frombuffer(at_address, dtype=torch.int32)
+    before = raised.to(generation.device, non_blocking=True)
+    raised.copy_(torch.where(torch.stack([stale1, stale2]), generation, before), non_blocking=True)
+    return checked1, checked2
 
-    def checked(w, q, scale):
-        rounded = to_e4m3(w.float() / scale[:, None, None])
-        is_same = (rounded.float() == q.float()).flatten(1).all(1)
-        return torch.where(is_same, scale, math.nan)
 
-    return checked(weight1, q1, scale1), checked(weight2, q2, scale2)
+def _compared(w, q, scale):
+    """The scales, NaN for experts that changed, and whether one did, or is finite again."""
+    rounded = to_e4m3(w.float() / scale[:, None, None])
+    is_same = (rounded.float() == q.float()).flatten(1).all(1)
+    is_repaired = scale.isnan() & w.isfinite().flatten(1).all(1)
+    is_stale = (~is_same & ~scale.isnan()) | is_repaired
+    return torch.where(is_same, scale, math.nan), is_stale.any()
 
 
 def quantize_blocks(z: torch.Tensor, concatenated: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,9 +2,9 @@
 
 import torch
 
-from ..layer import topk_scores
 from ..shapes import ceil_div
 from .base import Router, Routing, at_least_fp32
+from .scores import topk_scores
 
 
 class ExpertChoice(Router):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from .. import autograd
 from ..validation import check_floating, check_rank, check_shape, resolve_backend
+from .nodes import Balance
 
 
 def auxiliary_loss(
@@ -28,7 +28,7 @@ def auxiliary_loss(
         if all_reduce is not None:
             counts = all_reduce(counts.float())
     backend = resolve_backend(backend, logits)
-    return autograd.Balance.apply(logits, counts, float(balance), float(z), backend)
+    return Balance.apply(logits, counts, float(balance), float(z), backend)
 
 
 def switch_loss(

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .. import autograd, ops
+from .. import ops
 from ..errors import bad_argument
 from ..validation import resolve_backend
 from .base import Router, Routing
+from .nodes import SigmoidTopK
 
 # The layer of each router. Not an attribute: copies and pickles must not refer to it.
 _layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -82,7 +83,7 @@ class Sigmoid(Router):
         self.check(logits)
         backend = resolve_backend(backend, logits)
         options = (self.k, self.groups, self.groups_kept, self.normalize, float(self.scale))
-        scores, ids = autograd.SigmoidTopK.apply(logits, self.selection_bias, *options, backend)
+        scores, ids = SigmoidTopK.apply(logits, self.selection_bias, *options, backend)
         if self.training:
             with torch.no_grad():
                 self.load += ops.count(ids, self.num_experts, backend)

@@ -3,10 +3,8 @@
 import torch
 
 from .. import ops
-from ..autograd import refuse_second_derivatives
-from ..errors import bad_argument
-from ..layer import topk_scores
-from ..notices import say_once
+from ..errors import bad_argument, say_once
+from ..layer.nodes import refuse_second_derivatives
 from ..reference.token_rounding import STOCHASTIC, SUBROUTINES, spread_pairs
 from ..shapes import check_size
 from ..validation import (
@@ -18,6 +16,7 @@ from ..validation import (
     resolve_backend,
 )
 from .base import Router, Routing, at_least_fp32
+from .scores import topk_scores
 
 
 class TokenRounding(Router):

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..layer import topk_scores
 from .base import Router, Routing
+from .scores import topk_scores
 
 
 class TopK(Router):

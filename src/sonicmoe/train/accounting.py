@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from .. import cost
-from ..memory_policy import memory_policy
+from ..layer.memory import KEEP, memory_policy
 from ..shapes import Problem
+from ..tools import cost
 from .config import ModelConfig, TrainConfig
 
 # Bytes per parameter: weights, gradient, moments; under autocast also a bf16 copy of the weights.
@@ -47,7 +47,7 @@ class LayerBytes:
     gathered: int
 
 
-def layer_bytes(m: ModelConfig, tokens: int, precision: str, policy: str = "keep") -> LayerBytes:
+def layer_bytes(m: ModelConfig, tokens: int, precision: str, policy: str = KEEP.z) -> LayerBytes:
     """Ours: X, Z and about 20 bytes of routing per row. Gathered: also rows of X, A and Y."""
     p = Problem(tokens, m.hidden_size, m.intermediate_size, m.num_experts, m.experts_per_token)
     router, element = m.router.partition(":")[0], ELEMENT_BYTES[precision]

@@ -13,6 +13,7 @@ from ..enums import KernelBackendMoE
 from ..errors import bad_argument
 from ..extras import need
 from ..functional import topk_scores
+from ..layer.memory import KEEP
 from ..moe import MoE
 from .config import TrainConfig
 
@@ -33,7 +34,7 @@ def check_backend(backend: str, config: TrainConfig) -> None:
     only_ours = {
         f"router={config.model.router}": config.model.router != "softmax_over_topk",
         "precision=fp8": config.precision == "fp8",
-        f"memory={config.memory}": config.memory != "keep",
+        f"memory={config.memory}": config.memory != KEEP.z,
         f"z_loss_coef={config.model.z_loss_coef:g}": config.model.z_loss_coef != 0,
     }
     for setting, is_set in only_ours.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import bad_argument
-from ..memory_policy import memory_policy
+from ..layer.memory import KEEP, memory_policy
 from ..validation import FP8_ALIGNMENT
 
 PRECISIONS = {
@@ -74,7 +74,7 @@ class TrainConfig:
     """One training run. `batch` sequences per step, in micro-batches of `micro_batch`.
 
     `data` is "local" (text of this installation), files and folders, or a Hugging Face
-    dataset. `memory` is that of `MoE`: keep, fp8 or recompute. `target_loss` is checked against the
+    dataset. `memory` is keep, e4m3 or recompute, as in `MoE`. `target_loss` is checked against the
     validation loss at the end. `keep` checkpoints are kept; 0 writes none. `init_from` is the
     folder of a run whose weights and tokenizer this one starts with.
     """
@@ -106,7 +106,7 @@ class TrainConfig:
     compile: bool = False
     deterministic: bool = True
     recompute: bool = False
-    memory: str = "keep"
+    memory: str = KEEP.z
     loss_chunk: int = 0
     expert_parallel: int = 1
 

@@ -1,8 +1,8 @@
 """The GPUs that `sonicmoe plan` knows: the data sheets of `sonicmoe.cost`, under the same names."""
 
-from .. import cost
-from ..cost import Gpu
 from ..errors import bad_argument
+from ..tools import cost
+from ..tools.cost import Gpu
 
 GPUS = {name: g for name, g in cost.GPUS.items() if g.power is None}
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import bad_argument
+from ..moe import MoE
 from . import accounting, checkpoint, hardware, optim, parallel
 from .backends import check_backend
 from .batches import Batches
@@ -293,6 +294,9 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
     if config.compile:
         for block in model.blocks:  # one block compiles once for all of them
             block.compile()
+        for module in model.modules() if world.size == 1 else ():  # else FSDP gathers the weights
+            if isinstance(module, MoE):
+                module.refresh_fp8_weights()  # else the compiled layer quantizes in every call
     if world.size > 1:
         parallel.shard(model, model.blocks, world, config)
     return model

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..enums import ActivationType
+from ..layer.memory import KEEP
 from ..moe import MoE
 from ..routing import Router, TokenRounding
 from .backends import run_layer
@@ -105,7 +106,7 @@ class Block(nn.Module):
         c: ModelConfig,
         backend: str,
         recompute: bool = False,
-        memory: str = "keep",
+        memory: str = KEEP.z,
         fp8: bool = False,
     ) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class Decoder(nn.Module):
         config: ModelConfig,
         backend: str = "auto",
         recompute: bool = False,
-        memory: str = "keep",
+        memory: str = KEEP.z,
         fp8: bool = False,
     ) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..bench.tables import table
 from ..errors import bad_argument
-from ..memory_policy import memory_policy
+from ..layer.memory import memory_policy
 from . import accounting
 from .backends import LAYER_BACKENDS
 from .config import PRECISIONS, ModelConfig, TrainConfig, parse_assignments
@@ -126,7 +126,7 @@ def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -
         moe = compute["MoE layers"]
         again = m.num_layers * moe_recomputed_seconds(m, tokens, device, eff)
         compute["recomputation"] = (blocks - moe) / 3 + again  # forward is a third of a step
-    if config.memory == "recompute":
+    if memory_policy(config.memory).recompute:
         compute["recomputation of Z"] = m.num_layers * up_seconds(m, tokens, device, eff)
     if not config.is_autocast or layout.shard > 1:  # FSDP casts each GPU's own shard
         del compute["casts of weights and gradients"]

@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from ..capability import check_z_in_fp8
-from ..memory_policy import FP8_COLUMNS
-from ..shapes import ceil_div
+from ..shapes import BLOCK, ceil_div
 from .config import RowConfig, Target, WeightConfig
 from .table import RowKey, WeightKey, cached_until_tuned, tuned
 
@@ -64,10 +63,10 @@ def fp8_row_config(
         config = default_row_config(kernel, 2, hidden, inner, target._replace(gluon=False))
     if kernel == "dz":
         return replace(config, slices=4) if config.block_n > 64 else config
-    if config.block_n >= FP8_COLUMNS:
+    if config.block_n >= BLOCK:
         return config
     # In fp32, blocks of 32 spill 112 registers.
-    return replace(config, block_n=FP8_COLUMNS, block_k=16 if config.block_m < 128 else 32)
+    return replace(config, block_n=BLOCK, block_k=16 if config.block_m < 128 else 32)
 
 
 def _has_tma_and_shared_memory(target: Target) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 
-from ..notices import say_once
+from ..errors import say_once
 from .config import RowConfig, Target, WeightConfig, is_valid
 
 FORMAT = 2

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .gluon_compat import reinterpreted
 from .ragged import store_rows, store_rows_of_half
-from .ring import CONSUMER_M, buffers
+from .ring import CONSUMER_M, assume_layout, buffers
 
 SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of an interleaved row of Z
 # Layout of a slice of interleaved Z: a thread holds the gates and ups of its two columns of A.
@@ -50,9 +50,17 @@ def even_and_odd(x):
 
 
 @gluon.jit
-def assume_layout(x, L: gl.constexpr):
-    """`x` in another layout in which every thread holds the same elements: no data moves."""
-    return gl.convert_layout(x, L, assert_trivial=True)
+def biased(x, bias, first, COUNT: gl.constexpr, STRIDE: gl.constexpr = 1, rows=None):
+    """`x` plus the bias of its columns, `first` and those after it, of COUNT; zero past them.
+
+    `rows` are ones, and zeros for rows that stay as they are.
+    """
+    c = first + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    values = gl.load(bias + STRIDE * c, mask=c < COUNT, other=0.0).to(gl.float32)[None, :]
+    if rows is None:
+        return x + values
+    else:
+        return x + values * assume_layout(rows, gl.SliceLayout(1, x.type.layout))[:, None]
 
 
 def _swapped(rows, registers, lanes):

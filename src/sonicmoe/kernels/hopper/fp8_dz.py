@@ -74,6 +74,7 @@ class Epilogue:
     b_smem: gl.shared_memory_descriptor  # of their blocks, a lap after the other, for each row
     zmax_smem: gl.shared_memory_descriptor  # and their zmax, a lap after the other
     slot_smem: gl.shared_memory_descriptor  # and their slots
+    RANK: gl.constexpr  # if not 0, the accumulator is dA': it has been multiplied by TO_DA
     LAPS: gl.constexpr  # over the buffers of Z, per tile
     I: gl.constexpr
     BACKWARD: gl.constexpr
@@ -145,7 +146,10 @@ def _slice(CONSUMER: gl.constexpr, e, acc, tile, column, padded, lap, i: gl.cons
 
     gate, up = read_slice(e.z.source, e.z.smem, BUFFER, L, GATE_UP)
     acc = assume_layout(acc, L)
-    weighted = acc * (_factor(CONSUMER, e, TO_DA) * _factor(CONSUMER, e, SCORE))
+    if e.RANK:
+        weighted = acc * _factor(CONSUMER, e, SCORE)
+    else:
+        weighted = acc * (_factor(CONSUMER, e, TO_DA) * _factor(CONSUMER, e, SCORE))
     gate, up = gate.to(gl.float32), up.to(gl.float32)
     if e.zmax is not None:
         zmax = _per_row(e.zmax_smem, CONSUMER * e.LAPS + lap)
@@ -262,6 +266,10 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         next_padded = _padded_column(following)
         acc = ring.finish(acc, step)
         async_copy.wait_group(0)
+        if e.RANK:
+            to_da = e.f_smem.index(CONSUMER * FACTORS + TO_DA)
+            acc *= to_da.load(gl.SliceLayout(1, acc.type.layout))[:, None]
+            acc, step = ring.add_low_rank(acc, step, CONSUMER)
         ds = gl.zeros((CONSUMER_M, 4), gl.float32, SUMS)
         now, then = acc, acc
         if e.LAPS == 2:
@@ -285,8 +293,9 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
             if e.row_slot is not None:
                 slot = e.slot_smem.index(CONSUMER).load(ROWS)
             sums = assume_layout(gl.sum(ds, 1), ROWS)
-            # TO_DA is a power of two: multiplying the sums by it equals multiplying each term.
-            sums *= e.f_smem.index(CONSUMER * FACTORS + TO_DA).load(ROWS)
+            if not e.RANK:
+                # TO_DA is a power of two: multiplying the sums by it equals multiplying each term.
+                sums *= e.f_smem.index(CONSUMER * FACTORS + TO_DA).load(ROWS)
             ok = tile.row + r < tile.end
             gl.store(e.partial + tile.n * e.plane.to(gl.int64) + slot, sums, mask=ok)
         tile, padded = following, next_padded
@@ -295,9 +304,9 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
 
 @gluon.jit(do_not_specialize=["rows", "plane"])
 def hopper_fp8_dz_kernel(
-    do8, row_token, w2_t, factors, column_factors, block_factors, rows, row_slot, z, zmax,
-    dz, dz_t, a_t, partial, plane, tiles,
-    H: gl.constexpr, I: gl.constexpr,
+    do8, row_token, w2_t, lora_u, lora_b, factors, column_factors, block_factors, rows, row_slot,
+    z, zmax, dz, dz_t, a_t, partial, plane, tiles,
+    H: gl.constexpr, I: gl.constexpr, RANK: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GATE_UP: gl.constexpr, BACKWARD: gl.constexpr,
     STORE_DZ: gl.constexpr, STORE_T: gl.constexpr, STORE_A: gl.constexpr,
@@ -305,14 +314,14 @@ def hopper_fp8_dz_kernel(
 ):  # fmt: skip
     """dZ (R, N), dZᵀ (N, P), A'ᵀ (I, P), all e4m3, and partial sums of dS (I/BLOCK_N, plane ≥ S).
 
-    w2_t is W2 as (E, I, H). The factors are those of `DzScales`, with R = `rows`. zmax (⌈I/128⌉, R)
-    is given if Z is in e4m3. GATE_UP is as in `triton.gemm.up_kernel`. Rows of dO are gathered if
-    GATHER.
+    w2_t is W2 as (E, I, H). With LoRA, lora_u is V = dO B2 (R, r) and lora_b is A2 as (E, I, r).
+    The factors are those of `DzScales`, with R = `rows`. zmax (⌈I/128⌉, R) is given if Z is in
+    e4m3. GATE_UP is as in `triton.gemm.up_kernel`. Rows of dO are gathered if GATHER.
 
     Grid: one program per SM; each owns the tiles that it writes. The columns of a tile in dZᵀ and
     A'ᵀ past its expert's end become zeros; columns of no tile are not written.
     """
-    ring = make_ring(F8, w2_t, tiles, H, I, 0, BLOCK_N, BLOCK_K, STAGES, "nk", None, GATHER)
+    ring = make_ring(F8, w2_t, tiles, H, I, RANK, BLOCK_N, BLOCK_K, STAGES, "nk", None, GATHER)
     z_slices = make_z_slices(z, gl.bfloat16, GATE_UP)
     LAPS: gl.constexpr = BLOCK_N // SLICE // BUFFERS
     a_smem = buffers(F8, 4, [SLICE, CONSUMER_M])
@@ -324,14 +333,14 @@ def hopper_fp8_dz_kernel(
     slot_smem = gl.allocate_shared_memory(gl.int32, [2, CONSUMER_M], plain)
     epilogue = Epilogue(
         factors, column_factors, block_factors, rows, zmax, z_slices, dz, dz_t, a_t, row_slot,
-        partial, plane, a_smem, f_smem, c_smem, b_smem, zmax_smem, slot_smem, LAPS, I, BACKWARD,
-        STORE_DZ, STORE_T, STORE_A, STORE_PARTIAL,
+        partial, plane, a_smem, f_smem, c_smem, b_smem, zmax_smem, slot_smem, RANK, LAPS, I,
+        BACKWARD, STORE_DZ, STORE_T, STORE_A, STORE_PARTIAL,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_consumer, (0, epilogue, ring)),
             (_consumer, (1, epilogue, ring)),
-            (producer, (ring, do8, row_token, w2_t, None, None)),
+            (producer, (ring, do8, row_token, w2_t, lora_u, lora_b)),
         ],
         [4, 4 if GATHER else 1],
         [232, 40],

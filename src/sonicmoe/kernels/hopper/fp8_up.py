@@ -1,4 +1,4 @@
-"""Up in FP8 on Hopper: Z = X W1ᵀ in bf16 or e4m3; A = act(Z) in e4m3, a scale for 128 columns.
+"""Up in FP8 on Hopper: Z = X W1ᵀ + b1 in bf16 or e4m3; A = act(Z) in e4m3, a scale for 128 columns.
 
 The main loop is in `ring`. A tile of a gated activation has 128 gates, then their 128 ups, however
 W1 lies in memory: the boxes of its descriptor see to that. So a thread holds both columns of each
@@ -13,6 +13,7 @@ from ..quantize import BLOCK_FLOOR, scale_and_inverse
 from .epilogue import (
     SLICE,
     assume_layout,
+    biased,
     boxes_of_slice,
     column_maxima,
     halves,
@@ -38,6 +39,7 @@ class Epilogue:
     x_scale: gl.tensor
     row_token: gl.tensor | gl.constexpr  # None if rows arrive sorted
     w_scale: gl.tensor
+    b1: gl.tensor | gl.constexpr  # may be None
     zmax: gl.tensor | gl.constexpr  # None unless KEEP_Z
     zmax_columns: gl.tensor | gl.constexpr  # likewise
     a_scale: gl.tensor
@@ -78,6 +80,25 @@ def _raise_columns(e, expert, column, z, I: gl.constexpr):
 
 
 @gluon.jit
+def _biased(ring, e, acc, tile, inside):
+    """Z (64, BLOCK_N) of a tile plus its bias, in the rows of its expert: the largest |Z| of a
+    column is taken over all."""
+    rows = inside.to(gl.float32)
+    bias = e.b1 + tile.expert * ring.N
+    first = tile.n * BLOCK_I
+    if e.GATE_UP is None:
+        return biased(acc, bias, first, ring.N, 1, rows)
+    else:
+        I: gl.constexpr = ring.N // 2
+        STRIDE: gl.constexpr = 2 if e.GATE_UP == "interleaved" else 1
+        gates, ups = halves(acc)
+        gates = biased(gates, bias, first, I, STRIDE, rows)
+        ups = biased(ups, bias + (1 if e.GATE_UP == "interleaved" else I), first, I, STRIDE, rows)
+        L: gl.constexpr = acc.type.layout
+        return assume_layout(_side_by_side(gates, ups), L)
+
+
+@gluon.jit
 def _consumer(CONSUMER: gl.constexpr, e, ring):
     """A consumer warpgroup: its 64 rows of every tile of this program."""
     GATED: gl.constexpr = e.GATE_UP is not None
@@ -99,6 +120,13 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
         following = ring.locate(index + stride, entry, CONSUMER)
         token = following.indices(e.row_token, r)
         acc = ring.finish(acc, step)
+        if e.b1 is not None or ring.RANK:
+            acc *= assume_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+            if e.b1 is not None:  # before the adapter: afterwards up to four registers spill
+                acc = _biased(ring, e, acc, tile, inside)
+            if ring.RANK:
+                acc, step = ring.add_low_rank(acc, step, CONSUMER)
+            scale = gl.full_like(scale, 1.0)
         if GATED:
             gates, ups = halves(acc)
         else:
@@ -151,11 +179,13 @@ def _consumer(CONSUMER: gl.constexpr, e, ring):
 
 @gluon.jit(do_not_specialize=["plane"])
 def fp8_up_kernel(
-    x, row_token, w1, x_scale, w_scale, z, zmax, zmax_columns, a, a_scale, plane, tiles,
-    H: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    x, row_token, w1, lora_u, lora_b, x_scale, w_scale, b1, z, zmax, zmax_columns, a, a_scale,
+    plane, tiles,
+    H: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr, STAGES: gl.constexpr,
     GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_Z: gl.constexpr,
 ):  # fmt: skip
-    """Z = X W1ᵀ and A = act(Z); the largest |Z| and the scale of A (⌈I/128⌉, plane) by row.
+    """Z = X W1ᵀ + b1, with LoRA X W1ᵀ + U Bᵀ + b1, and A = act(Z); by row the largest |Z| and the
+    scale of A (⌈I/128⌉, plane).
 
     Z and zmax are stored if KEEP_Z; the scale of Z in e4m3 follows from zmax. zmax_columns (E, I),
     zero before, gets the largest |Z| of an expert's column. Rows of X are gathered if there is a
@@ -166,17 +196,19 @@ def fp8_up_kernel(
     GATHER: gl.constexpr = row_token is not None
     BLOCK_N: gl.constexpr = BLOCK_I if GATE_UP is None else 2 * BLOCK_I
     WEIGHTS: gl.constexpr = None if GATE_UP is None else "concatenated"  # boxes of gates and ups
-    ring = make_ring(a.dtype, w1, tiles, H, N, 0, BLOCK_N, BLOCK_K, STAGES, "nk", WEIGHTS, GATHER)
+    ring = make_ring(
+        a.dtype, w1, tiles, H, N, RANK, BLOCK_N, BLOCK_K, STAGES, "nk", WEIGHTS, GATHER
+    )
     smem = slice_buffers(gl.bfloat16, 4, GATE_UP)
     epilogue = Epilogue(
-        z, a, x_scale, row_token, w_scale, zmax, zmax_columns, a_scale, plane, smem,
+        z, a, x_scale, row_token, w_scale, b1, zmax, zmax_columns, a_scale, plane, smem,
         GATE_UP, ACTIVATION, KEEP_Z,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_consumer, (0, epilogue, ring)),
             (_consumer, (1, epilogue, ring)),
-            (producer, (ring, x, row_token, w1, None, None)),
+            (producer, (ring, x, row_token, w1, lora_u, lora_b)),
         ],
         [4, 4 if GATHER else 1],
         [224, 56],

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .epilogue import store_value
+from .epilogue import biased, store_value
 from .ring import CONSUMER_M, accumulator_layout, buffers, make_ring, producer
 
 
@@ -17,9 +17,7 @@ def _consumer(CONSUMER: gl.constexpr, ring, y, bias, row_scores, y_smem):
         acc, step, tile = ring.next_tile(step, index, CONSUMER)
         column = tile.n * ring.BLOCK_N
         if bias is not None:
-            c = column + gl.arange(0, ring.BLOCK_N, gl.SliceLayout(0, L))
-            values = gl.load(bias + tile.expert * ring.N + c, mask=c < ring.N, other=0.0)
-            acc += values.to(gl.float32)[None, :]
+            acc = biased(acc, bias + tile.expert * ring.N, column, ring.N)
         if row_scores is not None:
             r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
             acc *= tile.load(row_scores, r, 0.0)[:, None]

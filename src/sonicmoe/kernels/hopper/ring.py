@@ -9,7 +9,9 @@ that (`later`), because such a load takes as long as one step of the loop. Consu
 ahead.
 
 With a LoRA adapter, U (R, r) and B (E, N, r) in the layout of the weights, the producer appends
-blocks of U and B to those of A and W. The consumers only see more steps.
+blocks of U and B to those of A and W. The consumers only see more steps. Beside A and W in e4m3, U
+and B are in bf16, and their blocks have the bytes of the others: half as many columns. They join
+the accumulator once it has been multiplied by its scale: `add_low_rank`.
 """
 
 from triton.experimental import gluon
@@ -44,12 +46,42 @@ def accumulator_layout(columns, dtype):
     )
 
 
+@gluon.jit
+def assume_layout(x, L: gl.constexpr):
+    """`x` in another layout in which every thread holds the same elements: no data moves."""
+    return gl.convert_layout(x, L, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def is_e4m3(dtype):
+    return dtype == gl.float8e4nv
+
+
 # --- shared memory --------------------------------------------------------------------------------
 @gluon.jit
 def buffers(dtype: gl.constexpr, COUNT: gl.constexpr, SHAPE: gl.constexpr):
     """Shared memory for COUNT matrices."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, dtype)
     return gl.allocate_shared_memory(dtype, [COUNT] + SHAPE, layout)
+
+
+@gluon.constexpr_function
+def _half_the_columns(shape):
+    return [*shape[:-1], shape[-1] // 2]
+
+
+@gluon.constexpr_function
+def _layout_of_each(shape, dtype):
+    """Layout of shape[0] buffers."""
+    return gl.NVMMASharedLayout.get_default_for(list(shape[1:]), dtype)
+
+
+@gluon.jit
+def _in_bf16(smem):
+    """Buffers of e4m3 as as many of bf16, with half the columns."""
+    SHAPE: gl.constexpr = _half_the_columns(smem.shape)
+    LAYOUT: gl.constexpr = _layout_of_each(SHAPE, gl.bfloat16)
+    return reinterpreted(smem, gl.bfloat16, SHAPE, LAYOUT)
 
 
 @aggregate
@@ -195,7 +227,8 @@ class Ring:
         where the tile lies.
         """
         BLOCK_K: gl.constexpr = self.BLOCK_K
-        BLOCKS: gl.constexpr = ceil_div(self.K, BLOCK_K) + ceil_div(self.RANK, BLOCK_K)
+        RANK: gl.constexpr = 0 if is_e4m3(self.a.dtype) else self.RANK
+        BLOCKS: gl.constexpr = ceil_div(self.K, BLOCK_K) + ceil_div(RANK, BLOCK_K)
         acc = self.zeros()
         for k in range(0, BLOCKS * BLOCK_K, BLOCK_K):
             stage = self.stages.wait(step)
@@ -213,6 +246,33 @@ class Ring:
         acc = warpgroup_mma_wait(0, deps=(acc,))
         self.stages.release_before(step)
         return acc
+
+    @gluon.jit
+    def low_rank(self):
+        """This ring buffer as the blocks of U and B see it."""
+        if is_e4m3(self.a.dtype):
+            return Ring(
+                self.tiles, self.total, _in_bf16(self.a), _in_bf16(self.w), self.stages, self.K,
+                self.N, self.RANK, self.BLOCK_N, self.BLOCK_K // 2, self.WEIGHT_LAYOUT,
+                self.GATE_UP,
+            )  # fmt: skip
+        else:
+            return self
+
+    @gluon.jit
+    def add_low_rank(self, acc, step, CONSUMER: gl.constexpr):
+        """A finished accumulator of e4m3, multiplied by its scale, plus U Bᵀ in bf16, and the ring
+        step after it."""
+        ring = self.low_rank()
+        L: gl.constexpr = acc.type.layout
+        out = assume_layout(acc, accumulator_layout(self.BLOCK_N, gl.bfloat16))
+        for _ in range(ceil_div(self.RANK, ring.BLOCK_K)):
+            stage = self.stages.wait(step)
+            out = ring.multiply(stage, out, CONSUMER)
+            out = warpgroup_mma_wait(0, deps=(out,))
+            self.stages.release(stage)
+            step += 1
+        return assume_layout(out, L), step
 
     @gluon.jit
     def next_tile(self, step, index, CONSUMER: gl.constexpr):
@@ -340,10 +400,11 @@ def producer(ring, a, row_token, w, lora_u, lora_b):
                 _load_both(ring, a, end, row, k, barrier, stage)
             step += 1
         if ring.RANK:
-            for k in range(0, ring.RANK, BLOCK_K):
+            low_rank = ring.low_rank()
+            for k in range(0, ring.RANK, low_rank.BLOCK_K):
                 stage, barrier = ring.stages.acquire(step, IN_ORDER)
-                _load_weights(ring, lora_b, expert, column, k, barrier, stage)
-                _load_both(ring, lora_u, end, row, k, barrier, stage)
+                _load_weights(low_rank, lora_b, expert, column, k, barrier, stage)
+                _load_both(low_rank, lora_u, end, row, k, barrier, stage)
                 if GATHER:
                     async_copy.mbarrier_arrive(barrier, increment_count=False)
                 step += 1

@@ -5,7 +5,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..quantize import BLOCK_FLOOR, scale_and_inverse
-from .epilogue import assume_layout, even_and_odd, halves, quarters, store_value, z_buffer
+from .epilogue import (
+    assume_layout,
+    biased,
+    even_and_odd,
+    halves,
+    quarters,
+    store_value,
+    z_buffer,
+)
 from .gluon_compat import aggregate
 from .ring import CONSUMER_M, accumulator_layout, buffers, make_ring, producer
 
@@ -25,14 +33,15 @@ class Epilogue:
 
 
 @gluon.jit
-def _biased(ring, z, b1, expert, column):
-    """Some columns of Z from `column` on, plus their bias if there is one."""
+def _biased(ring, z, b1, expert, column, HALF: gl.constexpr = None):
+    """Some columns of Z from `column` on, of gates (0) or ups (1) if HALF, plus their bias if there
+    is one."""
     if b1 is None:
         return z
+    elif HALF is None:
+        return biased(z, b1 + expert * ring.N, column, ring.N)
     else:
-        c = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, z.type.layout))
-        bias = gl.load(b1 + expert * ring.N + c, mask=c < ring.N, other=0.0)
-        return z + bias.to(gl.float32)[None, :]
+        return biased(z, b1 + expert * ring.N + HALF * (ring.N // 2), column, ring.N // 2)
 
 
 @gluon.jit
@@ -49,6 +58,8 @@ def _store_scale(ring, amax, e, tile, block, L: gl.constexpr):
 def _store_gated(CONSUMER: gl.constexpr, ring, e, acc, tile, L: gl.constexpr):
     """Store Z (64, BLOCK_N) and A (64, BLOCK_N/2) of a gated activation."""
     CONCATENATED: gl.constexpr = ring.GATE_UP == "concatenated"
+    GATES: gl.constexpr = 0 if CONCATENATED else None  # halves of Z
+    UPS: gl.constexpr = 1 if CONCATENATED else None
     HALF: gl.constexpr = ring.BLOCK_N // 2
     QUARTER: gl.constexpr = ring.BLOCK_N // 4
     STORES: gl.constexpr = 3 if e.KEEP_Z else 1  # per quarter of A; they alternate between buffers
@@ -61,12 +72,12 @@ def _store_gated(CONSUMER: gl.constexpr, ring, e, acc, tile, L: gl.constexpr):
     for i in gl.static_range(2):
         if CONCATENATED:
             g_column = tile.n * HALF + i * QUARTER
-            u_column = ring.N // 2 + g_column
+            u_column = g_column
         else:
             g_column = tile.n * ring.BLOCK_N + 2 * i * QUARTER
             u_column = g_column + QUARTER
-        g = _biased(ring, assume_layout(ordered[2 * i], L), e.b1, tile.expert, g_column)
-        u = _biased(ring, assume_layout(ordered[2 * i + 1], L), e.b1, tile.expert, u_column)
+        g = _biased(ring, assume_layout(ordered[2 * i], L), e.b1, tile.expert, g_column, GATES)
+        u = _biased(ring, assume_layout(ordered[2 * i + 1], L), e.b1, tile.expert, u_column, UPS)
         if CONCATENATED:
             value = e.ACTIVATION(g, u).to(e.a.dtype)
         else:
@@ -87,14 +98,9 @@ def _store_gated(CONSUMER: gl.constexpr, ring, e, acc, tile, L: gl.constexpr):
             g_smem = z_buffer(e.z, first_smem)
             u_smem = z_buffer(e.z, second_smem)
             tma.store_wait(1)
-            if CONCATENATED:
-                store_value(g.to(e.z.dtype), e.z, tile, g_column, g_smem, 0)
-                tma.store_wait(1)
-                store_value(u.to(e.z.dtype), e.z, tile, g_column, u_smem, 1)
-            else:
-                store_value(g.to(e.z.dtype), e.z, tile, g_column, g_smem)
-                tma.store_wait(1)
-                store_value(u.to(e.z.dtype), e.z, tile, u_column, u_smem)
+            store_value(g.to(e.z.dtype), e.z, tile, g_column, g_smem, GATES)
+            tma.store_wait(1)
+            store_value(u.to(e.z.dtype), e.z, tile, u_column, u_smem, UPS)
         tma.store_wait(1)
         store_value(value, e.a, tile, tile.n * HALF + i * QUARTER, first_smem)
 

@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .capability import check_fp8_experts, check_z_in_fp8
-from .errors import bad_argument
-from .memory_policy import FP8_COLUMNS, KEEP, MemoryPolicy, slice_width
-from .shapes import Problem, ceil_div, max_tiles
+from ..capability import check_fp8_experts, check_z_in_fp8
+from ..errors import bad_argument
+from ..layer.memory import KEEP, MemoryPolicy
+from ..shapes import BLOCK, Problem, ceil_div, max_tiles, padded_rows, slice_width
 
 INDEX = 4  # bytes of an index
 SCALE = 4  # bytes of a scale of Z in e4m3
@@ -73,18 +73,18 @@ def _kept_z(
     p: Problem, itemsize: int, memory: MemoryPolicy, precision: str | None = None
 ) -> dict[str, int]:
     """Z, its scales, and in FP8 the weights, norms and other scales that are kept with them."""
-    if memory.z == "recompute":
+    if memory.recompute:
         return {}
-    kept = {"z": p.R * p.N * (1 if memory.z == "fp8" else itemsize)}
+    kept = {"z": p.R * p.N * (1 if memory.in_e4m3 else itemsize)}
     if precision is not None:
-        blocks = p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE
+        blocks = p.R * ceil_div(p.I, BLOCK) * SCALE
         columns = p.E * p.I * SCALE
         weights = {"w1_t": p.E * p.N * p.H, "w2_t": p.E * p.H * p.I}
         weights |= {"w_scales": 2 * p.E * SCALE, "w2_norm": columns}
         kept |= {"zmax": blocks, "zmax_columns": columns, "a_scale": blocks}
         kept |= {"x_scale": p.T * SCALE} | weights
-    elif memory.z == "fp8":
-        kept["z_scale"] = p.R * ceil_div(p.N, FP8_COLUMNS) * SCALE
+    elif memory.in_e4m3:
+        kept["z_scale"] = p.R * ceil_div(p.N, BLOCK) * SCALE
     return kept
 
 
@@ -120,7 +120,7 @@ def peak_bytes(
     rows_i, tokens_h = p.R * p.I * itemsize, p.T * p.H * itemsize
     dz, dw1, dw2 = p.R * p.N * itemsize, p.E * p.N * p.H * itemsize, p.E * p.H * p.I * itemsize
     gradients = dz + kept["scores"] + dw2
-    recomputed = dz if memory.z == "recompute" else 0
+    recomputed = dz if memory.recompute else 0
     later = total - sum(_kept_z(p, itemsize, memory).values()) - kept["row_slot"]
     first, second = total + recomputed + rows_i, later + tokens_h + max(rows_h, dw1)
     return Peak(
@@ -135,31 +135,33 @@ def _fp8_peak_bytes(
     """`peak_bytes` in FP8, with weights in bf16 that are not cached.
 
     Forward: the weights in e4m3 as well. Backward: dO in e4m3, the factors of dZ, dZ in both orders
-    and A'; then dX with dX̃, then dW1 with X in e4m3. Recomputing Z takes less: no dW2 exists yet.
+    and A'; then dW2; then dX with dX̃, then dW1 with X in e4m3. Recomputing Z takes less than dZ.
     """
     kept = kept_bytes(p, 2, tile_m, router, memory, precision)
     total, of_z = sum(kept.values()), sum(_kept_z(p, 2, memory, precision).values())
     logits = 0 if router is None or "logits" in kept else p.T * p.E * 2
     rows_h, tokens_h = 2 * p.R * slice_width(p.H, memory.slices), 2 * p.T * p.H
     w1, w2 = p.E * p.N * p.H, p.E * p.H * p.I
-    columns = FP8_COLUMNS * (p.R // FP8_COLUMNS + p.E)  # of dZᵀ and A'ᵀ
+    columns = padded_rows(p.R, p.E)  # of dZᵀ and A'ᵀ
     bf16_dw = precision == "fp8_bf16_dw"
     dz = p.R * p.N + p.R * SCALE + (0 if bf16_dw else (columns + p.E * SCALE) * p.N)
     partial = ceil_div(p.I, FP8_DZ_COLUMNS) * p.R * SCALE  # sums of dS
-    a = max(2 * p.R * p.I, partial) if bf16_dw else columns * p.I + partial
+    a_t = 0 if bf16_dw else columns * p.I
     factors = 5 * p.R * SCALE + (0 if bf16_dw else 2 * p.E * p.I * SCALE)  # and a_t_scale
     x8 = p.T * (p.H + SCALE)
-    a8 = p.R * p.I + (0 if "a_scale" in kept else p.R * ceil_div(p.I, FP8_COLUMNS) * SCALE)
-    gradients = dz + kept["scores"] + 2 * w2
+    a8 = p.R * p.I + (0 if "a_scale" in kept else p.R * ceil_div(p.I, BLOCK) * SCALE)
+    gradients = dz + kept["scores"]
     recomputed = w1_t = w2_t = 0
-    if memory.z == "recompute":
+    if memory.recompute:
         again = _kept_z(p, 2, KEEP, precision)
-        names = ("z", "zmax", "zmax_columns", "a_scale", "x_scale", "w2_norm")
+        names = ("z", "zmax", "zmax_columns", "a_scale", "x_scale")
         recomputed = sum(again[name] for name in names)
-        w1_t, w2_t = w1, w2
+        w1_t, w2_t = w1, w2 + again["w2_norm"]
     do8 = x8 + p.T * SCALE  # with norms
-    of_down = total + recomputed + w2_t + do8 + factors + a + gradients
-    later = total - of_z + kept.get("w1_t", 0) - kept["row_slot"] + tokens_h + gradients
+    of_dz = w2_t + do8 + factors + a_t + partial
+    of_dw2 = 2 * w2 + (2 * p.R * p.I if bf16_dw else p.T * p.H + a_t + p.E * p.I * SCALE)
+    of_down = total + recomputed + gradients + max(of_dz, of_dw2)
+    later = total - of_z + kept.get("w1_t", 0) - kept["row_slot"] + tokens_h + gradients + 2 * w2
     of_up = later + max(rows_h + w1_t, 2 * w1 + (2 * p.R * p.N if bf16_dw else x8))
     return Peak(
         forward=total + logits + w1 + w2 + a8 + rows_h + tokens_h,
@@ -234,7 +236,7 @@ def backward_stages(
     slices = ceil_div(p.H, slice_width(p.H, memory.slices))
     small, large = 2 * p.R * p.H * p.I, 2 * p.R * p.H * p.N
     stages = []
-    if memory.z == "recompute":
+    if memory.recompute:
         z = s["z"]
         stages = [Stage("up again", large, q["x"] + q["w1"], s["z"] + q["a"], fp8)]
     stages += [
@@ -309,7 +311,7 @@ class Gpu:
         """Raise a ValueError if a layer with these options cannot run on this GPU."""
         if precision is not None:
             check_fp8_experts(self.arch)
-        if memory.z == "fp8":
+        if memory.in_e4m3:
             check_z_in_fp8(self.arch)
 
     def limits(self, stage: Stage, itemsize: int = 2) -> dict[str, float]:

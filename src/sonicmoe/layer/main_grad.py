@@ -1,4 +1,4 @@
-"""Weight gradients added to an fp32 buffer by the product itself, as large trainers ask for.
+"""Weight gradients added to an fp32 buffer by the GEMM, as Megatron's main_grad.
 
 A parameter with an attribute `main_grad`, fp32 and laid out like the parameter, gets its gradient
 there and none in `.grad`: no 16-bit gradient is written, read or rounded. Trainers that count on
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .errors import bad_argument
+from ..errors import bad_argument
 
 _REMEDY = "Make it with torch.zeros_like(weight, dtype=torch.float32)"
 

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from .enums import ActivationType
-from .reference.activation import activate
+from ..enums import ActivationType
+from ..reference.activation import activate
 
 
 class SharedExpert(nn.Module):

@@ -115,14 +115,14 @@ def main() -> int:
 
 def _tuned(machine: Machine) -> list[str]:
     """The table of `sonicmoe tune` for each GPU model."""
-    from .tuning.table import path_of
+    from ..tuning.table import path_of
 
     paths = [path_of(name) for name in dict.fromkeys(gpu.name for gpu in machine.gpus)]
     return [str(path) if path and path.exists() else "nothing yet" for path in paths]
 
 
 def _own_version() -> str:
-    from . import __version__
+    from .. import __version__
 
     return __version__
 

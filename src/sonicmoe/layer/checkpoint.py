@@ -15,7 +15,7 @@ Compute = Callable[[], torch.Tensor]
 def deferred_output() -> list[Compute] | None:
     """An empty list for a node to put its computation into; None outside of a checkpoint.
 
-    A compiler leaves out by itself what nobody needs.
+    torch.compile removes dead recomputation.
     """
     if torch.compiler.is_compiling():
         return None

@@ -3,27 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
-from .errors import bad_argument
-from .memory_policy import memory_policy
-from .shapes import check_size
-from .validation import FP8_ALIGNMENT, check_activation, check_gate_up, check_precision
+from ..errors import bad_argument
+from ..shapes import check_size
+from ..validation import check_activation, check_gate_up
+from .memory import memory_policy
+from .operands import kind_of
 
 
-def check_layer_precision(
-    precision: str | None, hidden_size: int, intermediate_size: int, add_bias: bool
-) -> None:
-    check_precision(precision)
-    multiple = 8 if precision is None else FP8_ALIGNMENT
+def check_layer_precision(precision: str | None, hidden_size: int, intermediate_size: int) -> None:
+    multiple = kind_of(precision).alignment
     check_size("hidden_size", hidden_size, multiple=multiple)
     check_size("intermediate_size", intermediate_size, multiple=multiple)
-    if precision is not None and add_bias:
-        remedy = "Leave the biases or precision='fp8' out."
-        raise bad_argument("add_bias", "False with precision='fp8'", add_bias, remedy)
 
 
 def _new_precision(moe: Any, name: str, value: Any) -> Any:
-    bias = moe.c_fc.bias is not None
-    check_layer_precision(value, moe.hidden_size, moe.intermediate_size, bias)
+    check_layer_precision(value, moe.hidden_size, moe.intermediate_size)
     return value
 
 

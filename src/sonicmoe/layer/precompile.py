@@ -17,19 +17,18 @@ from typing import NamedTuple
 
 import torch
 
-from . import ops
-from .autograd import Down, Up
-from .autograd_fp8 import Fp8Down, Fp8Up
-from .enums import ActivationType
+from .. import ops
+from ..enums import ActivationType
+from ..errors import say_once
 from .main_grad import with_main_grad
-from .memory_policy import KEEP, MemoryPolicy
-from .notices import say_once
-from .weights import ExpertWeights
+from .memory import KEEP, MemoryPolicy
+from .nodes import run_backward
+from .run import Call, permute, run
+from .weights import ExpertWeights, Projection
 
 # Tokens of a short and of a long batch: some kernels run in one of them alone. Nothing else that is
 # compiled depends on their number.
 BATCHES = (8, 2048)
-ExpertsFunction = Callable[..., torch.Tensor]  # `layer.experts`
 Report = Callable[[int, int, float], None]  # compiled kernels, all of them, seconds
 
 
@@ -54,7 +53,6 @@ class Layer(NamedTuple):
 
 
 def precompile_step(
-    experts: ExpertsFunction,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: ExpertWeights,
@@ -63,11 +61,11 @@ def precompile_step(
     precision: str | None = None,
     memory: MemoryPolicy = KEEP,
 ) -> None:
-    """Precompile a training step of `experts` with these arguments, once per kind of layer.
+    """Precompile a training step of the experts with these arguments, once per kind of layer.
 
     `logits` is the dtype of the router's logits where the auxiliary loss follows.
     """
-    w1, w2, b1, b2, activation, gate_up = weights
+    (w1, b1, *_), (w2, b2, *_), activation, gate_up = weights
     training = torch.is_grad_enabled() and w1.requires_grad
     if not training or not x.is_cuda or backend != "triton":
         return
@@ -92,14 +90,14 @@ def precompile_step(
         precision=precision,
         memory=memory,
     )
-    _precompile_once(x.get_device(), layer, experts)
+    _precompile_once(x.get_device(), layer)
 
 
 @cache
-def _precompile_once(index: int, layer: Layer, experts: ExpertsFunction) -> None:
+def _precompile_once(index: int, layer: Layer) -> None:
     """What fails here is no error yet: the step compiles what it lacks, and raises with context."""
     try:
-        compile_together(lambda: run_step(layer, experts), index)
+        compile_together(lambda: run_step(layer), index)
     except Exception as error:
         say_once(
             "kernels are compiled one by one, since compiling them side by side failed: "
@@ -168,7 +166,7 @@ def logits_of(layer: Layer, tokens: int) -> torch.Tensor:
 
 
 class Slots(NamedTuple):
-    """The routing, as `layer.experts` takes it."""
+    """The routing, as `prepare.routed` takes it."""
 
     ids: torch.Tensor
     scores: torch.Tensor
@@ -176,48 +174,47 @@ class Slots(NamedTuple):
     token_start: torch.Tensor | None = None
 
 
-def run_experts(
-    layer: Layer, experts: ExpertsFunction, tokens: int, slots: Slots | None = None
-) -> torch.Tensor:
+def run_experts(layer: Layer, tokens: int, slots: Slots | None = None) -> torch.Tensor:
     """The forward pass."""
     ids, scores, slot_token, token_start = slots or _slots(layer, tokens)
     hidden, intermediate, number = layer[:3]
     columns = 2 * intermediate if layer.activation.is_gated else intermediate
     sizes = ((number, columns, hidden), (number, hidden, intermediate))
-    w1, w2 = (
-        _weight(size, layer.weights or layer.dtype, *how)
-        for size, *how in zip(sizes, layer.transposed, layer.main_grad, strict=True)
-    )
-    b1, b2 = (
-        _new(*size[:2], dtype=layer.dtype) if bias else None
-        for size, bias in zip(sizes, layer.bias, strict=True)
+    up, down = (
+        Projection(
+            _weight(size, layer.weights or layer.dtype, transposed, main_grad),
+            _new(*size[:2], dtype=layer.dtype) if bias else None,
+        )
+        for size, transposed, main_grad, bias in zip(
+            sizes, layer.transposed, layer.main_grad, layer.bias, strict=True
+        )
     )
     x = _new(tokens, hidden, dtype=layer.dtype)
-    options = {"activation": layer.activation, "gate_up": layer.gate_up, "backend": "triton"}
-    options |= {"precision": layer.precision, "memory": layer.memory}
-    where = {"slot_token": slot_token, "token_start": token_start}
-    return experts(x, ids, scores, w1, w2, b1, b2, **where, **options)
+    weights = ExpertWeights(up, down, layer.activation, layer.gate_up)
+    p = permute(
+        ids,
+        number,
+        slot_token=slot_token,
+        tokens=tokens,
+        token_start=token_start,
+        dtype=layer.dtype,
+        backend="triton",
+    )
+    scores = scores.to(torch.promote_types(layer.dtype, torch.float32))
+    return run(Call(x, scores, weights, p, layer.precision, layer.memory, "triton"))
 
 
-def run_step(layer: Layer, experts: ExpertsFunction) -> None:
+def run_step(layer: Layer) -> None:
     """Training steps of the experts, and of the auxiliary loss where it follows.
 
     The nodes are called one by one: `backward()` imports sympy first, which takes 2.9 s, and no
     kernel of the backward pass is compiled until then.
     """
     for tokens in BATCHES:
-        out = run_experts(layer, experts, tokens)
-        down = out.grad_fn
-        assert down is not None
+        out = run_experts(layer, tokens)
         dout = _new(*out.shape, dtype=out.dtype)
         with torch.no_grad():
-            if layer.precision is not None:
-                # Of the tensors that `Fp8Down` takes, dZ comes behind scores, W2, A and a_scale.
-                dz = Fp8Down.backward(down, dout)[9:13]
-                Fp8Up.backward(down.next_functions[4][0], None, None, *dz)
-            else:
-                dz, *_ = Down.backward(down, dout)
-                Up.backward(down.next_functions[0][0], dz)
+            run_backward(out, dout)
             if layer.logits is not None:
                 logits = _new(tokens, layer.experts, dtype=layer.logits)
                 counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..gradients import DownGradients
+from ..tensors import NO_LORA, DzResults
 from ..tuning import Target
 from ..tuning.candidates import default_config
 from ..tuning.table import Config, Key, RowKey, WeightKey
@@ -15,7 +15,7 @@ NAMES = ("up", "down", "dz", "dw2", "dx", "dw1")
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Gemm:
     """`run` launches the same kernel as a training step and returns everything it computed.
 
     With None it uses the layer's own configuration.
@@ -27,11 +27,11 @@ class Product:
     run: Callable[[Config | None], tuple[torch.Tensor, ...]]
 
 
-def products(inputs: Inputs, gate_up: str) -> tuple[list[Product], Target]:
+def gemms(inputs: Inputs, gate_up: str) -> tuple[list[Gemm], Target]:
     """The GEMMs of one case on its inputs, and the GPU they are tuned for."""
     from ..launch import grouped_gemm as launches
     from ..launch import memory
-    from ..layer import permute
+    from ..layer.run import permute
 
     problem, activation = inputs.case.problem, inputs.case.activation
     x, w1, w2 = inputs.x.detach(), inputs.w1.detach(), inputs.w2.detach()
@@ -39,42 +39,42 @@ def products(inputs: Inputs, gate_up: str) -> tuple[list[Product], Target]:
     dout, scores = inputs.dout, inputs.scores.detach()
     p = permute(inputs.ids, problem.E, dtype=x.dtype, backend="triton")
     size, target = x.element_size(), launches.target_of(x)
-    needs = DownGradients(dz=True, dw2=True, db2=False, dscores=True)
+    needs = DzResults(dz=True, a=True, dscores=True)
 
     def up(config):
-        return launches.up(x, w1, b1, p, activation, gate_up, "keep", config)[:2]
+        return launches.up(x, w1, b1, NO_LORA, p, activation, gate_up, x.dtype, config)[:2]
 
     def dz(config):
-        return launches.dz_gemm(
-            dout, z, None, w2, b2, scores, p, activation, gate_up, needs, config
+        return launches.dz(
+            dout, z, None, w2, b2, scores, NO_LORA, p, activation, gate_up, needs, config
         )
 
     def down(config):
-        return (launches.down(a, w2, b2, None, p, config),)
+        return (launches.down(a, w2, b2, None, NO_LORA, p, config),)
 
     def dx(config):
-        return (launches.down(dz_rows, w1.mT, None, None, p, config, kernel="dx"),)
+        return (launches.down(dz_rows, w1.mT, None, None, NO_LORA, p, config, kernel="dx"),)
 
     def dw1(config):
         dw = memory.empty_like(w1, w1.dtype)
-        launches.weight_gradient(dz_rows, x, dw, p, gathered="right", config=config)
+        launches.write_weight_gradient(dz_rows, x, dw, p, gathered="right", config=config)
         return (dw,)
 
     def dw2(config):
         dw = memory.empty_like(w2, w2.dtype)
-        launches.weight_gradient(dout, scaled_a, dw, p, gathered="left", config=config)
+        launches.write_weight_gradient(dout, scaled_a, dw, p, gathered="left", config=config)
         return (dw,)
 
     small = 2 * problem.R * problem.H * problem.I
     large = 2 * problem.R * problem.H * problem.N
     h, i, n, gated = problem.H, problem.I, problem.N, activation.is_gated
     found = [
-        Product("up", RowKey("up", size, h, n, gated), large, up),
-        Product("down", RowKey("down", size, i, h, True), small, down),
-        Product("dz", RowKey("dz", size, h, i, gated), small, dz),
-        Product("dw2", WeightKey(size, h, i, True, False), small, dw2),
-        Product("dx", RowKey("dx", size, n, h, True), large, dx),
-        Product("dw1", WeightKey(size, n, h, False, True), large, dw1),
+        Gemm("up", RowKey("up", size, h, n, gated), large, up),
+        Gemm("down", RowKey("down", size, i, h, True), small, down),
+        Gemm("dz", RowKey("dz", size, h, i, gated), small, dz),
+        Gemm("dw2", WeightKey(size, h, i, True, False), small, dw2),
+        Gemm("dx", RowKey("dx", size, n, h, True), large, dx),
+        Gemm("dw1", WeightKey(size, n, h, False, True), large, dw1),
     ]
     z, a = up(default_config(found[0].key, target))
     dz_rows, scaled_a, _ = dz(default_config(found[2].key, target))

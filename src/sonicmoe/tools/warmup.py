@@ -7,19 +7,18 @@ from itertools import product
 
 import torch
 
-from .enums import ActivationType
-from .errors import bad_argument
-from .layer import experts
-from .memory_policy import MemoryPolicy, memory_policy
-from .precompile import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
-from .routing import Router, auxiliary_loss, make_router
-from .shapes import check_size
-from .validation import (
+from ..enums import ActivationType
+from ..errors import bad_argument
+from ..layer.memory import KEEP, MemoryPolicy, memory_policy
+from ..layer.operands import kind_of
+from ..layer.precompile import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
+from ..routing import Router, auxiliary_loss, make_router
+from ..shapes import check_size
+from ..validation import (
     check_activation,
     check_gate_up,
     check_k,
     check_num_experts,
-    check_precision,
 )
 
 
@@ -37,7 +36,7 @@ def warmup(
     main_grad: bool = False,
     weights: torch.dtype | None = None,
     precision: str | None = None,
-    memory: str | MemoryPolicy = "keep",
+    memory: str | MemoryPolicy = KEEP,
     device: str | torch.device = "cuda",
     progress: bool = True,
 ) -> float:
@@ -53,7 +52,7 @@ def warmup(
     check_num_experts(num_experts)
     check_activation(activation)
     check_gate_up(gate_up)
-    check_precision(precision)
+    kind_of(precision)
     check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
     index = _gpu_index(device)
     sizes = (hidden_size, intermediate_size, num_experts, num_experts_per_tok)
@@ -94,7 +93,7 @@ def run_layer(layer: Layer, router: str | Router) -> None:
         with torch.set_grad_enabled(training):
             r = routing.train(training)(logits_of(layer, tokens), backend="triton")
             slots = Slots(r.ids, r.scores, r.slot_token, r.token_start)
-            out = run_experts(layer, experts, tokens, slots)
+            out = run_experts(layer, tokens, slots)
             if training:
                 counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")
                 loss = auxiliary_loss(r.logits, counts, backend="triton")

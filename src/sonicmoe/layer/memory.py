@@ -1,19 +1,22 @@
-"""What a layer keeps of Z for its backward pass, and how much of Y and dX̃ exists at once."""
+"""What a layer keeps of Z for its backward pass, and how much of Y and dX̃ exists at once.
+
+The names of the policies occur here alone; everything below sees the dtype of Z and `recompute`.
+"""
 
 from typing import NamedTuple
 
-from .errors import bad_argument
-from .shapes import ceil_div
+import torch
 
-Z_POLICIES = ("keep", "fp8", "recompute")
-FP8_COLUMNS = 128  # columns of a row of Z or A that share one scale
-_SLICE_COLUMNS = 64  # slices of H are multiples of it: TMA reads views that start on 16 bytes
+from ..errors import bad_argument, say_once
+from ..tensors import E4M3
+
+Z_POLICIES = ("keep", "e4m3", "recompute")
 
 
 class MemoryPolicy(NamedTuple):
-    """How a layer trades memory for time or accuracy; `memory="fp8"` means `MemoryPolicy("fp8")`.
+    """How a layer trades memory for time or accuracy; `memory="e4m3"` means `MemoryPolicy("e4m3")`.
 
-    z: "keep" keeps Z. "recompute" runs the up GEMM again in the backward pass: same bits. "fp8"
+    z: "keep" keeps Z. "recompute" runs the up GEMM again in the backward pass: same bits. "e4m3"
     keeps Z in e4m3 with a power-of-two scale per row and 128 columns: gradients err by 3 to 5% of
     their norm, in FP8 by 8 instead of 7%. It needs compute capability 8.9.
     slices: Y and the rows of dX exist in slices of H, multiples of 64 columns: same bits. No effect
@@ -23,6 +26,21 @@ class MemoryPolicy(NamedTuple):
     z: str = "keep"
     slices: int = 1
 
+    @property
+    def recompute(self) -> bool:
+        return self.z == "recompute"
+
+    @property
+    def in_e4m3(self) -> bool:
+        """Whether Z is kept in e4m3."""
+        return self.z == "e4m3"
+
+    def z_dtype(self, data: torch.dtype) -> torch.dtype | None:
+        """The dtype of Z as it is kept, None if it is recomputed."""
+        if self.recompute:
+            return None
+        return E4M3 if self.in_e4m3 else data
+
 
 KEEP = MemoryPolicy()
 
@@ -30,6 +48,9 @@ KEEP = MemoryPolicy()
 def memory_policy(memory: str | MemoryPolicy) -> MemoryPolicy:
     """The policy that `memory` names, checked."""
     policy = MemoryPolicy(memory) if isinstance(memory, str) else memory
+    if isinstance(policy, MemoryPolicy) and policy.z == "fp8":
+        say_once("memory='fp8' is now called 'e4m3': precision='fp8' is something else")
+        policy = policy._replace(z="e4m3")
     if not isinstance(policy, MemoryPolicy) or policy.z not in Z_POLICIES:
         raise bad_argument(
             "memory",
@@ -41,8 +62,3 @@ def memory_policy(memory: str | MemoryPolicy) -> MemoryPolicy:
         expected, remedy = "a positive integer", "Use 4 where rows of dX make the peak."
         raise bad_argument("slices of memory", expected, repr(policy.slices), remedy)
     return policy
-
-
-def slice_width(hidden: int, slices: int) -> int:
-    """Columns of H in a slice; the last one may have fewer."""
-    return min(hidden, _SLICE_COLUMNS * ceil_div(hidden, _SLICE_COLUMNS * slices))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .errors import bad_argument
+from ..errors import bad_argument
 
 _KEY = "gate_up"
 

@@ -1,0 +1,122 @@
+"""The statements of the layer: permute → up → down → combine.
+
+`MoE`, `experts`, `grouped_experts`, expert parallelism, transformers and PEFT all come through
+here.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .. import ops
+from ..errors import bad_argument
+from ..tensors import Permutation
+from ..tuning import tile_m
+from ..validation import check_num_experts, resolve_backend
+from . import bf16 as bf16  # kinds of operands, which register themselves
+from . import fp8 as fp8
+from .checkpoint import deferred_output, finish
+from .fp8_weights import Fp8Weights
+from .memory import MemoryPolicy
+from .nodes import Down, DownGiven, Shape, Up, UpGiven
+from .operands import How, Source, kind_of
+from .weights import ExpertWeights
+
+
+class Call(NamedTuple):
+    """The experts on the rows of one permutation, checked and ready to run.
+
+    scores (T, K), (S,) or, for sorted rows, (R,) or None.
+    """
+
+    x: torch.Tensor
+    scores: torch.Tensor | None
+    weights: ExpertWeights
+    p: Permutation
+    precision: str | None
+    memory: MemoryPolicy
+    backend: str
+    fp8_weights: Fp8Weights | None = None
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Rows of each expert (E,)."""
+        assert self.p.counts is not None  # only rows that arrive sorted have none
+        return self.p.counts
+
+    def how(self) -> How:
+        """Nothing is kept where no backward pass can follow."""
+        x, scores, weights = self.x, self.scores, self.weights
+        backward = torch.is_grad_enabled() and (
+            x.requires_grad
+            or (scores is not None and scores.requires_grad)
+            or weights.need_gradient()
+        )
+        return How(
+            self.precision,
+            weights.activation,
+            weights.gate_up,
+            backward,
+            self.memory.z_dtype(x.dtype) if backward else None,
+            backward and self.memory.recompute,
+            self.memory.slices,
+            self.backend,
+        )
+
+
+def run(call: Call) -> torch.Tensor:
+    """The output (T, H), or (R, H) for sorted rows."""
+    x, scores, weights, p = call[:4]
+    how = call.how()
+    kind = kind_of(how.precision)
+    up, down = weights.up, weights.down
+    with torch.no_grad():
+        operand1, operand2 = kind.operands(weights, x, how, call.fp8_weights)
+        rows, kept, u1 = kind.up(x, up, operand1, p, how)
+        u2 = None if down.lora_a is None else kind.low_rank(rows, down.lora_a, p, how)
+    source, deferred = None, deferred_output()
+    if how.recompute:
+        kept, source = None, Source(x, kind.kept_operand(operand1, how), up.bias, u1, up.lora_b)
+    dz = Up.apply(x, *up, UpGiven(operand1, u1, p, how))
+    shape = Shape(x.shape[0], x.dtype)
+    given = DownGiven(operand2, rows, kept, source, u2, p, shape, how, deferred)
+    out = Down.apply(scores, *down, given, *dz)
+    return finish(out, deferred)
+
+
+def permute(
+    ids: torch.Tensor,
+    num_experts: int,
+    *,
+    slot_token: torch.Tensor | None = None,
+    tokens: int | None = None,
+    token_start: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Permutation:
+    """Sort the (token, expert) pairs by expert, on the device.
+
+    ids (T, K), or (S,) with `slot_token` (S,) ascending, the number of `tokens` and, where it is
+    known, `token_start` (T+1,).
+    """
+    backend = resolve_backend(backend, ids)
+    check_num_experts(num_experts)
+    m = tile_m(dtype.itemsize)
+    row_token, row_slot, slot_row, counts, expert_start, tiles = ops.permute(
+        ids, num_experts, slot_token, m, backend
+    )
+    if slot_token is not None and token_start is None:
+        if tokens is None:
+            raise bad_argument("tokens", "the number of tokens", tokens, "slot_token needs it.")
+        every = torch.arange(tokens + 1, device=ids.device, dtype=slot_token.dtype)
+        token_start = torch.searchsorted(slot_token, every, out_int32=True)
+    if token_start is not None:
+        token_start = token_start.contiguous()
+    return Permutation(row_token, row_slot, slot_row, token_start, counts, expert_start, tiles, m)
+
+
+def sorted_rows(rows: torch.Tensor, expert_start: torch.Tensor, backend: str) -> Permutation:
+    """The permutation of rows that arrive sorted: those of expert e are [start[e], start[e+1])."""
+    m = tile_m(rows.dtype.itemsize)
+    expert_start, tiles = ops.tiles(expert_start, rows.shape[0], m, backend)
+    return Permutation.of_sorted_rows(expert_start, tiles, m)
