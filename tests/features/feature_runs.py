@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from adapters import adapter, written_out
 from feature_list import Case
-from helpers import SLACK, budget, relative_error, same_bits
+from helpers import SLACK, budget, captured, relative_error, same_bits
 from test_fp8 import KINKS, LIMITS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -333,15 +333,7 @@ def results(case: Case, device: str, backend: str | None = None) -> Tensors:
 
 def _captured(step: Callable[[], list]) -> Callable[[], list]:
     """Both passes in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
 
     def replay() -> list:
         graph.replay()

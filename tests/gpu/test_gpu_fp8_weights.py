@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import captured
 from torch._dynamo.utils import counters
 
 from sonicmoe import MoE
@@ -45,19 +46,6 @@ def ready(moe: MoE) -> MoE:
     for p in moe.parameters():
         p.grad = torch.zeros_like(p)
     return moe
-
-
-def captured(function) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = function()
-    return graph, out
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Case, check_zeros, make_inputs, ours, poisoned, run, same_bits
+from helpers import Case, captured, check_zeros, make_inputs, ours, poisoned, run, same_bits
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -141,15 +141,7 @@ def test_cuda_graph_of_forward_and_backward_follows_new_inputs():
         out, aux = moe(x)
         return [out, aux, *torch.autograd.grad([out, aux], wrt, [dout, torch.ones_like(aux)])]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        held = step()
+    graph, held = captured(step)
 
     for seed in (1, 2):  # another choice of experts each time, the same graph
         torch.manual_seed(seed)
