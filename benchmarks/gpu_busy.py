@@ -1,10 +1,11 @@
-"""GPU-busy time of the FP8 layer in two checkouts, interleaved, as JSON lines.
+"""GPU-busy and host time of the layer in two checkouts, interleaved, as JSON lines.
 
     git worktree add ../before COMMIT
     python benchmarks/gpu_busy.py ../before/src src
 
 Busy time is the sum of the kernels' durations in a training step, as PyTorch's profiler reports
-them: the host does not count. One process per checkout holds the layer; they run alternately.
+them. Host time is what a step takes until its last kernel is launched. One process per checkout
+holds the layer; they run alternately.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,6 +21,12 @@ import torch
 from before_after import LARGE
 
 STEPS, WARMUP = 6, 12  # training steps of a round, and before the first round
+LAYERS = {**LARGE, "short": (2048, 2048, 1024, 64, 8)}
+MODES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "kept": {"precision": "fp8", "cache_fp8_weights": True},
+    "quantized": {"precision": "fp8"},
+}
 
 
 # --- a worker: one checkout -----------------------------------------------------------------------
@@ -37,14 +45,24 @@ def busy_ms(step) -> dict[str, float]:
     return found
 
 
-def training_step(sizes, cached: bool):
+def host_ms(step) -> float:
+    """Milliseconds until a step has launched its kernels."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    passed = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return passed * 1e3 / STEPS
+
+
+def training_step(sizes, mode: str):
     from sonicmoe import MoE  # of the checkout that is measured
 
     T, H, I, E, K = sizes
     torch.manual_seed(0)
     with torch.device("cuda"):
-        options: dict[str, Any] = {"precision": "fp8", "cache_fp8_weights": cached}
-        moe = MoE(E, K, H, I, std=0.02, dtype=torch.bfloat16, **options)
+        moe = MoE(E, K, H, I, std=0.02, dtype=torch.bfloat16, **MODES[mode])
         x = torch.randn(T, H, dtype=torch.bfloat16, requires_grad=True)
         dout = torch.randn_like(x)
     leaves = [x, *moe.parameters()]
@@ -59,17 +77,17 @@ def training_step(sizes, cached: bool):
 
 
 def work() -> None:
-    """Answer each line of the input, "NAME CACHED" or "again", with a JSON line."""
+    """Answer each line of the input, "LAYER MODE" or "again", with a JSON line."""
     step = None
     for line in sys.stdin:
         if line.strip() != "again":
-            name, cached = line.split()
+            layer, mode = line.split()
             step = None
             torch.cuda.empty_cache()
-            step = training_step(LARGE[name], cached == "True")
+            step = training_step(LAYERS[layer], mode)
             for _ in range(WARMUP):
                 step()
-        print(json.dumps(busy_ms(step)), flush=True)
+        print(json.dumps({"host": host_ms(step), "kernels": busy_ms(step)}), flush=True)
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -83,28 +101,30 @@ class Worker:
         assert self.process.stdin is not None
         print(line, file=self.process.stdin, flush=True)
 
-    def answer(self) -> dict[str, float]:
+    def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
 
-def compare(workers: dict[str, Worker], name: str, cached: bool, rounds: int) -> dict[str, Any]:
+def compare(workers: dict[str, Worker], layer: str, mode: str, rounds: int) -> dict[str, Any]:
     for worker in workers.values():
-        worker.send(f"{name} {cached}")  # both compile at once
+        worker.send(f"{layer} {mode}")  # both compile at once
     for worker in workers.values():
         worker.answer()
-    found: dict[str, list[dict[str, float]]] = {label: [] for label in workers}
+    found: dict[str, list[dict[str, Any]]] = {label: [] for label in workers}
     for number in range(rounds):
         order = list(workers.items())
         for label, worker in order if number % 2 == 0 else reversed(order):
             worker.send("again")
             found[label].append(worker.answer())
-    record: dict[str, Any] = {"layer": name, "weights kept": cached}
+    record: dict[str, Any] = {"layer": layer, "mode": mode}
     for label, measured in found.items():
-        record[label] = round(statistics.median(sum(kernels.values()) for kernels in measured), 4)
-        names = {kernel for kernels in measured for kernel in kernels}
-        each = {k: statistics.median(kernels.get(k, 0.0) for kernels in measured) for k in names}
-        largest = sorted(each.items(), key=lambda item: -item[1])[:14]
+        kernels = [answer["kernels"] for answer in measured]
+        record[label] = round(statistics.median(sum(each.values()) for each in kernels), 4)
+        record[f"host {label}"] = round(min(answer["host"] for answer in measured), 4)
+        names = {name for each in kernels for name in each}
+        median = {k: statistics.median(each.get(k, 0.0) for each in kernels) for k in names}
+        largest = sorted(median.items(), key=lambda item: -item[1])[:14]
         record[f"kernels {label}"] = {kernel[:60]: round(ms, 4) for kernel, ms in largest}
     record["after ÷ before"] = round(record["after"] / record["before"], 4)
     return record
@@ -114,17 +134,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", help="folder src of one checkout")
     parser.add_argument("after", help="folder src of the other")
-    parser.add_argument("--layers", default=",".join(LARGE))
+    parser.add_argument("--layers", default=",".join(LAYERS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--weights", default="kept,quantized", help="kept, quantized or both")
+    parser.add_argument("--modes", default=",".join(MODES), help="of the experts")
     args = parser.parse_args()
     about = {"date": datetime.now(UTC).isoformat(), "device": torch.cuda.get_device_name()}
     about |= {"torch": torch.__version__, "command": " ".join(sys.argv)}
     print(json.dumps(about), flush=True)
     workers = {"before": Worker(args.before), "after": Worker(args.after)}
-    for name in args.layers.split(","):
-        for weights in args.weights.split(","):
-            print(json.dumps(compare(workers, name, weights == "kept", args.rounds)), flush=True)
+    for layer in args.layers.split(","):
+        for mode in args.modes.split(","):
+            print(json.dumps(compare(workers, layer, mode, args.rounds)), flush=True)
 
 
 if __name__ == "__main__":
