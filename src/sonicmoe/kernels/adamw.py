@@ -21,7 +21,7 @@ def rounded_stochastically(value, noise):
     return tl.where(value == value, cut, value).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["count", "key"])
+@triton.jit(do_not_specialize=["key"])
 def adamw_kernel(
     weight, gradient, mean, square, count, key, lr, decay, beta1, beta2, correction1, correction2,
     eps, BLOCK: tl.constexpr,
