@@ -184,7 +184,8 @@ WRONG = {
         _published, {"router_w": torch.randn(E, H).to(half)}, "router_w", "torch.bfloat16"),
     # names
     "activation by name": (_experts, {"activation": "swiglu"}, "activation", "swiglu"),
-    "activation of the layer": (_moe, {"activation_function": "SwiGLU"}, "activation_function", "SwiGLU"),
+    "activation of the layer": (
+        _moe, {"activation_function": "SwiGLU"}, "activation_function", "SwiGLU"),
     "gate_up": (_experts, {"gate_up": "blocked"}, "gate_up", "blocked"),
     "gate_up of the layer": (_moe, {"gate_up": "concat"}, "gate_up", "concat"),
     "router": (_moe, {"router": "sinkhorn"}, "router", "sinkhorn"),
