@@ -1,19 +1,26 @@
 """SonicMoE: Mixture-of-Experts layers for training language models on GPUs."""
 
-from . import enums as enums
-from .enums import ActivationType, KernelBackendMoE
-from .functional import (
-    experts,
-    grouped_experts,
-    moe_general_routing_inputs,
-    moe_TC_softmax_topk_layer,
-    topk_scores,
-)
-from .layer.fp8_weights import Fp8Weights
-from .layer.memory import MemoryPolicy
-from .moe import Experts, MoE
-from .tools.warmup import warmup
-from .watch import watch
+try:
+    from . import enums as enums
+    from .enums import ActivationType, KernelBackendMoE
+    from .functional import (
+        experts,
+        grouped_experts,
+        moe_general_routing_inputs,
+        moe_TC_softmax_topk_layer,
+        topk_scores,
+    )
+    from .layer.fp8_weights import Fp8Weights
+    from .layer.memory import MemoryPolicy
+    from .moe import Experts, MoE
+    from .tools.warmup import warmup
+    from .watch import watch
+except ImportError:
+    from .installation import problem
+
+    if (why := problem()) is None:
+        raise
+    raise ImportError(why) from None
 
 __version__ = "0.1.0"
 

@@ -4,10 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__
-from .bench.cli import register as register_bench
-from .extras import MissingExtra
-from .train.cli import register as register_train
+from .installation import documentation, problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +13,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     1: a check failed; 2: bad arguments, with one line on stderr; 130: stopped by Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(argv)
+    try:
+        whole = parser()
+        from .extras import MissingExtra
+    except ImportError:
+        if (why := problem()) is None:
+            raise
+        print(f"sonicmoe: {why}", file=sys.stderr)
+        return 2
+    args = whole.parse_args(argv)
     args.argv = argv
     try:
         return args.run(args) or 0
@@ -36,6 +41,10 @@ def _end(args: argparse.Namespace, message: str, status: int) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of every command; each sets `run` to a function of the parsed arguments."""
+    from . import __version__
+    from .bench.cli import register as register_bench
+    from .train.cli import register as register_train
+
     about = "Mixture-of-Experts layers for GPUs: measure them, and train language models with them."
     whole = argparse.ArgumentParser(prog="sonicmoe", description=about)
     whole.add_argument("--version", action="version", version=f"sonicmoe {__version__}")
@@ -44,12 +53,23 @@ def parser() -> argparse.ArgumentParser:
     register_train(commands)
     about = "what is installed here, and what would run"
     doctor = commands.add_parser("doctor", help=about, description=f"Print {about}.")
+    flag = "what a report of a bug needs, to paste into it; also runs a small layer"
+    doctor.add_argument("--report", action="store_true", help=flag)
     doctor.set_defaults(run=_doctor)
+    about = "where the documentation is"
+    docs = commands.add_parser("docs", help=about, description=f"Print {about}.")
+    docs.set_defaults(run=_docs)
     return whole
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    from .tools.bug_report import bug_report
     from .tools.doctor import report
 
-    print(report())
+    print(bug_report() if args.report else report())
+    return 0
+
+
+def _docs(args: argparse.Namespace) -> int:
+    print(documentation())
     return 0
