@@ -18,15 +18,11 @@ CURE = "pip uninstall -y sonic-moe sonicmoe, then install sonicmoe again."
 @pytest.fixture
 def site(tmp_path):
     """A folder as pip leaves it after installing the published package, then this one."""
-    shutil.copytree(
-        installation.PACKAGE, tmp_path / "sonicmoe", ignore=shutil.ignore_patterns("*.bin")
-    )
+    without = shutil.ignore_patterns("*.bin", "__pycache__")
+    shutil.copytree(installation.PACKAGE, tmp_path / "sonicmoe", ignore=without)
     theirs = tmp_path / "sonicmoe" / "functional"
     theirs.mkdir()
     (theirs / "__init__.py").write_text("import quack")
-    about = tmp_path / "sonic_moe-0.1.2.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sonic-moe\nVersion: 0.1.2\n")
     return tmp_path
 
 
@@ -40,23 +36,17 @@ def last_line(site: Path, program: str) -> str:
 
 def test_import_beside_the_published_package(site):
     said = last_line(site, "import sonicmoe")
-    assert said.startswith("ImportError: sonic-moe 0.1.2 and this package, sonicmoe, share")
+    assert said.startswith("ImportError: Files of sonic-moe and of sonicmoe are mixed in ")
     assert said.endswith(CURE)
 
 
 def test_the_command_after_the_published_package_was_uninstalled(site):
     """It takes its files along, ours of the same name too: then nothing of ours is imported."""
-    shutil.rmtree(site / "sonic_moe-0.1.2.dist-info")
     shutil.rmtree(site / "sonicmoe/functional")
     for name in ("__init__.py", "moe.py", "enums.py"):
         (site / "sonicmoe" / name).unlink()
-    said = last_line(site, "import sys; from sonicmoe.cli import main; sys.exit(main(['doctor']))")
-    assert said.startswith("sonicmoe: Files of ") and said.endswith(CURE)
-
-
-def test_another_error_of_an_import_stays_as_it_is(site):
-    shutil.rmtree(site / "sonic_moe-0.1.2.dist-info")
-    assert last_line(site, "import sonicmoe") == "ModuleNotFoundError: No module named 'quack'"
+    said = last_line(site, "from sonicmoe.cli import main")  # what the script `sonicmoe` does
+    assert said.startswith("ImportError: Files of ") and said.endswith(CURE)
 
 
 def test_this_installation_is_sound():

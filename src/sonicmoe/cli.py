@@ -4,7 +4,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .installation import documentation, problem
+from .installation import documentation  # first: it raises where files of ours are missing
+
+# isort: split
+from . import __version__
+from .bench.cli import register as register_bench
+from .extras import MissingExtra
+from .train.cli import register as register_train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,15 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     1: a check failed; 2: bad arguments, with one line on stderr; 130: stopped by Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        whole = parser()
-        from .extras import MissingExtra
-    except ImportError:
-        if (why := problem()) is None:
-            raise
-        print(f"sonicmoe: {why}", file=sys.stderr)
-        return 2
-    args = whole.parse_args(argv)
+    args = parser().parse_args(argv)
     args.argv = argv
     try:
         return args.run(args) or 0
@@ -41,10 +39,6 @@ def _end(args: argparse.Namespace, message: str, status: int) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of every command; each sets `run` to a function of the parsed arguments."""
-    from . import __version__
-    from .bench.cli import register as register_bench
-    from .train.cli import register as register_train
-
     about = "Mixture-of-Experts layers for GPUs: measure them, and train language models with them."
     whole = argparse.ArgumentParser(prog="sonicmoe", description=about)
     whole.add_argument("--version", action="version", version=f"sonicmoe {__version__}")

@@ -1,7 +1,5 @@
-"""Where this package lies, and whether another one with its import name lies in the same folder."""
+"""Whether the files of this package are whole, which importing it checks; its documentation."""
 
-import importlib.metadata
-import json
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -11,17 +9,11 @@ def problem() -> str | None:
     """What is wrong with the files of this package, and the cure; None if nothing is.
 
     `sonic-moe`, the published package, is imported by the same name: each overwrites files of the
-    other, and uninstalling one removes files of both.
+    other, and uninstalling one removes files of both. Its `functional` is a folder.
     """
     again = "pip uninstall -y sonic-moe sonicmoe, then install sonicmoe again."
-    try:
-        published = importlib.metadata.distribution("sonic-moe")
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    else:
-        if Path(str(published.locate_file("sonicmoe"))).resolve() == PACKAGE:
-            together = f"sonic-moe {published.version} and this package, sonicmoe, share the folder"
-            return f"{together} {PACKAGE}, so neither works: {again}"
+    if (PACKAGE / "functional/__init__.py").exists():
+        return f"Files of sonic-moe and of sonicmoe are mixed in {PACKAGE}: {again}"
     if not (PACKAGE / "__init__.py").exists():
         return f"Files of {PACKAGE} are missing, as after uninstalling sonic-moe: {again}"
     return None
@@ -29,6 +21,9 @@ def problem() -> str | None:
 
 def documentation() -> str:
     """Folder or address of the documentation; the README, where the wheel names neither."""
+    import importlib.metadata
+    import json
+
     clone = PACKAGE.parents[1]
     if not (clone / "docs/api.md").exists():
         about = importlib.metadata.distribution("sonicmoe")
@@ -39,5 +34,9 @@ def documentation() -> str:
         source = json.loads(about.read_text("direct_url.json") or "{}").get("url", "")
         clone = Path(source.removeprefix("file://"))
         if not (clone / "docs/api.md").exists():
-            return str(about.metadata.get_payload())
+            return (about.read_text("METADATA") or "").partition("\n\n")[2]
     return str(clone / "docs")
+
+
+if (_why := problem()) is not None:
+    raise ImportError(_why)
