@@ -80,7 +80,7 @@ def wandb(monkeypatch):
         return Run()
 
     module = types.ModuleType("wandb")
-    module.init = init  # type: ignore[attr-defined]
+    module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
     return given
 

@@ -60,8 +60,8 @@ def check_layer(device: str) -> str:
         found = _both_passes(x, ids, scores, w1, w2, upstream)
         moe(x)
         seconds = time.perf_counter() - before
-        exact = [t.detach().double() for t in (scores, w1, w2, upstream)]
-        true = _both_passes(x.double(), ids, *exact, backend="torch")
+        s64, w1_64, w2_64, up64 = (t.detach().double() for t in (scores, w1, w2, upstream))
+        true = _both_passes(x.double(), ids, s64, w1_64, w2_64, up64, backend="torch")
     except Exception as error:
         lines = str(error).splitlines() or [""]
         return f"raises {type(error).__name__}: {lines[0]}"
