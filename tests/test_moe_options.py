@@ -234,8 +234,16 @@ def test_gate_up_and_activation_reach_the_shared_expert(name, value):
     setattr(moe, name, value)
     x = torch.randn(9, 16)
     assert torch.equal(moe(x)[0], other(x)[0])
-    with pytest.raises(ValueError, match=r"gate_up|activation: expected"):
+    with pytest.raises(ValueError, match=f"{name}: expected"):
         setattr(moe, name, "both")
+
+
+def test_an_activation_by_its_name():
+    """To build the layer, and later to set it, also in the shared expert."""
+    moe = MoE(*SIZES, activation_function="geglu", shared_intermediate_size=24)
+    assert moe.activation_function is moe.shared_expert.activation is ActivationType.GEGLU
+    moe.activation_function = "swiglu"
+    assert moe.activation_function is moe.shared_expert.activation is ActivationType.SWIGLU
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ from .routing.plain_linear import is_linear, is_plain_linear
 from .routing.scores import router_logits
 from .shapes import check_size
 from .validation import (
-    check_activation,
     check_floating,
     check_gate_up,
     check_k,
     check_num_experts,
     check_router_dtype,
+    parse_activation,
 )
 
 
@@ -102,7 +102,7 @@ class MoE(nn.Module):
         num_experts_per_tok: int,
         hidden_size: int,
         intermediate_size: int,
-        activation_function: ActivationType = ActivationType.SWIGLU,
+        activation_function: ActivationType | str = ActivationType.SWIGLU,
         add_bias: bool = False,
         std: float | None = None,
         *,
@@ -122,7 +122,7 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_activation(activation_function)
+        activation_function = parse_activation(activation_function, "activation_function")
         check_gate_up(gate_up)
         check_num_experts(num_experts)
         check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
@@ -214,7 +214,7 @@ class MoE(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        kernel_backend_moe: KernelBackendMoE | None = None,
+        kernel_backend_moe: KernelBackendMoE | str | None = None,
         is_inference_mode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map (…, H) to (…, H); also return the auxiliary loss, None in inference mode.
@@ -263,7 +263,7 @@ class MoE(nn.Module):
         return run(call), loss
 
     def _checked_backend(
-        self, hidden_states: torch.Tensor, backend: KernelBackendMoE | None
+        self, hidden_states: torch.Tensor, backend: KernelBackendMoE | str | None
     ) -> str | None:
         """The name of the backend, once the arguments of `forward` are checked."""
         if hidden_states.shape[-1:] != (self.hidden_size,):
@@ -396,16 +396,16 @@ def _refresh_fp8_weights(moe: MoE, incompatible_keys: Any) -> None:
         moe.refresh_fp8_weights()
 
 
-def _backend_name(backend: KernelBackendMoE | None) -> str | None:
+def _backend_name(backend: KernelBackendMoE | str | None) -> str | None:
     if backend is None:
         return None
-    if backend is KernelBackendMoE.sonicmoe:
+    if backend in (KernelBackendMoE.sonicmoe, "sonicmoe"):
         return "triton"
-    if backend is KernelBackendMoE.torch:
+    if backend in (KernelBackendMoE.torch, "torch"):
         return "torch"
     raise bad_argument(
         "kernel_backend_moe",
-        "KernelBackendMoE.sonicmoe, KernelBackendMoE.torch or None",
+        "KernelBackendMoE.sonicmoe, KernelBackendMoE.torch, their names or None",
         backend,
         "ScatterMoE is a package of its own and not part of this layer.",
     )

@@ -38,7 +38,7 @@ class ExpertParallelMoE(MoE):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        kernel_backend_moe: KernelBackendMoE | None = None,
+        kernel_backend_moe: KernelBackendMoE | str | None = None,
         is_inference_mode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, aux_loss = super().forward(hidden_states, kernel_backend_moe, is_inference_mode)

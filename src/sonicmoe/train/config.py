@@ -75,7 +75,8 @@ class TrainConfig:
 
     `data` is "local" (text of this installation), files and folders, or a Hugging Face
     dataset. `memory` is keep, e4m3 or recompute, as in `MoE`. `target_loss` is checked against the
-    validation loss at the end. `keep` checkpoints are kept; 0 writes none. `init_from` is the
+    validation loss at the end. `keep` checkpoints are kept; 0 writes none. `wandb` also logs to
+    Weights & Biases, in the project sonicmoe or $WANDB_PROJECT. `init_from` is the
     folder of a run whose weights and tokenizer this one starts with.
     """
 
@@ -116,6 +117,7 @@ class TrainConfig:
     checkpoint_every: int = 100
     keep: int = 2
     tensorboard: bool = True
+    wandb: bool = False
     target_loss: float | None = None
 
     def __post_init__(self) -> None:

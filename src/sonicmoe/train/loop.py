@@ -71,7 +71,7 @@ class Trainer:
         elif config.init_from:
             found = checkpoint.load_latest(Path(config.init_from) / "checkpoints", display.say)
             checkpoint.restore_weights(found, self.model)
-        self.log = RunLog(folder, config.tensorboard, self.step) if world.first else None
+        self.log = RunLog(folder, config, self.step) if world.first else None
 
     # --- the loop ---------------------------------------------------------------------------------
     def train(self) -> bool:
@@ -141,7 +141,7 @@ class Trainer:
         """Read the losses since the last report, the only place where the host waits for a GPU."""
         c, steps = self.config, len(self.pending)
         pending = self._read_pending()
-        self.last_loss, aux_loss, _ = pending.mean(0).tolist()
+        self.last_loss, aux_loss, norm = pending.mean(0).tolist()
         if math.isnan(self.first_loss):
             self.first_loss = pending[0, 0].item()
         self.pending.clear()
@@ -156,6 +156,7 @@ class Trainer:
             "tokens": self.step * c.tokens_per_step,
             "loss": self.last_loss,
             "learning_rate": optim.learning_rate(c, self.step - 1),
+            "gradient_norm": norm,  # before it is clipped
             "seconds": self.seconds,
             "tokens_per_second": tokens / elapsed,
             "flops_per_second": flops,
