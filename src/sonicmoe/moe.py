@@ -77,12 +77,13 @@ class MoE(nn.Module):
     """A Mixture-of-Experts layer: router, experts and the weighted sum of their outputs.
 
     `router` is a name in `sonicmoe.routing.ROUTERS`, a `Router`, or a function from the logits to a
-    `Routing`; a forward hook on `moe.routing` sees what it decides. With `shared_intermediate_size`, a dense MLP runs on
-    every token and is added; `shared_gate` multiplies it by a sigmoid. `forward` returns the output
-    and the auxiliary loss, aux_loss_coef · (Switch load-balancing loss) + z_loss_coef ·
-    mean(logsumexp(logits)²), for which `all_reduce_counts` may map a rank's rows of each expert to
-    those of the global batch; a constant zero if both coefficients are 0. `memory` is "keep",
-    "e4m3", "recompute" or a `MemoryPolicy`.
+    `Routing`; a forward hook on `moe.routing` sees what it decides. With
+    `shared_intermediate_size`, a dense MLP runs on every token and is added; `shared_gate`
+    multiplies it by a sigmoid. `forward` returns the output and the auxiliary loss, aux_loss_coef ·
+    (Switch load-balancing loss) + z_loss_coef · mean(logsumexp(logits)²), for which
+    `all_reduce_counts` may map a rank's rows of each expert to those of the global batch; a
+    constant zero if both coefficients are 0. `memory` is "keep", "e4m3", "recompute" or a
+    `MemoryPolicy`.
 
     `precision="fp8"` is that of `experts`. The weights are then quantized in every forward pass, or
     with `cache_fp8_weights` when they are seen to have changed: see `Fp8Weights`. A step of an

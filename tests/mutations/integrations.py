@@ -31,7 +31,7 @@ MUTATIONS = [
         "tests/integrations/test_peft.py -k merged_alone",
     ),
     Mutation(
-        "converted sigmoid routers choose by logits in bf16", "integrations/convert.py",
+        "converted sigmoid routers choose by logits in bf16", "integrations/convert/layers.py",
         "f.selection_bias is not None,\n", "False,\n",
         "tests/integrations/test_convert.py -k logits_in_fp32",
     ),

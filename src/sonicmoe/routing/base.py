@@ -57,8 +57,9 @@ class Routing:
 class Router(nn.Module):
     """Base class of routers: a module whose `forward` maps logits (T, E) to a `Routing`.
 
-    `backend` is the one that computes the layer; plain PyTorch may ignore it. Parameters and buffers
-    are those of the layer, under `routing.`; `MoE.reset_parameters` calls a `reset_parameters`.
+    `backend` is the one that computes the layer; plain PyTorch may ignore it. Parameters and
+    buffers are in the layer's state dict, under `routing.`; `MoE.reset_parameters` calls a
+    `reset_parameters`.
     """
 
     trusted: ClassVar[bool] = False  # whether results are right, and not checked
@@ -94,7 +95,7 @@ class Router(nn.Module):
 
 
 class FunctionRouter(Router):
-    """A router that calls a function of the logits (T, E), or a module, which returns a `Routing`."""
+    """A router that calls a function, or a module, with the logits (T, E) for a `Routing`."""
 
     def __init__(
         self, function: Callable[[torch.Tensor], Routing], num_experts: int, k: int
