@@ -12,6 +12,7 @@ from .functional import (
 from .layer.fp8_weights import Fp8Weights
 from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
+from .report import report
 from .tools.warmup import warmup
 from .watch import watch
 
@@ -28,6 +29,7 @@ __all__ = [
     "grouped_experts",
     "moe_TC_softmax_topk_layer",
     "moe_general_routing_inputs",
+    "report",
     "topk_scores",
     "warmup",
     "watch",
