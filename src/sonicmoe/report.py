@@ -246,6 +246,8 @@ def _of_experts(about: LayerReport, model: nn.Module, module: Any, wrapper: Any)
     try:
         if wrapper is not None:
             about, lora = _with_adapters(about, wrapper)
+            if about.runs != OURS:  # its weights are made in the call, and so is their gradient
+                return about
         weights = adapter.weights_of(module)
     except ValueError as error:
         return replace(about, problem=str(error))

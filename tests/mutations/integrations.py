@@ -27,7 +27,8 @@ MUTATIONS = [
     ),
     Mutation(
         "PEFT: a merged outer wrapper is ignored", "integrations/peft.py",
-        "any(w.merged for w in _chain(wrapper))", "any(w.merged for w in list(_chain(wrapper))[1:])",
+        "any(w.merged for w in _chain(wrapper))",
+        "any(w.merged for w in list(_chain(wrapper))[1:])",
         "tests/integrations/test_peft.py -k merged_alone",
     ),
     Mutation(
