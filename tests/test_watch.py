@@ -270,6 +270,12 @@ def test_json_lines_every_few_steps(tmp_path):
     assert set(records[0]) == {"step", "layer", "rows", "violation", "dead", "entropy"}
 
 
+def test_writers_are_found_where_one_looks():
+    """`sonicmoe.watch` is a function, and also the name of the module."""
+    assert sonicmoe.watch.JsonLines is JsonLines and sonicmoe.watch.Wandb is Wandb
+    assert sonicmoe.watch.TensorBoard is TensorBoard
+
+
 def test_json_lines_makes_the_folder(tmp_path):
     JsonLines(tmp_path / "new" / "folder" / "load.jsonl").close()
     assert (tmp_path / "new" / "folder" / "load.jsonl").exists()

@@ -292,11 +292,15 @@ def _expert_ranks(module: Any) -> int:
 
 # --- names ----------------------------------------------------------------------------------------
 def _short(names: list[str]) -> str:
-    """["layers.0.mlp", "layers.1.mlp"] as "layers.{0, 1}.mlp"."""
+    """["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"] as "layers.{0…2}.mlp"."""
     parts = [re.split(r"(\d+)", name) for name in names]
     places = [i for i, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
     if len(names) == 1 or len(places) != 1 or len({len(part) for part in parts}) > 1:
         return ", ".join(names)
     (place,) = places
-    numbers = ", ".join(part[place] for part in parts)
+    found = [int(part[place]) for part in parts]
+    if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
+        numbers = f"{found[0]}…{found[-1]}"
+    else:
+        numbers = ", ".join(map(str, found))
     return "".join([*parts[0][:place], f"{{{numbers}}}", *parts[0][place + 1 :]])

@@ -270,6 +270,10 @@ class Wandb:
         self._run.log({"load/step": step, **_scalars(loads)})
 
 
+# The module is hidden by the function of its name: sonicmoe.watch.JsonLines is found here.
+vars(watch).update(JsonLines=JsonLines, TensorBoard=TensorBoard, Wandb=Wandb)
+
+
 def summary(loads: dict[str, Load]) -> dict[str, float]:
     """Three numbers about all layers: the largest violation, dead experts, the smallest entropy."""
     return {

@@ -57,7 +57,6 @@ def with_our_layers(model, **options) -> torch.nn.Module:
     return model.eval()
 
 
-@pytest.mark.tries("Hugging Face transformers", "whole checkpoints to `MoE` and back")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_there_and_back(family, tmp_path, monkeypatch):
     """In pieces of a few experts and in other shards: the same logits, then the same bits."""

@@ -43,7 +43,6 @@ def train(folder, *callbacks, **options):
     return trainer
 
 
-@pytest.mark.tries("Hugging Face transformers", "`WatchCallback` in a `Trainer`")
 def test_the_load_is_in_the_log(tmp_path):
     """As often as the trainer logs, K rows for each token of two batches and two steps."""
     seen, reporter = [], Reporter()

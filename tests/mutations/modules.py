@@ -77,4 +77,34 @@ MUTATIONS = [
         "if all_reduce is None and (ranks := 1) > 1:",
         "tests/distributed/test_whole_model.py -k biases",
     ),
+    Mutation(
+        "results of users' routers are not checked", "moe.py",
+        "            if not self.routing.trusted:\n", "            if False:\n",
+        "tests/routing/test_own_router.py -k wrong_results",
+    ),
+    Mutation(
+        "users' maps of slots are trusted", "moe.py",
+        "trusted=self.routing.trusted and r.token_start", "trusted=r.token_start",
+        "tests/routing/test_own_router.py -k wrong_results",
+    ),
+    Mutation(
+        "a subclass of our router is trusted", "routing/base.py",
+        'cls.trusted = vars(cls).get("trusted", False)', "pass",
+        "tests/routing/test_own_router.py -k subclass",
+    ),
+    Mutation(
+        "layers that PEFT wraps are counted twice", "watch.py",
+        "for part in block.modules()", "for part in block.children()",
+        "tests/test_watch.py -k peft",
+    ),
+    Mutation(
+        "the report lists the gradients of frozen weights", "layer/dry_run.py",
+        "    weight.requires_grad_(given.weight.requires_grad)\n", "    weight.requires_grad_()\n",
+        "tests/test_report.py -k kernels_are_those",
+    ),
+    Mutation(
+        "the report forgets FSDP2's dtype", "report.py",
+        "return module._get_fsdp_state()._mp_policy.param_dtype", "return None",
+        "tests/test_report.py -k fsdp",
+    ),
 ]  # fmt: skip
