@@ -231,13 +231,17 @@ class MoE(nn.Module):
             # First, so that a checkpoint need not run the experts again to get at it.
             shared = None if self.shared_expert is None else self._shared_output(x)
             logits, x = self._router_logits(x)
-            r = self.routing(logits, backend=name)
-            if not self.routing.trusted:
-                check_routing(r, self.routing, logits)
+            r = self._route(logits, name)
             out, aux_loss = self._run_experts(x, r, logits, name, is_inference_mode)
             if shared is not None:
                 out = out + shared
         return out if is_flat else out.view(*hidden_states.shape), aux_loss
+
+    def _route(self, logits: torch.Tensor, backend: str | None) -> Routing:
+        r = self.routing(logits, backend=backend)
+        if not self.routing.trusted:
+            check_routing(r, self.routing, logits)
+        return r
 
     def _run_experts(
         self,

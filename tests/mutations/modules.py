@@ -79,8 +79,13 @@ MUTATIONS = [
     ),
     Mutation(
         "results of users' routers are not checked", "moe.py",
-        "            if not self.routing.trusted:\n", "            if False:\n",
+        "        if not self.routing.trusted:\n", "        if False:\n",
         "tests/routing/test_own_router.py -k wrong_results",
+    ),
+    Mutation(
+        "parameters of routers are not summed over expert ranks", "distributed/module.py",
+        "            if not copies:\n", "            if True:\n",
+        "tests/distributed/test_expert_parallel.py -k has_a_parameter",
     ),
     Mutation(
         "users' maps of slots are trusted", "moe.py",

@@ -19,7 +19,7 @@ class Tempered(Router):
 
     def __init__(self, num_experts, k):
         super().__init__(num_experts, k)
-        self.temperature = torch.nn.Parameter(torch.tensor(2.0))
+        self.temperature = torch.nn.Parameter(torch.tensor([2.0]))
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, logits, *, backend=None):
@@ -69,7 +69,7 @@ def test_state_is_that_of_the_layer():
     state = moe.state_dict()
     assert state["routing.calls"] == 1 and state["routing.temperature"] == 2
     twin = copy.deepcopy(moe)
-    state["routing.temperature"] = torch.tensor(3.0)
+    state["routing.temperature"] = torch.tensor([3.0])
     twin.load_state_dict(state)
     assert twin.routing.temperature == 3 and moe.routing.temperature == 2
     empty = MoE(*SHAPE, router=Tempered(6, 2), device="meta").to_empty(device="cpu")
