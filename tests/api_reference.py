@@ -16,8 +16,17 @@ TESTS = Path(__file__).parent
 DOCUMENT = TESTS.parent / "docs" / "api.md"
 PACKAGE = TESTS.parent / "src" / "sonicmoe"
 USAGE: dict[str, Any] = tomllib.loads((TESTS / "api_usage.toml").read_text())
-MODULES = ["sonicmoe", "enums", "routing", "watch", "report", "distributed"]
-ADAPTERS = ("transformers", "convert", "lora", "peft", "trainer", "checkpointing", "torchtitan")
+MODULES = ["sonicmoe", "enums", "routing", "watch", "distributed"]
+ADAPTERS = (
+    "transformers",
+    "convert",
+    "lora",
+    "peft",
+    "trainer",
+    "report",
+    "checkpointing",
+    "torchtitan",
+)
 MODULES += [f"integrations.{module}" for module in ADAPTERS]
 INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}

@@ -21,9 +21,9 @@ def test_every_public_name_has_an_entry():
         received |= {f"{module}.{n}" for n, e in entries.items() if not {"use", "run"} & set(e)}
     assert received == {
         "routing.RouterStatistics",
-        "report.LayerReport",
         "distributed.ExpertParallelMoE",
         "integrations.transformers.experts_forward",
+        "integrations.report.LayerReport",
         "integrations.torchtitan.Experts",
         "integrations.torchtitan.FusedExperts",
     }

@@ -9,10 +9,10 @@ from .functional import (
     moe_TC_softmax_topk_layer,
     topk_scores,
 )
+from .integrations.report import report
 from .layer.fp8_weights import Fp8Weights
 from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
-from .report import report
 from .tools.warmup import warmup
 from .watch import watch
 

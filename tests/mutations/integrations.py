@@ -60,7 +60,7 @@ MUTATIONS = [
         "tests/integrations/test_trainer.py -k in_the_log",
     ),
     Mutation(
-        "the report takes PEFT's own forward pass for ours", "report.py",
+        "the report takes PEFT's own forward pass for ours", "integrations/report.py",
         "if not adapter.uses_lora_experts(wrapper):", "if False:",
         "tests/integrations/test_report_transformers.py -k peft",
     ),

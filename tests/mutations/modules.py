@@ -108,7 +108,7 @@ MUTATIONS = [
         "tests/test_report.py -k kernels_are_those",
     ),
     Mutation(
-        "the report forgets FSDP2's dtype", "report.py",
+        "the report forgets FSDP2's dtype", "integrations/report.py",
         "return module._get_fsdp_state()._mp_policy.param_dtype", "return None",
         "tests/test_report.py -k fsdp",
     ),

@@ -26,6 +26,8 @@ try:
 except ImportError as error:
     raise missing("peft", "sonicmoe.integrations.peft") from error
 
+__all__ = ["use_lora_experts"]
+
 _NAME = "sonicmoe_experts"
 
 

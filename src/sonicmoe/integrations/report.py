@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import bad_argument
-from .extras import MissingExtra
-from .layer.dry_run import dry_run
-from .layer.lora import LowRank
-from .layer.memory import KEEP, MemoryPolicy, in_words
-from .layer.weights import ExpertWeights
-from .moe import MoE
-from .watch import layers_of, receives_ids
+from ..errors import bad_argument
+from ..extras import MissingExtra
+from ..layer.dry_run import dry_run
+from ..layer.lora import LowRank
+from ..layer.memory import KEEP, MemoryPolicy, in_words
+from ..layer.weights import ExpertWeights
+from ..moe import MoE
+from ..watch import layers_of, receives_ids
 
 __all__ = ["LayerReport", "Report", "report"]
 
@@ -228,7 +228,7 @@ def _fsdp_dtype(model: nn.Module, name: str) -> torch.dtype | None:
 def _of_experts(about: LayerReport, model: nn.Module, module: Any, wrapper: Any) -> LayerReport:
     """Of experts of transformers; `wrapper` is the outermost one of PEFT's around them."""
     try:
-        from .integrations import transformers as adapter
+        from . import transformers as adapter
     except MissingExtra as error:
         return replace(about, runs="transformers", why=str(error))
     name, function = adapter.implementation_of(module)
@@ -260,7 +260,7 @@ def _of_experts(about: LayerReport, model: nn.Module, module: Any, wrapper: Any)
 
 
 def _with_adapters(about: LayerReport, wrapper: Any) -> tuple[LayerReport, Any]:
-    from .integrations import peft as adapter
+    from . import peft as adapter
 
     if adapter.is_plain(wrapper):
         return replace(about, why=f"{about.why}; adapters are disabled or merged"), (None, None)
