@@ -179,6 +179,8 @@ def test_what_cannot_be_converted(tmp_path):
     refused("expected one of BF16, F16, F32, F64, got F8_E4M3", {key: torch.zeros(1).to(
         torch.float8_e4m3fn)})  # fmt: skip
     refused("a checkpoint of mixtral with MoE layers", {"lm_head.weight": torch.ones(2)})
+    fused = {"model.layers.1.mlp.experts.gate_up_proj": torch.ones(4, 16, 16)}
+    refused("source: expected MoE layers that are stored alike", weights | fused)
     refused("family: expected one of mixtral", weights, '{"model_type": "llama"}')
     (source / "config.json").unlink()
     with pytest.raises(ValueError, match=r"a folder with config\.json"):

@@ -105,11 +105,11 @@ MUTATIONS = [
     Mutation(
         "the report lists the gradients of frozen weights", "layer/dry_run.py",
         "    weight.requires_grad_(given.weight.requires_grad)\n", "    weight.requires_grad_()\n",
-        "tests/test_report.py -k kernels_are_those",
+        "tests/test_model_report.py -k kernels_are_those",
     ),
     Mutation(
         "the report forgets FSDP2's dtype", "integrations/report.py",
         "return module._get_fsdp_state()._mp_policy.param_dtype", "return None",
-        "tests/test_report.py -k fsdp",
+        "tests/test_model_report.py -k fsdp",
     ),
 ]  # fmt: skip

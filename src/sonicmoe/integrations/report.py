@@ -197,10 +197,14 @@ def _with_kernels(
         experts=experts,
         hidden_size=hidden,
         intermediate_size=intermediate,
-        lora_ranks=tuple(0 if a is None else a.a.shape[0] // experts for a in lora),
+        lora_ranks=(_rank(lora[0], experts), _rank(lora[1], experts)),
         forward=tuple(kernel.__name__ for kernel in ran.forward),
         backward=tuple(kernel.__name__ for kernel in ran.backward),
     )
+
+
+def _rank(adapter: LowRank | None, experts: int) -> int:
+    return 0 if adapter is None else adapter.a.shape[0] // experts
 
 
 def _families(kernels: Iterable[Any]) -> list[str]:

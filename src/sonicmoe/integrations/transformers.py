@@ -198,8 +198,9 @@ def implementation_of(module: Any) -> tuple[str | None, Any]:
     interface = next((c.cell_contents for name, c in cells if name == "experts_interface"), None)
     if interface is not ALL_EXPERTS_FUNCTIONS or "forward" in vars(module):
         return None, None
+    assert interface is not None
     name = module.config._experts_implementation
-    return name or "eager", ALL_EXPERTS_FUNCTIONS.get(name)
+    return name or "eager", interface.get(name)
 
 
 # --- models without the interface -----------------------------------------------------------------

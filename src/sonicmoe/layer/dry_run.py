@@ -79,7 +79,7 @@ def _kernels(
     )
     options: Any = {"precision": precision, "memory": memory, "backend": "triton"}
     with _noted() as forward:
-        adapters = tuple([_meta_adapter(adapter) for adapter in lora])
+        adapters = _meta_adapter(lora[0]), _meta_adapter(lora[1])
         call = prepare.routed(x, ids, scores, weights, lora=adapters, **options)
         out = run(call)
     with _noted() as backward, torch.no_grad():

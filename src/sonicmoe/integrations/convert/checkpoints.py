@@ -77,9 +77,12 @@ def checkpoint_from_hf(
     if not prefixes:
         remedy = "Its layers have no experts."
         raise bad_argument("source", f"a checkpoint of {family} with MoE layers", source, remedy)
-    first = prefixes[0]
-    fused = f"{first}experts.gate_up_proj" in folder.tensors
-    about = Source(family, gate_up, fused, first.rstrip(".").rpartition(".")[2])
+    kinds = {_kind(folder, prefix) for prefix in prefixes}
+    if len(kinds) > 1:
+        expected, got = "MoE layers that are stored alike", f"names like {sorted(kinds)}"
+        raise bad_argument("source", expected, got, "Save the model again: save_pretrained.")
+    (kind,) = kinds
+    about = Source(family, gate_up, *kind)
 
     def convert(weights: Weights) -> Weights:
         return from_hf(weights, family, gate_up=gate_up)
@@ -104,7 +107,7 @@ def checkpoint_to_hf(
     """
     folder = open_folder(Path(source), OURS)
     about = _source_of(folder)
-    prefixes = _prefixes(folder, r"(.*?)(?<!shared_expert\.)c_fc\.weight$")
+    prefixes = _prefixes(folder, r"(.*\.)router\.weight$")
 
     def convert(weights: Weights) -> Weights:
         return to_hf(weights, about.family, gate_up=about.gate_up, fused=about.fused)
@@ -178,6 +181,12 @@ def _source_of(folder: Folder) -> Source:
 def _prefixes(folder: Folder, pattern: str) -> list[str]:
     found = (re.match(pattern, key) for key in folder.tensors)
     return list(dict.fromkeys(match[1] for match in found if match))
+
+
+def _kind(folder: Folder, prefix: str) -> tuple[bool, str]:
+    """`fused` and `block` of `Source`."""
+    fused = f"{prefix}experts.gate_up_proj" in folder.tensors
+    return fused, prefix.rstrip(".").rpartition(".")[2]
 
 
 def _with_block(prefix: str, block: str) -> str:

@@ -157,7 +157,7 @@ def create(
         ]
     made: dict[str, Stored] = {}
     for name, shard in zip(names, shards, strict=True):
-        offset, header = 0, {"__metadata__": {"format": "pt", **metadata}}
+        offset, header = 0, dict[str, Any](__metadata__={"format": "pt", **metadata})
         for key in shard:
             dtype, shape, nbytes = tensors[key]
             about = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
@@ -173,10 +173,10 @@ def create(
             start = 8 + len(text) + header[key]["data_offsets"][0]
             made[key] = Stored(folder / name, start, nbytes, dtype, shape)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}}
-        index["weight_map"] = {key: stored.path.name for key, stored in made.items()}
-        text = json.dumps(index, indent=2) + "\n"
-        (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
+        size = {"total_size": sum(t.nbytes for t in tensors.values())}
+        files = {key: stored.path.name for key, stored in made.items()}
+        index = json.dumps({"metadata": size, "weight_map": files}, indent=2) + "\n"
+        (folder / f"{stem}.safetensors.index.json").write_text(index, encoding="utf-8")
     return made
 
 
