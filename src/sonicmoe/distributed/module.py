@@ -14,6 +14,8 @@ from ..enums import KernelBackendMoE
 from ..errors import bad_argument
 from ..layer.weights import ExpertWeights, Projection
 from ..moe import MoE
+from ..routing import Routing
+from ..routing.base import check_routing
 from ..routing.plain_linear import is_linear
 from .agreement import raise_on_all_ranks
 from .drift import note_training
@@ -108,6 +110,15 @@ class ExpertParallelMoE(MoE):
             copies = {name: t.to(dtype) for name, t in copies.items()}
         return functional_call(self.router, copies, (x,))
 
+    def _route(self, logits: torch.Tensor, backend: str | None) -> Routing:
+        with self._raise_on_all_ranks():
+            copies = self._replicated(self.routing)
+            if not copies:
+                return super()._route(logits, backend)
+            r = functional_call(self.routing, copies, (logits,), {"backend": backend})
+            check_routing(r, self.routing, logits)
+            return r
+
     def _shared_output(self, x: torch.Tensor) -> torch.Tensor:
         module = self.shared_expert
         assert module is not None
@@ -151,6 +162,8 @@ def parallelize(
             "Every rank holds the same number of experts.",
         )
     _distribute(moe.router, mesh, Replicate())
+    for module in moe.routing.modules():
+        _distribute(module, mesh, Replicate())
     if moe.shared_expert is not None:
         for module in moe.shared_expert.children():
             _distribute(module, mesh, Replicate())
