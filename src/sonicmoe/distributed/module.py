@@ -15,6 +15,7 @@ from ..errors import bad_argument
 from ..layer.weights import ExpertWeights, Projection
 from ..moe import MoE
 from ..routing.plain_linear import is_linear
+from . import guards
 from .agreement import raise_on_all_ranks
 from .drift import note_training
 from .layer import experts
@@ -150,6 +151,7 @@ def parallelize(
             mesh.size(),
             "Every rank holds the same number of experts.",
         )
+    guards.install(ExpertParallelMoE)
     _distribute(moe.router, mesh, Replicate())
     if moe.shared_expert is not None:
         for module in moe.shared_expert.children():
