@@ -45,7 +45,7 @@ def test_blocks_and_policy(four):
 EXPECTED = {
     "DDP": "module: expected a model that is the same on every rank",
     "DDP of layers": "body.blocks.1.moe with other experts on each. Call sonicmoe.distributed.par",
-    "fully_shard": "a ExpertParallelMoE that is not. Call sonicmoe.distributed.parallelize_model",
+    "fully_shard": "one that is only parallelized. Call sonicmoe.distributed.parallelize_model",
     "torch's clip_grad_norm_": "2 meshes. Call sonicmoe.distributed.clip_grad_norm_ instead.",
     "twice": "got a DTensor as body.embed.weight. Call parallelize_model once",
     "no layer": "contains a sonicmoe.MoE, got Linear without one",

@@ -4,7 +4,8 @@ PyTorch's own messages ("got mixed torch.Tensor and DTensor", "Invariant encount
 what to do.
 """
 
-import contextlib
+import functools
+import weakref
 from typing import Any
 
 import torch
@@ -16,16 +17,18 @@ from torch.nn.utils import clip_grad
 from ..errors import bad_argument
 from .clip import mesh_of
 
-_installed: list[type[nn.Module]] = []
+_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_kinds: set[type[nn.Module]] = set()
 
 
-def install(layer: type[nn.Module]) -> None:
-    """Guard modules of class `layer`, from the first call on."""
-    if layer not in _installed:
-        _installed.append(layer)
+def guard(layer: nn.Module) -> None:
+    """Guard `layer`, whose parameters are DTensors over the ranks that share its experts."""
+    if not _kinds:
         register_module_module_registration_hook(_refuse_replicas)
-        _guard_fully_shard(layer)
+        _guard_fully_shard()
         _guard_total_norm()
+    _kinds.add(type(layer))
+    _layers.add(layer)
 
 
 def _refuse_replicas(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -35,7 +38,7 @@ def _refuse_replicas(wrapper: nn.Module, name: str, module: nn.Module | None) ->
     excluded = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for prefix, layer in module.named_modules():
         names = {n for n, _ in layer.named_parameters(prefix)}
-        if isinstance(layer, tuple(_installed)) and not names <= excluded:
+        if isinstance(layer, tuple(_kinds)) and not names <= excluded:
             raise bad_argument(
                 "module",
                 "a model that is the same on every rank under DistributedDataParallel",
@@ -44,24 +47,32 @@ def _refuse_replicas(wrapper: nn.Module, name: str, module: nn.Module | None) ->
             )
 
 
-def _guard_fully_shard(layer: type[nn.Module]) -> None:
-    """`fully_shard` of a model reads from each module in it what was applied to it."""
-    with contextlib.suppress(ImportError):  # of a private name, for an error message only
-        from torch.distributed._composable.contract import REGISTRY_KEY
+def _guard_fully_shard() -> None:
+    """FSDP2 has no hook: it makes one object of this private class from each parameter."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-        def registry(self: nn.Module) -> Any:
-            if REGISTRY_KEY not in self.__dict__:
-                raise bad_argument(
-                    "module",
-                    "MoE layers that are sharded before their model",
-                    f"a {type(self).__name__} that is not",
-                    "Call sonicmoe.distributed.parallelize_model(model, mesh) on the model"
-                    " instead of parallelize and fully_shard, or first fully_shard(moe, mesh=…)"
-                    " over the ranks that do not share its experts.",
-                )
-            return self.__dict__[REGISTRY_KEY]
+        original = FSDPParam._init_sharded_param
+    except (ImportError, AttributeError):
+        return  # then its own message remains
 
-        setattr(layer, REGISTRY_KEY, property(registry))
+    @functools.wraps(original)
+    def init_sharded_param(self: Any, param: nn.Parameter, *others: Any) -> None:
+        try:
+            original(self, param, *others)
+        except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+            if not any(param is p for layer in _layers for p in layer.parameters()):
+                raise
+            raise bad_argument(
+                "module",
+                "MoE layers that are sharded before the model around them",
+                "one that is only parallelized",
+                "Call sonicmoe.distributed.parallelize_model(model, mesh) on the model instead of"
+                " parallelize and fully_shard, or first fully_shard(moe, mesh=…) over the ranks"
+                " that do not share its experts.",
+            ) from error
+
+    FSDPParam._init_sharded_param = init_sharded_param  # type: ignore[method-assign]
 
 
 def _guard_total_norm() -> None:

@@ -15,9 +15,9 @@ from ..errors import bad_argument
 from ..layer.weights import ExpertWeights, Projection
 from ..moe import MoE
 from ..routing.plain_linear import is_linear
-from . import guards
 from .agreement import raise_on_all_ranks
 from .drift import note_training
+from .guards import guard
 from .layer import experts
 
 
@@ -151,7 +151,6 @@ def parallelize(
             mesh.size(),
             "Every rank holds the same number of experts.",
         )
-    guards.install(ExpertParallelMoE)
     _distribute(moe.router, mesh, Replicate())
     if moe.shared_expert is not None:
         for module in moe.shared_expert.children():
@@ -163,6 +162,7 @@ def parallelize(
     parallel.mesh = mesh
     parallel.ranks = tuple(mesh.mesh.tolist())
     parallel.same_tokens = same_tokens
+    guard(parallel)
     return parallel
 
 
