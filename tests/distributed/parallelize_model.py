@@ -35,7 +35,8 @@ class Block(nn.Module):
             return x + self.dense(x), 0.0
         assert self.moe is not None
         out, aux_loss = self.moe(x)
-        return x + out, aux_loss
+        out += x  # in place, which FSDP2 allows unless it is a view
+        return out, aux_loss
 
 
 class GPT(nn.Module):
@@ -43,10 +44,12 @@ class GPT(nn.Module):
 
     def __init__(self, **options) -> None:
         super().__init__()
-        self.body = nn.ModuleDict({
-            "embed": nn.Embedding(VOCABULARY, WIDTH),
-            "blocks": nn.ModuleList(Block(i == 0, **options) for i in range(3)),
-        })
+        self.body = nn.ModuleDict(
+            {
+                "embed": nn.Embedding(VOCABULARY, WIDTH),
+                "blocks": nn.ModuleList(Block(i == 0, **options) for i in range(3)),
+            }
+        )
         self.register_buffer("scale", torch.rand(()))
 
     def forward(self, ids):

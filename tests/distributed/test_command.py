@@ -25,7 +25,8 @@ def test_command_of_the_document_runs(tmp_path):
 
 
 def test_example_runs_in_one_process(monkeypatch, capsys):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}.items():
-        monkeypatch.setenv(name, str(value))
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
     runpy.run_path(str(ROOT / "examples" / "expert_parallel.py"), run_name="__main__")
     assert "step 30: loss 0." in capsys.readouterr().out

@@ -1,5 +1,7 @@
 """A whole model: experts over one dimension of a mesh, everything else over all of its ranks."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -26,10 +28,10 @@ def parallelize_model(
     mesh: DeviceMesh,
     *,
     blocks: Iterable[nn.Module] | None = None,
-    mp_policy: "MixedPrecisionPolicy | None" = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
-) -> "FSDPModule":
-    """Spread the experts of every `MoE` in `model` over mesh["expert"] and shard the rest, in place.
+) -> FSDPModule:
+    """Spread the experts of each `MoE` in `model` over mesh["expert"], shard the rest; in place.
 
     `mesh` has two dimensions, one of them named "expert". FSDP2 shards each rank's experts over the
     other one, and all other parameters over all ranks, block by block. `blocks` are the modules to
@@ -126,7 +128,7 @@ def _check_blocks(blocks: list[nn.Module], model: nn.Module) -> None:
             )
 
 
-def _check_reduce_dtype(layers: list[MoE], policy: "MixedPrecisionPolicy") -> None:
+def _check_reduce_dtype(layers: list[MoE], policy: MixedPrecisionPolicy) -> None:
     """FSDP2 divides gradients twice in other dtypes if there is nothing to reduce."""
     for layer in layers:
         dtype = policy.reduce_dtype or policy.param_dtype or layer.c_fc.weight.dtype
