@@ -1,7 +1,7 @@
 """A small GPT with MoE blocks, and what each rank does with it in test_parallelize_model.py."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,13 @@ VOCABULARY, WIDTH, LENGTH, PER_RANK = 32, 16, 8, 2
 
 
 class Block(nn.Module):
-    def __init__(self, dense: bool, **options) -> None:
+    def __init__(self, dense: bool, experts: int, **options) -> None:
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.dense = nn.Linear(WIDTH, WIDTH) if dense else None
-        self.moe = None if dense else MoE(8, 2, WIDTH, 8, shared_intermediate_size=8, **options)
+        self.moe = (
+            None if dense else MoE(experts, 2, WIDTH, 8, shared_intermediate_size=8, **options)
+        )
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
@@ -42,12 +44,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The first block is dense; the head is the embedding. Returns the loss."""
 
-    def __init__(self, **options) -> None:
+    def __init__(self, experts: int = 8, **options) -> None:
         super().__init__()
         self.body = nn.ModuleDict(
             {
                 "embed": nn.Embedding(VOCABULARY, WIDTH),
-                "blocks": nn.ModuleList(Block(i == 0, **options) for i in range(3)),
+                "blocks": nn.ModuleList(Block(i == 0, experts, **options) for i in range(3)),
             }
         )
         self.register_buffer("scale", torch.rand(()))
@@ -63,7 +65,7 @@ class GPT(nn.Module):
         return loss + 0.01 * sum(aux_losses)
 
 
-def model(seed: int = 0, dtype: torch.dtype = torch.float32, **options) -> GPT:
+def model(seed: int = 0, dtype: torch.dtype = torch.float32, **options) -> Any:
     torch.manual_seed(seed)
     return GPT(**options).to(dtype)
 
@@ -82,18 +84,17 @@ def mine(ids: torch.Tensor, rank: int) -> torch.Tensor:
     return ids[PER_RANK * rank : PER_RANK * (rank + 1)]
 
 
-def gradients_are_those_of_the_mean(rank: int, shape, dtype, options: dict) -> None:
+def gradients_are_those_of_the_mean(rank: int, shape, dtype, experts, options: dict) -> None:
     """Of every parameter, and twice as large after a second backward pass; the norm likewise."""
     ids, ranks = sequences(0, dist.get_world_size()), dist.get_world_size()
-    one, many = model(0, dtype), parallelize_model(model(rank, dtype), mesh(*shape), **options)
+    one = model(0, dtype, experts=experts)
+    many = parallelize_model(model(rank, dtype, experts=experts), mesh(*shape), **options)
     torch.stack([one(mine(ids, r)) for r in range(ranks)]).mean().backward()
-    tolerance = {} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
+    tolerance: dict[str, Any] = {} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
     for times in (1, 2):
         many(mine(ids, rank)).backward()
         for (name, p), q in zip(one.named_parameters(), many.parameters(), strict=True):
-            torch.testing.assert_close(
-                whole(q.grad), times * p.grad, msg=lambda m, n=name: f"{n}: {m}", **tolerance
-            )
+            torch.testing.assert_close(whole(q.grad), times * p.grad, **tolerance, msg=name)
     for norm_type in (2.0, float("inf")):
         largest = torch.nn.utils.clip_grad_norm_(one.parameters(), 1e9, norm_type)
         found = clip_grad_norm_(many, 1e9, norm_type)
@@ -113,8 +114,8 @@ def summed(counts: torch.Tensor) -> torch.Tensor:
 
 def train_as_one_process(rank: int, steps: int, folder: str) -> list[tuple[float, float]]:
     """Losses of one process and of four ranks; saves a checkpoint and the whole weights."""
-    one, ranks = model(), dist.get_world_size()
-    many = parallelize_model(model(all_reduce_counts=summed), mesh(2, 2))
+    one, ranks = model(experts=6), dist.get_world_size()
+    many = parallelize_model(model(experts=6, all_reduce_counts=summed), mesh(2, 2))
     # At 1e-2 the model is so far from linear that rounding grows to 2e-5 in 20 steps.
     optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (one, many)]
     losses = []
@@ -164,7 +165,7 @@ def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 def load(rank: int, shape: tuple[int, int], folder: str) -> None:
     """A checkpoint of another layout goes into a model that begins on the meta device."""
     with torch.device("meta"):
-        many = model()
+        many = model(experts=6)
     parallelize_model(many, mesh(*shape))
     many.to_empty(device="cpu")
     optimizer = torch.optim.AdamW(many.parameters(), lr=1e-2)
@@ -184,7 +185,8 @@ def load(rank: int, shape: tuple[int, int], folder: str) -> None:
 def optimizers_step_as_one_by_one(rank: int) -> None:
     """With lists of parameters on two meshes, as on a GPU by default, and fused."""
     stepped = []
-    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+    kinds: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+    for options in kinds:
         many = parallelize_model(model(), mesh(2, 2))
         optimizer = torch.optim.AdamW(many.parameters(), lr=0.1, **options)
         for step in range(2):
@@ -200,10 +202,10 @@ def blocks_and_policy(rank: int) -> None:
     """Which modules are sharded by themselves, and bf16 where the policy says so."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found, seen = [], []
-    for blocks in (None, 2):
+    for by_default in (True, False):
         many = model()
         last = many.body["blocks"][2]
-        chosen = None if blocks is None else [last]
+        chosen = None if by_default else [last, last.norm]
         parallelize_model(
             many, mesh(2, 2), blocks=chosen, mp_policy=policy, reshard_after_forward=False
         )
@@ -212,7 +214,8 @@ def blocks_and_policy(rank: int) -> None:
         found.append([n for n, m in many.named_modules() if isinstance(m, FSDPModule)])
     names = ["body.blocks.0", "body.blocks.1", "body.blocks.1.moe", "body.blocks.2"]
     assert found[0] == ["", *names, "body.blocks.2.moe"]
-    assert found[1] == ["", "body.blocks.1.moe", "body.blocks.2", "body.blocks.2.moe"]
+    ours = ["body.blocks.1.moe", "body.blocks.2", "body.blocks.2.norm", "body.blocks.2.moe"]
+    assert found[1] == ["", *ours]
     assert seen == [torch.bfloat16, torch.bfloat16]
 
 
@@ -224,7 +227,7 @@ def refusals(rank: int) -> dict[str, str]:
     only_layers = model()
     for block in only_layers.body["blocks"][1:]:
         parallelize(block.moe, grid["expert"])
-    plain = model()
+    plain, group = model(), cast(Any, dist.group.WORLD)
     calls = {
         "DDP": lambda: DistributedDataParallel(parallel),
         "DDP of layers": lambda: DistributedDataParallel(only_layers),
@@ -234,7 +237,7 @@ def refusals(rank: int) -> dict[str, str]:
         "no layer": lambda: parallelize_model(nn.Linear(8, 8), grid),
         "one dimension": lambda: parallelize_model(plain, grid["expert"]),
         "other names": lambda: parallelize_model(plain, init_device_mesh("cpu", (2, 2))),
-        "no mesh": lambda: parallelize_model(plain, dist.group.WORLD),
+        "no mesh": lambda: parallelize_model(plain, group),
         "blocks": lambda: parallelize_model(plain, grid, blocks=[model().body["blocks"][1]]),
         "float64": lambda: parallelize_model(model(0, torch.float64), mesh(1, 4)),
         "not finite": lambda: clip_grad_norm_(_with_nan(), 1.0, error_if_nonfinite=True),

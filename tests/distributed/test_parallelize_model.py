@@ -6,9 +6,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 LAYOUTS = {
-    "2×2, fp64": ((2, 2), torch.float64, {}),
-    "all share": ((1, 4), torch.float32, {}),
-    "none share": ((4, 1), torch.float32, {"reshard_after_forward": False}),
+    "pairs share, fp64": ((2, 2), torch.float64, 8, {}),
+    "a rank without experts": ((2, 2), torch.float64, 2, {}),
+    "all share": ((1, 4), torch.float32, 8, {}),
+    "none share": ((4, 1), torch.float32, 8, {"reshard_after_forward": False}),
 }
 
 
@@ -29,7 +30,7 @@ def test_four_ranks_train_as_one_process_and_their_checkpoint_loads(four, two, t
 
     two.run(ranks.load, (1, 2), folder)
     weights, _ = torch.load(f"{folder}/whole.pt")
-    one = {"model": ranks.model(seed=1).state_dict()}
+    one = {"model": ranks.model(seed=1, experts=6).state_dict()}
     dcp.load(one, checkpoint_id=folder, no_dist=True)
     assert one["model"].keys() == weights.keys()
     for name, t in weights.items():

@@ -1,9 +1,11 @@
 """Gradient clipping for parameters on more than one mesh."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -59,5 +61,17 @@ def _total_norm(
     parameters: list[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
+    if math.isinf(norm_type):
+        return _largest(gradients)
     norm = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _largest(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The infinity norm, which PyTorch does not compute where a rank has an empty shard."""
+    mesh = mesh_of(gradients[0])
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    largest = torch.stack([g.abs().max() if g.numel() else g.new_zeros(()) for g in local]).max()
+    for dimension in range(mesh.ndim if mesh is not None else 0):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+    return largest

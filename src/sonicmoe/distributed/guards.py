@@ -72,7 +72,7 @@ def _guard_fully_shard() -> None:
                 " that do not share its experts.",
             ) from error
 
-    FSDPParam._init_sharded_param = init_sharded_param  # type: ignore[method-assign]
+    setattr(FSDPParam, "_init_sharded_param", init_sharded_param)  # noqa: B010 for mypy
 
 
 def _guard_total_norm() -> None:
@@ -98,4 +98,4 @@ def _guard_total_norm() -> None:
             )
         return original(tensors, norm_type, error_if_nonfinite, foreach)
 
-    clip_grad._get_total_norm = total_norm  # type: ignore[attr-defined]
+    clip_grad._get_total_norm = total_norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,27 +17,28 @@ from ..moe import MoE
 from .module import parallelize
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
+Model = TypeVar("Model", bound=nn.Module)
 _EXPERT = "expert"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def parallelize_model(
-    model: nn.Module,
+    model: Model,
     mesh: DeviceMesh,
     *,
     blocks: Iterable[nn.Module] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
-) -> FSDPModule:
+) -> Model:
     """Spread the experts of each `MoE` in `model` over mesh["expert"], shard the rest; in place.
 
     `mesh` has two dimensions, one of them named "expert". FSDP2 shards each rank's experts over the
     other one, and all other parameters over all ranks, block by block. `blocks` are the modules to
     gather and free together; by default the entries of the model's lists that contain a MoE, and
-    the entries of the same class. The result is what `fully_shard` returns, and the two options are
-    those of `fully_shard`. Weights and buffers become those of the first rank.
+    the entries of the same class. The other options are those of `fully_shard`. Weights and buffers
+    become those of the first rank.
 
     Each rank passes its own tokens and calls `backward` on the mean loss over them, as under FSDP2:
     the gradient of every parameter is then that of the mean over all ranks. Clip it with
@@ -62,8 +63,7 @@ def parallelize_model(
                 f"a DTensor as {name}",
                 "Call parallelize_model once, instead of parallelize and fully_shard.",
             )
-    units = _default_blocks(model) if blocks is None else list(blocks)
-    _check_blocks(units, model)
+    units = _inner_first(_default_blocks(model) if blocks is None else blocks, model)
     everyone = mesh._flatten()
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     options: Any = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}
@@ -79,10 +79,11 @@ def parallelize_model(
             shards.set_gradient_divide_factor(mesh.size())
             # Gloo has no sum that divides. Over one rank FSDP2 would divide twice.
             shards.set_force_sum_reduction_for_comms(mesh[others].size() > 1)
-    for module in (*units, model):
-        if not isinstance(module, MoE):
-            fully_shard(module, mesh=everyone, **options)
-    return model  # type: ignore[return-value]  # fully_shard has changed its class
+    around: list[nn.Module] = [*units, model]
+    for unit in around:
+        if not isinstance(unit, MoE):
+            fully_shard(unit, mesh=everyone, **options)
+    return model
 
 
 def _other_dimension(mesh: DeviceMesh) -> str:
@@ -116,16 +117,18 @@ def _default_blocks(module: nn.Module) -> list[nn.Module]:
     return found + [block for child in nested for block in _default_blocks(child)]
 
 
-def _check_blocks(blocks: list[nn.Module], model: nn.Module) -> None:
-    inside = set(model.modules())
-    for block in blocks:
-        if block not in inside or block is model:
+def _inner_first(blocks: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """In the order that FSDP2 wants."""
+    chosen, inside = set(blocks), list(model.modules())
+    for block in chosen:
+        if block is model or block not in inside:
             raise bad_argument(
                 "blocks",
                 "modules inside of the model",
                 type(block).__name__,
                 "Pass for example model.blocks; the model itself is always sharded.",
             )
+    return [module for module in reversed(inside) if module in chosen]
 
 
 def _check_reduce_dtype(layers: list[MoE], policy: MixedPrecisionPolicy) -> None:
