@@ -19,6 +19,7 @@ from ..routing.base import check_routing
 from ..routing.plain_linear import is_linear
 from .agreement import raise_on_all_ranks
 from .drift import note_training
+from .guards import guard
 from .layer import experts
 
 
@@ -46,7 +47,8 @@ class ExpertParallelMoE(MoE):
         out, aux_loss = super().forward(hidden_states, kernel_backend_moe, is_inference_mode)
         if out.requires_grad:
             note_training(self)
-        return out, aux_loss
+        # Autograd must not see a view: after `out += x`, FSDP2 would not gather for the backward.
+        return torch.ops.aten._unsafe_view(out, out.shape), aux_loss
 
     def _run_experts(self, x, r, logits, backend, is_inference_mode):
         # Counts of this rank's tokens, which its own experts do not know.
@@ -174,6 +176,7 @@ def parallelize(
     parallel.mesh = mesh
     parallel.ranks = tuple(mesh.mesh.tolist())
     parallel.same_tokens = same_tokens
+    guard(parallel)
     return parallel
 
 
