@@ -17,6 +17,7 @@ PRECISIONS = {
     "autocast": "float32 weights, bfloat16 arithmetic",
     "bf16": "bfloat16 weights and optimizer state",
     "fp8": "as autocast, experts in FP8",
+    "bf16_fp8": "as bf16, experts in FP8",
 }
 
 
@@ -139,7 +140,7 @@ class TrainConfig:
         if self.precision not in PRECISIONS:
             remedy = "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
             raise bad_argument("precision", " or ".join(PRECISIONS), self.precision, f"{remedy}.")
-        if self.precision == "fp8":
+        if self.fp8_experts:
             for name in ("hidden_size", "intermediate_size"):
                 _multiple(name, getattr(self.model, name), FP8_ALIGNMENT)
         memory_policy(self.memory)
@@ -149,6 +150,14 @@ class TrainConfig:
         if not 0 < self.validation_fraction < 0.5:
             got, remedy = self.validation_fraction, "0.05 holds out every twentieth document."
             raise bad_argument("validation_fraction", "between 0 and 0.5", got, remedy)
+
+    @property
+    def fp8_experts(self) -> bool:
+        return self.precision in ("fp8", "bf16_fp8")
+
+    @property
+    def bf16_weights(self) -> bool:
+        return self.precision in ("bf16", "bf16_fp8")
 
     @property
     def is_autocast(self) -> bool:

@@ -288,9 +288,9 @@ def peak_memory(device: torch.device) -> int:
 
 def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
     with world.device:
-        fp8 = config.precision == "fp8"
+        fp8 = config.fp8_experts
         model = Decoder(config.model, config.backend, config.recompute, config.memory, fp8)
-    if config.precision == "bf16":
+    if config.bf16_weights:
         model.to(torch.bfloat16)
     if config.compile:
         for block in model.blocks:  # one block compiles once for all of them

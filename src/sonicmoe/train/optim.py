@@ -5,10 +5,11 @@ import math
 import torch
 from torch import nn
 
+from .adamw import StochasticAdamW
 from .config import TrainConfig
 
 
-def build(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def build(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Weight decay on matrices, none on the scales of the norms."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     scales = [p for p in model.parameters() if p.dim() <= 1]
@@ -16,9 +17,10 @@ def build(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": scales, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True
-    )
+    rate, betas = config.learning_rate, (config.beta1, config.beta2)
+    if config.bf16_weights:
+        return StochasticAdamW(groups, lr=rate, betas=betas, seed=config.seed)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
