@@ -28,9 +28,9 @@ types:
 pytest:
 	$(BIN)/pytest -n $(JOBS) --dist worksteal $(SELECTED) $(ARGS)
 
-test-gpu:  ## the tests that need a GPU, with the Python at hand; files side by side, since they compile
-	grep -rl 'mark\.gpu' tests --include='test_*.py' | PYTHONPATH=src xargs -P 8 -n 1 \
-	  $(PYTHON) -m pytest -m gpu -q -o addopts= -p no:cacheprovider $(ARGS)
+test-gpu:  ## the tests that need a GPU, with the Python at hand; a process per core, since they compile
+	grep -rl 'mark\.gpu' tests --include='test_*.py' | PYTHONPATH=src xargs $(PYTHON) -m pytest \
+	  -m gpu -n $(shell nproc) --dist worksteal -q -o addopts= -p no:cacheprovider $(ARGS)
 
 compatibility: .venv/test  ## run what docs/integrations.md claims; write its table with the versions here
 	$(BIN)/pytest -n $(JOBS) -m tries --compatibility $(ARGS)

@@ -1,7 +1,7 @@
-"""GPU-busy and host time of the layer in two checkouts, interleaved, as JSON lines.
+"""GPU-busy and host time of the layer in several checkouts, interleaved, as JSON lines.
 
     git worktree add ../before COMMIT
-    python benchmarks/gpu_busy.py ../before/src src
+    python benchmarks/gpu_busy.py before=../before/src after=src
 
 Busy time is the sum of the kernels' durations in a training step, as PyTorch's profiler reports
 them. Host time is what a step takes until its last kernel is launched. One process per checkout
@@ -126,14 +126,16 @@ def compare(workers: dict[str, Worker], layer: str, mode: str, rounds: int) -> d
         median = {k: statistics.median(each.get(k, 0.0) for each in kernels) for k in names}
         largest = sorted(median.items(), key=lambda item: -item[1])[:14]
         record[f"kernels {label}"] = {kernel[:60]: round(ms, 4) for kernel, ms in largest}
-    record["after ÷ before"] = round(record["after"] / record["before"], 4)
+    first, *others = workers
+    for label in others:
+        record[f"{label} ÷ {first}"] = round(record[label] / record[first], 4)
     return record
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("before", help="folder src of one checkout")
-    parser.add_argument("after", help="folder src of the other")
+    words = "the folder src of a checkout; times are divided by those of the first"
+    parser.add_argument("checkouts", nargs="+", metavar="LABEL=SRC", help=words)
     parser.add_argument("--layers", default=",".join(LAYERS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--modes", default=",".join(MODES), help="of the experts")
@@ -141,7 +143,8 @@ def main() -> None:
     about = {"date": datetime.now(UTC).isoformat(), "device": torch.cuda.get_device_name()}
     about |= {"torch": torch.__version__, "command": " ".join(sys.argv)}
     print(json.dumps(about), flush=True)
-    workers = {"before": Worker(args.before), "after": Worker(args.after)}
+    checkouts = (checkout.split("=", 1) for checkout in args.checkouts)
+    workers = {label: Worker(source) for label, source in checkouts}
     for layer in args.layers.split(","):
         for mode in args.modes.split(","):
             print(json.dumps(compare(workers, layer, mode, args.rounds)), flush=True)

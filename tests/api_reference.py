@@ -17,7 +17,16 @@ DOCUMENT = TESTS.parent / "docs" / "api.md"
 PACKAGE = TESTS.parent / "src" / "sonicmoe"
 USAGE: dict[str, Any] = tomllib.loads((TESTS / "api_usage.toml").read_text())
 MODULES = ["sonicmoe", "enums", "routing", "watch", "distributed"]
-ADAPTERS = ("transformers", "convert", "lora", "peft", "checkpointing", "torchtitan")
+ADAPTERS = (
+    "transformers",
+    "convert",
+    "lora",
+    "peft",
+    "trainer",
+    "report",
+    "checkpointing",
+    "torchtitan",
+)
 MODULES += [f"integrations.{module}" for module in ADAPTERS]
 INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}

@@ -20,6 +20,9 @@ if not torch.cuda.is_available():
     # On problems this small, threads only compete with other workers and with other processes.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+elif "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the cores, for compiling too
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["PYTEST_XDIST_WORKER_COUNT"]
 collect_ignore = [] if INTERPRETING else ["interpreted"]
 
 TESTS = Path(__file__).parent

@@ -95,12 +95,16 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
         given: list = []
         for w, (q, _, scale, _) in zip(weights, quantized, strict=True):
             given += [w, q, scale]
-        now = (sample % samples).expand(2, 3).to(device, torch.int32).contiguous()
-        given += [now, generation, flags.data_ptr()]
         flags.zero_()
-        found = run_poisoned(lambda: dict(enumerate(quantize.checked_scales(*given))), device)
-        same(now, ((sample + 1) % samples).expand(2, 3).to(torch.int32).contiguous(), "sample")
-        return found
+
+        def step() -> dict[int, torch.Tensor]:
+            now = (sample % samples).expand(2, 3).to(device, torch.int32).contiguous()
+            found = quantize.checked_scales(*given, now, generation, flags.data_ptr())
+            after = ((sample + 1) % samples).expand(2, 3).to(torch.int32).contiguous()
+            same(now, after, "sample")
+            return dict(enumerate(found))
+
+        return run_poisoned(step, device)
 
     def check(sample: int = 0, raised: Sequence[int] = (0, 0)) -> None:
         for i, got in checked(sample).items():

@@ -258,3 +258,18 @@ def test_what_decided_the_weights_cannot_be_set(name, value):
         setattr(moe, name, value)
     setattr(moe, name, before)
     assert getattr(moe, name) == before
+
+
+def test_repr_shows_what_decides():
+    """Options that were set later too; an ungated layer has no order of gate and up."""
+    moe = MoE(8, 2, 32, 16, add_bias=True, precision="fp8", gate_up="concatenated")
+    moe.memory = MemoryPolicy("recompute", 4)
+    shown = repr(moe)
+    for words in (
+        "router=softmax_over_topk", "activation=swiglu", "gate_up=concatenated",
+        "precision=fp8", "memory=recompute in 4 slices",
+        "(c_fc): Experts(8, in=32, out=32, bias=True)",
+    ):  # fmt: skip
+        assert words in shown
+    plain = repr(MoE(8, 2, 32, 16, ActivationType.RELU_SQ))
+    assert "precision=None, memory=keep" in plain and "gate_up" not in plain

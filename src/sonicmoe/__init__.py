@@ -10,6 +10,7 @@ from .functional import (
     moe_TC_softmax_topk_layer,
     topk_scores,
 )
+from .integrations.report import report
 from .layer.fp8_weights import Fp8Weights
 from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
@@ -29,6 +30,7 @@ __all__ = [
     "grouped_experts",
     "moe_TC_softmax_topk_layer",
     "moe_general_routing_inputs",
+    "report",
     "topk_scores",
     "warmup",
     "watch",

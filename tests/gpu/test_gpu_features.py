@@ -1,19 +1,14 @@
 """Combinations of the features in tests/features/feature_list.py, on the kernels.
 
 All combinations of precision, memory, biases, LoRA, activation, order of gate and up, frozen parts
-and entry point; every triple of all features. Cases with the same kernels run one after another in
-a process of a pool; each test waits for its own.
+and entry point; every triple of all features. A test has the cases with the same kernels.
 """
 
-import multiprocessing
-import os
 import sys
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -26,25 +21,15 @@ from feature_runs import check, start
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def failures(request):
-    """Combinations -> future of what failed, for the tests that were collected."""
-    mine = [item for item in request.session.items if item.module is request.module]
-    wanted = [item.callspec.params["combinations"] for item in mine]
-    workers = min(14, os.cpu_count() or 1, len(wanted))
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, spawn, _start, (workers,)) as pool:
-        yield {combinations: pool.submit(_failures, combinations) for combinations in wanted}
-        pool.shutdown(cancel_futures=True)
+@pytest.fixture(scope="module", autouse=True)
+def _alone(tmp_path_factory):
+    """Expert parallelism runs in a group of one process."""
+    start(str(tmp_path_factory.mktemp("group")))
+    yield
+    dist.destroy_process_group()
 
 
-def _start(processes: int) -> None:
-    torch.set_num_threads(1)
-    os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # else each compiles in a thread for each core
-    start(tempfile.mkdtemp())
-
-
-def _failures(combinations: tuple[Combination, ...]) -> list[str]:
+def _failures(combinations: list[Combination]) -> list[str]:
     found = []
     for features in combinations:
         try:
@@ -55,16 +40,13 @@ def _failures(combinations: tuple[Combination, ...]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "combinations", [pytest.param(tuple(calls(f)), id=name_of(f)) for f in kernels()]
-)
-def test_product(combinations, failures):
-    found = failures[combinations].result()
+@pytest.mark.parametrize("of_kernels", kernels(), ids=name_of)
+def test_product(of_kernels):
+    combinations = calls(of_kernels)
+    found = _failures(combinations)
     assert not found, f"{len(found)} of {len(combinations)} failed:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "combinations", [pytest.param((f,), id=name_of(f)) for f in covering(strength=3)]
-)
-def test_every_triple(combinations, failures):
-    assert not failures[combinations].result()
+@pytest.mark.parametrize("combination", covering(strength=3), ids=name_of)
+def test_every_triple(combination):
+    check(case_of(combination), "cuda")

@@ -14,9 +14,12 @@ from ..enums import KernelBackendMoE
 from ..errors import bad_argument
 from ..layer.weights import ExpertWeights, Projection
 from ..moe import MoE
+from ..routing import Routing
+from ..routing.base import check_routing
 from ..routing.plain_linear import is_linear
 from .agreement import raise_on_all_ranks
 from .drift import note_training
+from .guards import guard
 from .layer import experts
 
 
@@ -44,7 +47,8 @@ class ExpertParallelMoE(MoE):
         out, aux_loss = super().forward(hidden_states, kernel_backend_moe, is_inference_mode)
         if out.requires_grad:
             note_training(self)
-        return out, aux_loss
+        # Autograd must not see a view: after `out += x`, FSDP2 would not gather for the backward.
+        return torch.ops.aten._unsafe_view(out, out.shape), aux_loss
 
     def _run_experts(self, x, r, logits, backend, is_inference_mode):
         # Counts of this rank's tokens, which its own experts do not know.
@@ -108,6 +112,15 @@ class ExpertParallelMoE(MoE):
             copies = {name: t.to(dtype) for name, t in copies.items()}
         return functional_call(self.router, copies, (x,))
 
+    def _route(self, logits: torch.Tensor, backend: str | None) -> Routing:
+        with self._raise_on_all_ranks():
+            copies = self._replicated(self.routing)
+            if not copies:
+                return super()._route(logits, backend)
+            r = functional_call(self.routing, copies, (logits,), {"backend": backend})
+            check_routing(r, self.routing, logits)
+            return r
+
     def _shared_output(self, x: torch.Tensor) -> torch.Tensor:
         module = self.shared_expert
         assert module is not None
@@ -151,6 +164,8 @@ def parallelize(
             "Every rank holds the same number of experts.",
         )
     _distribute(moe.router, mesh, Replicate())
+    for module in moe.routing.modules():
+        _distribute(module, mesh, Replicate())
     if moe.shared_expert is not None:
         for module in moe.shared_expert.children():
             _distribute(module, mesh, Replicate())
@@ -161,6 +176,7 @@ def parallelize(
     parallel.mesh = mesh
     parallel.ranks = tuple(mesh.mesh.tolist())
     parallel.same_tokens = same_tokens
+    guard(parallel)
     return parallel
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..distributed import clip_grad_norm_
 from ..errors import bad_argument
 from ..moe import MoE
 from . import accounting, checkpoint, hardware, optim, parallel
@@ -128,8 +129,7 @@ class Trainer:
                 loss, aux_loss = self.model(x, y, loss_chunk=c.loss_chunk)
             ((loss + aux_loss) / len(pieces)).backward()
             total += torch.stack([loss.detach().float(), aux_loss.detach().float()]) / len(pieces)
-        parallel.average_over_experts(self.model, c.expert_parallel)
-        norm = parallel.clip_gradients(self.model.parameters(), c.gradient_clip)
+        norm = clip_grad_norm_(self.model, c.gradient_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = optim.learning_rate(c, self.step)
         self.optimizer.step()
