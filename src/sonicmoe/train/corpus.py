@@ -322,7 +322,7 @@ def _check_enough(config: TrainConfig, corpus: Corpus) -> None:
             raise TooLittleText(
                 f"data: expected at least {least} tokens for {split} ({windows} windows of "
                 f"{config.model.context}), got {have}. Pass more text with --data, or lower the "
-                "context or the batch."
+                "context or the batch (--preset demo has small ones)."
             )
 
 
