@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
 
@@ -66,6 +67,15 @@ def test_no_backward_pass_in_inference(gpu):
         assert "backward  none: nothing requires a gradient" in str(report(moe))
     assert layer.forward and layer.backward == ()
     assert launcher.thread_state.dry_run is None
+
+
+def test_modes_of_the_caller_neither_see_it_nor_change_it(gpu):
+    moe = MoE(*SHAPE, dtype=torch.bfloat16)
+    (want,) = report(moe).layers
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        (found,) = report(moe).layers
+    assert found.forward == want.forward and found.backward == ()
+    assert counter.get_total_flops() == 0
 
 
 def test_older_gpus_take_portable_kernels(monkeypatch):

@@ -18,9 +18,7 @@ def test_gradients_are_those_of_the_mean_over_all_ranks(four, layout):
     four.run(ranks.gradients_are_those_of_the_mean, *LAYOUTS[layout])
 
 
-@pytest.mark.tries(
-    "expert parallelism", "a whole model with FSDP2, its checkpoint in other layouts"
-)
+@pytest.mark.tries("expert parallelism", "a whole model, its checkpoint in other layouts")
 def test_four_ranks_train_as_one_process_and_their_checkpoint_loads(four, two, tmp_path):
     folder = str(tmp_path / "checkpoint")
     for losses in four.run(ranks.train_as_one_process, 20, folder):

@@ -43,7 +43,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     _stepped = True
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = (len(parameters), {(layer.ranks, _ranks(layer.c_fc.weight)) for layer in _ran})
+    state = (len(parameters), {id(layer) for layer in _ran})
     if not _ran or _checked.get(optimizer) == state:
         return
     meshes = [(p, ranks) for p in parameters if p.requires_grad and (ranks := _ranks(p))]
@@ -93,9 +93,14 @@ def _check_average(layer: Any, others: list[tuple[int, ...]]) -> None:
 
 def _has_divisor(layer: Any) -> bool:
     """Whether FSDP2 has been told what to divide by; else it averages over its own ranks only."""
-    state = layer._get_fsdp_state() if hasattr(layer, "_get_fsdp_state") else None
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", 0)]
-    return any(getattr(group, "gradient_divide_factor", None) is not None for group in groups)
+    if not hasattr(layer, "_get_fsdp_state"):
+        return False
+    state = layer._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # PyTorch 2.11
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    # Private names: if they change, nothing is refused.
+    return any(getattr(group, "gradient_divide_factor", True) is not None for group in groups)
 
 
 def _ranks(p: torch.Tensor) -> tuple[int, ...]:

@@ -60,8 +60,9 @@ def _guard_fully_shard() -> None:
     def init_sharded_param(self: Any, param: nn.Parameter, *others: Any) -> None:
         try:
             original(self, param, *others)
-        except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-            if not any(param is p for layer in _layers for p in layer.parameters()):
+        except (RuntimeError, TypeError) as error:
+            ours = any(param is p for layer in _layers for p in layer.parameters())
+            if not ours or isinstance(error, NotImplementedError):
                 raise
             raise bad_argument(
                 "module",

@@ -30,8 +30,9 @@ class ExpertParallelMoE(MoE):
     dimension: they are those of one layer on the tokens of all these ranks. The auxiliary loss
     counts a rank's own tokens.
 
-    Weights of a model around it must be sharded over these ranks too: else the first step of an
-    optimizer raises a ValueError.
+    Weights of a model around it must be sharded over these ranks too, and gradients must all be
+    means or all be sums: `parallelize_model` sees to it, and else the first step of an optimizer
+    raises a ValueError.
     """
 
     mesh: DeviceMesh
@@ -140,7 +141,7 @@ def parallelize(
 
     Parameters become DTensors with the values of the first rank: the experts' sharded by expert,
     those of the router and the shared expert replicated. Their names, and so checkpoints, do not
-    change.
+    change. For the layers of a model, call `parallelize_model`.
 
     `same_tokens` says that outside of the layer all these ranks compute on the same tokens, as
     under tensor parallelism. Else optimizers refuse parameters sharded over other ranks only.

@@ -68,7 +68,7 @@ class LayerReport:
         """Whether our GPU kernels run."""
         return self.runs == OURS and self.backend == "triton"
 
-    def lines(self) -> Iterator[tuple[str, str]]:
+    def _lines(self) -> Iterator[tuple[str, str]]:
         """What `Report` prints about it, without its name."""
         yield "module", self.module
         yield "runs", f"{self.runs}: {self.why}"
@@ -120,7 +120,7 @@ class Report:
             alike.setdefault(replace(layer, name=""), []).append(layer.name)
         for layer, names in alike.items():
             found.append(_short(names))
-            found += [f"    {name:<10}{words}" for name, words in layer.lines()]
+            found += [f"    {name:<10}{words}" for name, words in layer._lines()]
         return "\n".join(found)
 
 

@@ -5,6 +5,7 @@ on the meta device, where they only note the kernel.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -55,8 +56,10 @@ def dry_run(
     x, weights, backend = prepare.check(x, weights, lora, precision, None)
     if backend != "triton":
         return DryRun(backend, x.dtype)
-    with torch.cuda.device(w.device) if w.is_cuda else nullcontext():
-        return DryRun(backend, x.dtype, *_kernels(x, given, weights, k, lora, precision, memory))
+    given_to = (x, given, weights, k, lora, precision, memory, torch.is_grad_enabled())
+    # In a thread of its own it is out of sight of the caller's modes, such as a FLOP counter.
+    with ThreadPoolExecutor(1) as apart:
+        return DryRun(backend, x.dtype, *apart.submit(_kernels, *given_to).result())
 
 
 def _kernels(
@@ -67,8 +70,10 @@ def _kernels(
     lora: tuple[LowRank | None, LowRank | None],
     precision: str | None,
     memory: MemoryPolicy,
+    training: bool,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Of both passes, for checked x and weights without data, laid out as the `given` ones."""
+    device = x.device
     x = _meta(x, (x.shape[1], 1))
     up = _meta_projection(weights.up, given.up)
     down = _meta_projection(weights.down, given.down)
@@ -78,22 +83,24 @@ def _kernels(
         (TOKENS, k), dtype=torch.float32, device="meta", requires_grad=x.requires_grad
     )
     options: Any = {"precision": precision, "memory": memory, "backend": "triton"}
-    with _noted() as forward:
+    with torch.set_grad_enabled(training), _noted(device) as forward:
         adapters = _meta_adapter(lora[0]), _meta_adapter(lora[1])
         call = prepare.routed(x, ids, scores, weights, lora=adapters, **options)
         out = run(call)
-    with _noted() as backward, torch.no_grad():
+    with torch.no_grad(), _noted(device) as backward:
         if out.requires_grad:
             run_backward(out, _meta(out, out.stride()))
     return tuple(forward), tuple(backward)
 
 
 @contextmanager
-def _noted() -> Iterator[list[Any]]:
+def _noted(device: torch.device) -> Iterator[list[Any]]:
+    """The list of kernels that this thread launches on the meta device, as if on `device`."""
     kernels: list[Any] = []
     thread_state.dry_run = kernels
     try:
-        yield kernels
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield kernels
     finally:
         thread_state.dry_run = None
 

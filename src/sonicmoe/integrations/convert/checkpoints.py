@@ -167,8 +167,8 @@ def _family_of(folder: Path) -> str:
         remedy = "It is part of what save_pretrained writes."
         raise bad_argument("source", "a folder with config.json", str(folder), remedy)
     config = json.loads(path.read_text(encoding="utf-8"))
-    of_text = config.get("text_config", {})
-    return of_text.get("model_type", config.get("model_type"))
+    of_text = config.get("text_config") or config  # of a multimodal model
+    return of_text.get("model_type", "none")
 
 
 def _source_of(folder: Folder) -> Source:
