@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from sonicmoe import MemoryPolicy, MoE, report
 from sonicmoe.layer.dry_run import TOKENS
 
+pytestmark = pytest.mark.gpu
 CASES = {
     "bf16": {},
     "fp32": {"dtype": torch.float32},
