@@ -12,6 +12,7 @@ from .functional import (
 from .layer.fp8_weights import Fp8Weights
 from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
+from .packed import Fp8Blocks, Int4, Mxfp4, Nf4
 from .tools.warmup import warmup
 from .watch import watch
 
@@ -20,10 +21,14 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationType",
     "Experts",
+    "Fp8Blocks",
     "Fp8Weights",
+    "Int4",
     "KernelBackendMoE",
     "MemoryPolicy",
     "MoE",
+    "Mxfp4",
+    "Nf4",
     "experts",
     "grouped_experts",
     "moe_TC_softmax_topk_layer",

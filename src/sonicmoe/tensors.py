@@ -80,6 +80,59 @@ class Lora(NamedTuple):
 NO_LORA = Lora()
 
 
+class Packed(NamedTuple):
+    """A frozen weight (E, N, K) in 4 or 8 bits, stored as (E, P, Q): P = N, Q = K, or the other way
+    round if `is_transposed`. Both are multiples of 8.
+
+    format   codes                       scale
+    mxfp4    two e2m1 per byte           uint8 exponents + 127 (E, P, Q/32)
+    nf4      two indices into `table`    fp32 of 64 flat elements; in 8 bits: index into
+             per byte, the first high    `scale_table`, times scale2 of 256 scales, plus offset
+    int4     eight nibbles per int32,    bf16 (E, P, Q/32)
+             8 more than the value
+    fp8      e4m3 (E, P, Q)              fp32 or e8m0 (E, ⌈P/128⌉, ⌈Q/128⌉)
+
+    The last two fields are those of `Fp8Weight`, if they were computed before.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    table: torch.Tensor | None
+    scale_table: torch.Tensor | None
+    scale2: torch.Tensor | None
+    offset: torch.Tensor | None
+    format: str
+    experts: int
+    stored_rows: int
+    stored_columns: int
+    is_transposed: bool
+    w_scale: torch.Tensor | None = None
+    w_norm: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """(E, N, K)."""
+        rows, columns = self.stored_rows, self.stored_columns
+        return torch.Size(
+            (self.experts, *((columns, rows) if self.is_transposed else (rows, columns)))
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    def dim(self) -> int:
+        return 3
+
+
 # --- FP8 ------------------------------------------------------------------------------------------
 class Fp8Weight(NamedTuple):
     """A weight (E, N, K), the same transposed (E, K, N), and its scales (E,).
