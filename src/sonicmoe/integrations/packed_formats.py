@@ -170,7 +170,7 @@ FORMATS = {
 
 def format_of(config: Any) -> Format:
     """The format of experts in a file with this `quantization_config`; a ValueError for others."""
-    method = str(getattr(config.quant_method, "value", config.quant_method))
+    method = _text(config.quant_method)
     if method == "fp8":
         _require("activation_scheme", "dynamic", config)
         _require("weight_block_size", [128, 128], config)
@@ -182,6 +182,10 @@ def format_of(config: Any) -> Format:
     if method == "compressed-tensors":
         _check_int4(config.quantization_config)
     return FORMATS[method]
+
+
+def _text(option: Any) -> str:
+    return str(getattr(option, "value", option))
 
 
 def _require(name: str, value: Any, config: Any) -> None:
@@ -199,12 +203,12 @@ def _check_int4(config: Any) -> None:
     weights = scheme.weights
     found = {
         "num_bits": weights.num_bits,
-        "type": str(getattr(weights.type, "value", weights.type)),
+        "type": _text(weights.type),
         "symmetric": weights.symmetric,
-        "strategy": str(getattr(weights.strategy, "value", weights.strategy)),
+        "strategy": _text(weights.strategy),
         "group_size": weights.group_size,
         "actorder": bool(weights.actorder),
-        "format": str(getattr(scheme.format or config.format, "value", scheme.format)),
+        "format": _text(scheme.format or config.format),
     }
     wanted = {
         "num_bits": 4,
