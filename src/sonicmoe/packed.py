@@ -17,7 +17,6 @@ from .shapes import BLOCK, ceil_div
 from .tensors import E4M3, Packed
 from .validation import check_rank, resolve_backend
 
-DECODED_BYTES = 2**30  # of a decoded weight, of which as many experts exist at once as fit
 _E8M0 = torch.float8_e8m0fnu
 _MXFP4_SPAN = 14  # between block exponents of an expert that e4m3 holds under one scale
 
@@ -87,7 +86,7 @@ class PackedWeight:
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The weight (E, N, K), computed by plain PyTorch."""
         packed = self.stored()
-        return reference.dequantize_weight(None, packed, 0, packed.experts, dtype)
+        return reference.dequantize_weight(packed, 0, packed.experts, dtype)
 
     @torch.no_grad()
     def for_fp8(self) -> Self:
@@ -309,23 +308,20 @@ class Int4(_ShapeOfTensors):
         return _packed("int4", self.packed, self.scale, sizes, self.transposed, self.fp8)
 
 
+def stored(w: torch.Tensor | PackedWeight) -> torch.Tensor | Packed:
+    """A weight as operators take it."""
+    return w.stored() if isinstance(w, PackedWeight) else w
+
+
 def scales_and_norms(packed: Packed, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last two fields of `Packed`: those of the weight in bf16, which exists in parts."""
+    """The last two fields of `Packed`: those of the weight in bf16."""
     scales, norms = [], []
-    for first, count in parts(packed, torch.bfloat16):
-        w = ops.dequantize_weight(None, packed, first, count, torch.bfloat16, backend)
+    for first, count in packed.parts(torch.bfloat16):
+        w = ops.dequantize_weight(packed, first, count, torch.bfloat16, backend)
         _, _, scale, norm = ops.quantize_weight(w, False, True, backend)
         scales.append(scale)
         norms.append(norm)
     return torch.cat(scales), torch.cat(norms)
-
-
-def parts(packed: Packed, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """The first expert and the number of experts of each part that is decoded at once."""
-    experts, n, k = packed.shape
-    count = max(1, DECODED_BYTES // (n * k * dtype.itemsize))
-    for first in range(0, experts, count):
-        yield first, min(count, experts - first)
 
 
 # --- what the classes share -----------------------------------------------------------------------

@@ -10,6 +10,10 @@ import torch
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 
+# Of a weight that is decoded for a GEMM: if there are more, GEMMs run on a part of the experts at a
+# time. It has all experts of Qwen3-30B and gpt-oss-20b; a part still keeps every SM busy.
+DECODED_BYTES = 2**30
+
 
 class Permutation(NamedTuple):
     """Where each routed row comes from and where it goes. Rows are sorted by expert.
@@ -92,7 +96,7 @@ class Packed(NamedTuple):
              8 more than the value
     fp8      e4m3 (E, P, Q)              fp32 or e8m0 (E, ⌈P/128⌉, ⌈Q/128⌉)
 
-    The last two fields are those of `Fp8Weight`, if they were computed before.
+    The last two fields are w_scale and w_norm of `Fp8Weight`, if they were computed before.
     """
 
     codes: torch.Tensor
@@ -106,16 +110,19 @@ class Packed(NamedTuple):
     stored_rows: int
     stored_columns: int
     is_transposed: bool
-    w_scale: torch.Tensor | None = None
-    w_norm: torch.Tensor | None = None
+    fp8_scale: torch.Tensor | None = None
+    fp8_norm: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
         """(E, N, K)."""
-        rows, columns = self.stored_rows, self.stored_columns
-        return torch.Size(
-            (self.experts, *((columns, rows) if self.is_transposed else (rows, columns)))
-        )
+        stored = (self.stored_rows, self.stored_columns)
+        return torch.Size((self.experts, *(stored[::-1] if self.is_transposed else stored)))
+
+    @property
+    def mT(self) -> "Packed":
+        """As a weight (E, K, N)."""
+        return self._replace(is_transposed=not self.is_transposed)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,6 +139,12 @@ class Packed(NamedTuple):
     def dim(self) -> int:
         return 3
 
+    def parts(self, dtype: torch.dtype) -> list[tuple[int, int]]:
+        """The first expert and the number of experts of each part that is decoded at once."""
+        expert = self.stored_rows * self.stored_columns * dtype.itemsize
+        count = max(1, DECODED_BYTES // expert)
+        return [(e, min(count, self.experts - e)) for e in range(0, self.experts, count)]
+
 
 # --- FP8 ------------------------------------------------------------------------------------------
 class Fp8Weight(NamedTuple):
@@ -145,6 +158,11 @@ class Fp8Weight(NamedTuple):
     w8_t: torch.Tensor | None = None
     w_scale: torch.Tensor | None = None
     w_norm: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        assert self.w8 is not None
+        return self.w8.shape
 
     @property
     def mT(self) -> "Fp8Weight":

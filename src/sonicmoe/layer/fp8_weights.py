@@ -14,7 +14,8 @@ from torch.optim.optimizer import (
 
 from .. import ops
 from ..errors import bad_argument
-from ..tensors import Fp8Weight
+from ..packed import scales_and_norms
+from ..tensors import Fp8Weight, Packed
 from ..validation import fp8_backend, resolve_backend
 from .fp8_kept import (
     Alarm,
@@ -30,14 +31,28 @@ from .fp8_kept import (
 
 @torch.no_grad()
 def quantize_weights(
-    w1: torch.Tensor, w2: torch.Tensor, transposed: bool, backend: str
-) -> tuple[Fp8Weight, Fp8Weight]:
-    """Both weights; only the backward pass reads what is `transposed`, and norms of W2."""
-    w8, w8_t, scale, _ = ops.quantize_weight(w1, transposed, False, backend)
-    q1, q2 = Fp8Weight(w8, w8_t, scale), ops.quantize_weight(w2, transposed, transposed, backend)
-    if transposed:
-        return q1, Fp8Weight(*q2)
-    return q1._replace(w8_t=None), Fp8Weight(*q2)._replace(w8_t=None, w_norm=None)
+    w1: torch.Tensor | Packed, w2: torch.Tensor | Packed, transposed: bool, backend: str
+) -> tuple[Fp8Weight | Packed, Fp8Weight | Packed]:
+    """Both weights; only the backward pass reads what is `transposed`, and norms of W2.
+
+    Packed ones stay so, and get their scales.
+    """
+    return (
+        _quantized(w1, transposed, False, backend),
+        _quantized(w2, transposed, transposed, backend),
+    )
+
+
+def _quantized(
+    w: torch.Tensor | Packed, transposed: bool, norms: bool, backend: str
+) -> Fp8Weight | Packed:
+    if isinstance(w, Packed):
+        if w.fp8_scale is None:
+            scale, norm = scales_and_norms(w, backend)
+            w = w._replace(fp8_scale=scale, fp8_norm=norm)
+        return w
+    w8, w8_t, scale, norm = ops.quantize_weight(w, transposed, norms, backend)
+    return Fp8Weight(w8, w8_t if transposed else None, scale, norm if norms else None)
 
 
 def check_fp8_weights(fp8_weights: Any, precision: str | None) -> None:

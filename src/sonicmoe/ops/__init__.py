@@ -31,7 +31,6 @@ from .grouped_gemm import up as up
 from .grouped_gemm import weight_gradient as weight_gradient
 from .grouped_gemm import weight_gradient_into as weight_gradient_into
 from .packed import dequantize_weight as dequantize_weight
-from .packed import quantize_packed as quantize_packed
 from .routing import balance as balance
 from .routing import balance_backward as balance_backward
 from .routing import count as count

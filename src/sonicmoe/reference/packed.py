@@ -3,7 +3,7 @@
 import torch
 
 from ..shapes import BLOCK
-from ..tensors import E4M3, Packed
+from ..tensors import Fp8Weight, Packed
 from .quantize import to_e4m3
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -11,8 +11,8 @@ SCALE_BLOCK = {"mxfp4": 32, "nf4": 64, "int4": 32}  # weights that share a scale
 NESTED_BLOCK = 256  # scales of NF4 that share one
 
 
-def dequantize_weight(dout, packed: Packed, first: int, count: int, dtype):
-    """(count, N, K) in `dtype`: experts from `first` on. `dout` is not read."""
+def dequantize_weight(packed: Packed, first: int, count: int, dtype: torch.dtype):
+    """(count, N, K) in `dtype`: experts from `first` on."""
     out = torch.empty(
         count, packed.stored_rows, packed.stored_columns, dtype=dtype, device=packed.device
     )
@@ -21,16 +21,27 @@ def dequantize_weight(dout, packed: Packed, first: int, count: int, dtype):
     return out.mT if packed.is_transposed else out
 
 
-def quantize_packed(dout, packed: Packed, first: int, count: int, transposed: bool):
-    """w8 (count, N, K), or w8_t (count, K, N) if `transposed`; `dout` is not read."""
-    assert packed.w_scale is not None
-    out = torch.empty(
-        count, packed.stored_rows, packed.stored_columns, dtype=E4M3, device=packed.device
-    )
-    for i in range(count):
-        value = _values(packed, first + i).to(torch.bfloat16).float()
-        out[i] = to_e4m3(value / packed.w_scale[first + i])
-    return out if transposed == packed.is_transposed else out.mT.contiguous()
+class Decoded:
+    """Experts (N, K) in `dtype`, each decoded when it is asked for."""
+
+    def __init__(self, packed: Packed, dtype: torch.dtype) -> None:
+        self.packed, self.dtype, self.shape = packed, dtype, packed.shape
+
+    def __getitem__(self, e: int) -> torch.Tensor:
+        return dequantize_weight(self.packed, e, 1, self.dtype)[0]
+
+
+def decodable(w, dtype: torch.dtype):
+    """Weights of which w[e] is those of expert e in `dtype`."""
+    return Decoded(w, dtype) if isinstance(w, Packed) else w
+
+
+def fp8_weight(packed: Packed) -> Fp8Weight:
+    """What `quantize_weight` makes of the weight in bf16; its scales and norms are known."""
+    assert packed.fp8_scale is not None
+    w = dequantize_weight(packed, 0, packed.experts, torch.bfloat16)
+    q = to_e4m3(w.float() / packed.fp8_scale[:, None, None]).contiguous()
+    return Fp8Weight(q, q.mT.contiguous(), packed.fp8_scale, packed.fp8_norm)
 
 
 def _values(packed: Packed, e: int) -> torch.Tensor:
