@@ -5,7 +5,7 @@ is what our adapters read; `dequantize_experts` goes back to dense parameters.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class PackedParameter(torch.Tensor):
         return f"PackedParameter({kind}, {tuple(self.shape)}, {dtype}, {self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(_tensors(self.packed)), (self.packed, self.dtype, self.swapped)
+        return list(_tensors(self.packed)), (*_rest(self.packed), self.dtype, self.swapped)
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """The tensors that `__tensor_flatten__` names."""
@@ -78,8 +78,8 @@ class PackedParameter(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, context: Any, size: Any, stride: Any) -> Any:
-        packed, dtype, swapped = context
-        return PackedParameter(_with_tensors(packed, inner), dtype, swapped)
+        kind, rest, dtype, swapped = context
+        return PackedParameter(_assembled(kind, rest, inner), dtype, swapped)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -115,32 +115,43 @@ def _tensors(packed: PackedWeight) -> dict[str, torch.Tensor]:
     """Every tensor of a packed weight by a name of its own."""
     found = {}
     for field in fields(packed):  # type: ignore[arg-type]
-        value = getattr(packed, field.name)
-        if isinstance(value, torch.Tensor):
-            found[f"packed_{field.name}"] = value
-        elif hasattr(value, "_fields"):
-            named = zip(value._fields, value, strict=True)
-            found |= {
-                f"packed_{field.name}_{n}": t for n, t in named if isinstance(t, torch.Tensor)
-            }
+        value, name = getattr(packed, field.name), f"packed_{field.name}"
+        parts = {f"{name}_{n}": t for n, t in value._asdict().items()} if _named(value) else {}
+        found |= {n: t for n, t in {name: value, **parts}.items() if isinstance(t, torch.Tensor)}
     return found
 
 
-def _with_tensors(packed: PackedWeight, tensors: dict[str, torch.Tensor]) -> PackedWeight:
-    """The same weight with other tensors, by the names of `_tensors`."""
-    changed: dict[str, Any] = {}
+def _rest(packed: PackedWeight) -> tuple[type, tuple]:
+    """What is no tensor: values that can be compared."""
+    rest = []
     for field in fields(packed):  # type: ignore[arg-type]
-        value, name = getattr(packed, field.name), f"packed_{field.name}"
-        if isinstance(value, torch.Tensor):
-            changed[field.name] = tensors[name]
-        elif hasattr(value, "_fields"):
-            parts = {n: tensors.get(f"{name}_{n}", t) for n, t in value._asdict().items()}
-            changed[field.name] = type(value)(**parts)
-    return replace(packed, **changed)  # type: ignore[type-var]
+        value = getattr(packed, field.name)
+        if _named(value):
+            options = [None if isinstance(t, torch.Tensor) else t for t in value]
+            rest.append((field.name, type(value), tuple(options)))
+        elif not isinstance(value, torch.Tensor):
+            rest.append((field.name, None, value))
+    return type(packed), tuple(rest)
+
+
+def _assembled(kind: Any, rest: tuple, tensors: dict[str, torch.Tensor]) -> PackedWeight:
+    """The weight that `_rest` and `_tensors` describe."""
+    names = {field.name for field in fields(kind)}
+    given = {n: tensors[f"packed_{n}"] for n in names if f"packed_{n}" in tensors}
+    for name, of, value in rest:
+        if of is not None:
+            parts = zip(of._fields, value, strict=True)
+            value = of(*[tensors.get(f"packed_{name}_{n}", option) for n, option in parts])
+        given[name] = value
+    return kind(**given)
+
+
+def _named(value: Any) -> bool:
+    return hasattr(value, "_fields")
 
 
 def _mapped(packed: PackedWeight, function: Callable) -> PackedWeight:
-    return _with_tensors(packed, {name: function(t) for name, t in _tensors(packed).items()})
+    return _assembled(*_rest(packed), {n: function(t) for n, t in _tensors(packed).items()})
 
 
 def _copied(destination: PackedParameter, source: PackedParameter) -> PackedParameter:
@@ -183,6 +194,15 @@ def packed_of(module: nn.Module, name: str) -> PackedParameter | None:
                 )
             return _of_bitsandbytes(module, name, parts.original, parts[0].quant_state)
     return None
+
+
+def is_packed(module: Any) -> bool:
+    """Whether a weight of a module may be packed; does not look into it."""
+    weights = module._parameters.values()
+    return "parametrizations" in module._modules or any(
+        isinstance(weight, PackedParameter) or type(weight).__name__ == "Params4bit"
+        for weight in weights
+    )
 
 
 def _of_bitsandbytes(module: Any, name: str, codes: Any, state: Any) -> PackedParameter:
@@ -246,7 +266,7 @@ def dequantize_experts(model: nn.Module) -> int:
             parametrize.remove_parametrizations(module, name, leave_parametrized=False)
         module._parameters[name] = dense
     for part in model.modules():
-        quantizer = getattr(part, "hf_quantizer", None)
+        quantizer = vars(part).get("hf_quantizer")  # not what a PeftModel finds in its model
         if found and hasattr(quantizer, "leave_out_experts"):
             quantizer.leave_out_experts(part)
     return len(found)

@@ -21,7 +21,7 @@ from ..layer.lora import LowRank
 from ..layer.memory import KEEP, MemoryPolicy, memory_policy
 from ..layer.operands import kind_of
 from ..packed import PackedWeight
-from .packed_parameter import packed_of, weight_of
+from .packed_parameter import is_packed, packed_of, weight_of
 from .recognition import activation_of, gate_up_of
 
 try:
@@ -135,7 +135,13 @@ def experts_forward(
 
     Under expert parallelism, ids of experts on other ranks are outside [0, E) and are dropped.
     Adapters come from `sonicmoe.integrations.peft`; the weights of the experts are then frozen.
+    Compiled, packed experts break the graph.
     """
+    if torch.compiler.is_compiling() and is_packed(module):
+        return _not_compiled(
+            module, hidden_states, top_k_index, top_k_weights, lora1, lora2, precision,
+            cache_fp8_weights, memory,
+        )  # fmt: skip
     name = "gate_up_proj" if module.has_gate else "up_proj"
     w1, w2 = weight_of(module, name), weight_of(module, "down_proj")
     b1 = _local(module, f"{name}_bias") if module.has_bias else None
@@ -168,6 +174,10 @@ def experts_forward(
     else:
         out = run(hidden_states, top_k_index, top_k_weights)
     return out.to(hidden_states.dtype)
+
+
+# Dynamo cannot read what a `PackedParameter` holds.
+_not_compiled = torch.compiler.disable(experts_forward)
 
 
 def _normed(run, norm, num_experts: int, x, ids, scores) -> torch.Tensor:
