@@ -131,6 +131,10 @@ class _Nf4(Format):
         self.nested = nested
 
     def tensors(self, sizes):
+        if sizes.n * sizes.k % 64:
+            expected = "weights of an expert in blocks of 64"
+            remedy = "Leave the experts out: llm_int8_skip_modules=['experts']."
+            raise bad_argument("experts", expected, sizes.shape, remedy)
         weights = sizes.experts * sizes.n * sizes.k
         found = {
             "_codes": torch.empty(weights // 2, 1, dtype=torch.uint8),

@@ -264,7 +264,8 @@ def dequantize_experts(model: nn.Module) -> int:
         dense = nn.Parameter(packed.dequantize(), requires_grad=False)
         if parametrize.is_parametrized(module, name):
             parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-        module._parameters[name] = dense
+        delattr(module, name)
+        module.register_parameter(name, dense)
     for part in model.modules():
         quantizer = vars(part).get("hf_quantizer")  # not what a PeftModel finds in its model
         if found and hasattr(quantizer, "leave_out_experts"):

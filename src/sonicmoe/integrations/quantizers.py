@@ -56,8 +56,13 @@ class _PackedExperts(HfQuantizer):
         }
         if self.experts:
             self.format = format_of(self.quantization_config)
-        if self.pre_quantized:
-            self._expect_tensors(model)
+        for path, weights in self.experts.items():
+            module = model.get_submodule(path)
+            for name, (sizes, _) in weights.items():
+                with torch.device("meta"):
+                    tensors = self.format.tensors(sizes)  # raises for sizes outside the blocks
+                if self.pre_quantized:
+                    _expect(module, name, tensors)
 
     def _replace_layers(self, model: nn.Module, **kwargs: Any) -> None:
         """What transformers does with the other layers; sets `modules_to_not_convert`."""
@@ -65,19 +70,6 @@ class _PackedExperts(HfQuantizer):
 
     def _quantizes(self, path: str) -> bool:
         return should_convert_module(path, self.modules_to_not_convert)
-
-    def _expect_tensors(self, model: nn.Module) -> None:
-        """Replace the dense parameters by what the file has."""
-        for path, weights in self.experts.items():
-            module = model.get_submodule(path)
-            for name, (sizes, _) in weights.items():
-                del module._parameters[name]
-                with torch.device("meta"):
-                    tensors = self.format.tensors(sizes)
-                for suffix, t in tensors.items():
-                    module.register_parameter(name + suffix, nn.Parameter(t, requires_grad=False))
-            # transformers would initialize `gate_up_proj`, which is absent now.
-            module._is_hf_initialized = True  # type: ignore[assignment]
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         for path, weights in self.experts.items() if self.pre_quantized else ():
@@ -121,6 +113,15 @@ def _described(module: Any, name: str) -> tuple[Sizes, torch.dtype]:
     n, k = (k, n) if module.is_transposed else (n, k)
     parts = 2 if name == "gate_up_proj" else 1
     return Sizes(experts, n, k, bool(module.is_transposed), parts), weight.dtype
+
+
+def _expect(module: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Put what the file has in the place of a dense parameter."""
+    del module._parameters[name]
+    for suffix, t in tensors.items():
+        module.register_parameter(name + suffix, nn.Parameter(t, requires_grad=False))
+    # transformers would initialize the dense parameter, which is absent now.
+    module._is_hf_initialized = True
 
 
 def _check_loaded(key: str, t: torch.Tensor, want: torch.Tensor) -> None:
@@ -243,10 +244,6 @@ def quantize_nf4(weight: torch.Tensor, quant_type: str, nested: bool) -> tuple[t
     """Codes and `QuantState` as `bitsandbytes.functional.quantize_4bit` makes them, in slices."""
     from bitsandbytes import functional as bnb
 
-    if weight[0].numel() % 64:
-        expected = "weights of an expert in blocks of 64"
-        remedy = "Leave the experts out: llm_int8_skip_modules=['experts']."
-        raise bad_argument("experts", expected, tuple(weight.shape), remedy)
     step = max(1, _SLICE // weight[0].numel())
     slices = [
         bnb.quantize_4bit(part.contiguous(), blocksize=64, quant_type=quant_type)
