@@ -272,6 +272,12 @@ class _Int4(_PackedExperts, CompressedTensorsHfQuantizer):
         name = f"{path}.0.gate_proj"
         return is_match(name, linear, targets, config.ignore or ())
 
+    def _replace_layers(self, model, **kwargs):
+        super()._replace_layers(model, **kwargs)
+        if not any(hasattr(m, "quantization_scheme") for m in model.modules()):
+            # Nothing to decompress: the first call would wrap every module for nothing.
+            self.compressor.remove_decompression_hook(model)
+
     def update_weight_conversions(self, weight_conversions, *model):
         if model:
             return super().update_weight_conversions(weight_conversions, *model)

@@ -154,6 +154,8 @@ def experts_forward(
             tuple(w1.shape),
             "Change num_experts of the module together with its weights.",
         )
+    # compressed-tensors' hooks make plain tuples of named ones.
+    lora1, lora2 = (lora and LowRank(*lora) for lora in (lora1, lora2))
     options: dict[str, Any] = {"activation": activation_of(module), "gate_up": gate_up_of(module)}
     options |= {"lora1": lora1, "lora2": lora2, "precision": precision, "memory": memory}
     packed = isinstance(w1, PackedWeight), isinstance(w2, PackedWeight)
