@@ -1,4 +1,4 @@
-"""Small checkpoints whose experts are packed, as the published ones are: random codes and scales."""
+"""Small checkpoints with packed experts, as the published ones: random codes and scales."""
 
 import json
 from pathlib import Path

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import transformers
-from packed_checkpoints import EXPERTS, NAMES, write
-from safetensors.torch import load_file
+from packed_checkpoints import EXPERTS, NAMES, gpt_oss, qwen, write
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -56,7 +56,9 @@ def bits(t):
     return t.view(torch.uint8) if t.dim() and t.element_size() == 1 else t
 
 
-@pytest.mark.tries("Hugging Face transformers", "packed MXFP4, FP8 and INT4 experts, saved as loaded")
+@pytest.mark.tries(
+    "Hugging Face transformers", "packed MXFP4, FP8 and INT4 experts, saved as loaded"
+)
 @pytest.mark.parametrize("kind", [*IN_FILE, "int4"])
 def test_stays_packed_from_file_to_file(kind, tmp_path):
     path = write(kind, tmp_path / "model")
@@ -65,7 +67,9 @@ def test_stays_packed_from_file_to_file(kind, tmp_path):
         dense = load(path)
         dense.set_experts_implementation(OURS["experts_implementation"])
     else:
-        dense = load(path, dtype="bfloat16", quantization_config=IN_FILE[kind](dequantize=True), **OURS)
+        dense = load(
+            path, dtype="bfloat16", quantization_config=IN_FILE[kind](dequantize=True), **OURS
+        )
     want = weights_of(dense)
     for name, packed in weights_of(model).items():
         assert isinstance(packed, PackedParameter) and not packed.requires_grad
@@ -86,7 +90,9 @@ def test_stays_packed_from_file_to_file(kind, tmp_path):
 
 @pytest.mark.tries("Hugging Face transformers", "experts in 4 bits of bitsandbytes")
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("kind, quant_type", [("dense", "nf4"), ("dense_swapped", "nf4"), ("dense", "fp4")])
+@pytest.mark.parametrize(
+    "kind, quant_type", [("dense", "nf4"), ("dense_swapped", "nf4"), ("dense", "fp4")]
+)
 def test_load_in_4bit_quantizes_experts(kind, quant_type, nested, tmp_path):
     path = write(kind, tmp_path / "model")
     model = load(path, **in_nf4(quant_type, nested), **OURS)
@@ -115,7 +121,12 @@ class _Dense(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             packed = isinstance(t, PackedParameter)
-            if isinstance(t, torch.Tensor) and not packed and t.is_floating_point() and not t.is_meta:
+            if (
+                isinstance(t, torch.Tensor)
+                and not packed
+                and t.is_floating_point()
+                and not t.is_meta
+            ):
                 self.largest = max(self.largest, t.numel() * (t.element_size() > 1))
         return out
 
@@ -154,7 +165,7 @@ def test_nf4_takes_the_memory_of_4_bits_at_first(tmp_path, monkeypatch):
     assert {sizes[n] for n in sizes if n.endswith(NAMES)} == {0.5}
 
 
-# --- models that do not ask for ours, or ask for dense weights -------------------------------------
+# --- models that do not ask for ours, or ask for dense weights ------------------------------------
 def test_other_models_are_loaded_as_before(tmp_path):
     before = dict(AUTO_QUANTIZER_MAPPING)
     path = write("mxfp4", tmp_path)
@@ -181,8 +192,6 @@ def test_experts_that_are_left_out_stay_dense(kind, tmp_path):
 def test_a_model_quantized_by_transformers_raises():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    from packed_checkpoints import qwen
-
     model = transformers.Qwen3MoeForCausalLM(qwen(256, 256))
     replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config())
     with pytest.raises(ValueError, match="experts that were loaded for it, got FP8Experts"):
@@ -206,7 +215,9 @@ def test_other_methods_raise_and_name_the_remedy(config, tmp_path):
     path = write("dense", tmp_path)
     text = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
     (path / "config.json").write_text(json.dumps(text))
-    with pytest.raises(ValueError, match=r"quantization_config: expected experts in MXFP4.*load_in_4bit"):
+    with pytest.raises(
+        ValueError, match=r"quantization_config: expected experts in MXFP4.*load_in_4bit"
+    ):
         load(path, **OURS)
 
 
@@ -242,15 +253,13 @@ def test_other_kinds_of_a_format_raise(kind, changes, match, tmp_path):
 
 @pytest.mark.parametrize("kind", ["mxfp4", "int4"])
 def test_a_missing_or_misshapen_tensor_raises(kind, tmp_path):
-    from safetensors.torch import save_file
-
     path = write(kind, tmp_path) / "model.safetensors"
     state = load_file(path)
     key = next(k for k in sorted(state) if k.endswith(("_scales", "_scale")))
     scale = state.pop(key)
     save_file(state, path, metadata={"format": "pt"})
     if kind == "mxfp4":  # one of INT4's experts alone would be an error of transformers
-        with pytest.raises(ValueError, match="expected a tensor .*_scales, got none"):
+        with pytest.raises(ValueError, match=r"expected a tensor .*_scales, got none"):
             load(tmp_path, **OURS)
         state[key] = scale[:, :32].contiguous()
         save_file(state, path, metadata={"format": "pt"})
@@ -265,8 +274,6 @@ def test_a_missing_or_misshapen_tensor_raises(kind, tmp_path):
 
 
 def test_sizes_outside_the_blocks_raise(tmp_path):
-    from packed_checkpoints import gpt_oss
-
     model = transformers.GptOssForCausalLM(gpt_oss(hidden_size=36, intermediate_size=18))
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"experts: expected weights of an expert in blocks of 64"):

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from packed_checkpoints import NAMES, write
+from packed_checkpoints import NAMES, qwen, write
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Mxfp4Config
 
 from sonicmoe.integrations import transformers as adapter
@@ -28,9 +28,10 @@ def _registered():
 
 def load(kind, folder, **options):
     if kind.startswith("dense"):
-        options |= {"quantization_config": BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["self_attn", "lm_head"],
-        )}  # fmt: skip
+        kept = ["self_attn", "lm_head"]
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=kept
+        )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_pretrained(write(kind, folder / kind), **OURS, **options)
 
@@ -65,7 +66,9 @@ def step(model):
     """Logits and every gradient, for a random gradient of the logits."""
     model.zero_grad()
     logits = model(IDS).logits
-    logits.backward(torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)).to(logits))
+    logits.backward(
+        torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)).to(logits)
+    )
     assert all(p.grad is None for n, p in model.named_parameters() if "lora_" not in n)
     found = {n: p.grad.clone() for n, p in factors(model).items() if p.grad is not None}
     return {"logits": logits.detach()} | found
@@ -140,7 +143,9 @@ def test_prepared_as_for_qlora(tmp_path):
     before = model.model.layers[0].mlp.experts.gate_up_proj.packed
     model = peft.prepare_model_for_kbit_training(model)
     after = model.model.layers[0].mlp.experts.gate_up_proj.packed
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(before.tensors(), after.tensors(), strict=True))
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(before.tensors(), after.tensors(), strict=True)
+    )
     model = with_lora(model)
     use_lora_experts(model)
     got = step(model)  # with gradient checkpointing
@@ -202,7 +207,9 @@ def test_parametrized_by_bitsandbytes(parametrized):
     use_lora_experts(ours)
     for _ in range(2):
         equal(step(ours), want)
-    with pytest.raises(ValueError, match=r"gate_up_proj: expected experts of bitsandbytes that nothing"):
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj: expected experts of bitsandbytes that nothing"
+    ):
         theirs.get_base_model().set_experts_implementation(OURS["experts_implementation"])
         theirs.base_model.model.model.layers[0].mlp.experts.get_base_layer()(
             torch.randn(4, 64).bfloat16(), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
@@ -233,9 +240,11 @@ def test_params4bit(tmp_path):
 def test_fp8_of_transformers_loses_the_adapter():
     """PEFT adds B·A to e4m3 codes, without their scale: it is rounded away. The experts of
     transformers with a forward pass in PyTorch, as theirs needs a GPU."""
-    from packed_checkpoints import qwen
     from transformers import FineGrainedFP8Config, Qwen3MoeForCausalLM
-    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, replace_with_fp8_linear
+    from transformers.integrations.finegrained_fp8 import (
+        FP8ExpertsInterface,
+        replace_with_fp8_linear,
+    )
 
     def dense_of(experts, name):
         scale = getattr(experts, f"{name}_scale_inv")
@@ -300,7 +309,7 @@ def test_operations_of_pytorch_see_the_dense_weight(tmp_path):
     dense = weight.dequantize()
     assert type(weight + 0) is torch.Tensor and torch.equal(weight + 0, dense)
     assert torch.equal(weight[1].mT @ weight[1], dense[1].mT @ dense[1])
-    for write in (
+    for written in (
         lambda: weight.data.mul_(2),
         lambda: weight.data.copy_(dense),
         lambda: torch.nn.init.zeros_(weight),
@@ -308,7 +317,7 @@ def test_operations_of_pytorch_see_the_dense_weight(tmp_path):
         lambda: setattr(weight, "data", dense),
     ):
         with pytest.raises(ValueError, match="packed experts"):
-            write()
+            written()
     assert torch.equal(weight.dequantize(), dense)
 
 

@@ -235,11 +235,13 @@ def weight_of(module: Any, name: str) -> torch.Tensor | PackedWeight:
         return packed.packed
     weight = getattr(module, name)
     weight = weight.to_local() if isinstance(weight, DTensor) else weight
-    if is_traceable_wrapper_subclass(weight) or not weight.dtype.is_floating_point:
+    kind = type(weight)
+    foreign = is_traceable_wrapper_subclass(weight) and not kind.__module__.startswith("torch.")
+    if foreign or not weight.dtype.is_floating_point:
         raise bad_argument(
             name,
             "a dense weight, or one packed as MXFP4, NF4, FP8 or INT4",
-            f"{type(weight).__name__} of {weight.dtype}",
+            f"{kind.__name__} of {weight.dtype}",
             "Load the model without quantization of its experts.",
         )
     return weight.mT if module.is_transposed else weight
@@ -277,8 +279,7 @@ def _weight_names(module: nn.Module) -> Iterator[str]:
     """Names of the experts' weights of a module."""
     parametrized = vars(module)["_modules"].get("parametrizations") or ()
     for name, weight in vars(module)["_parameters"].items():
-        if isinstance(weight, PackedParameter):
-            yield name
-        elif hasattr(module, "is_transposed") and hasattr(weight, "quant_state"):
+        params4bit = hasattr(module, "is_transposed") and hasattr(weight, "quant_state")
+        if params4bit or isinstance(weight, PackedParameter):
             yield name
     yield from (name for name in parametrized if hasattr(module, "is_transposed"))

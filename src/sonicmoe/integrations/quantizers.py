@@ -20,7 +20,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
-from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..errors import bad_argument
 from .packed_formats import Format, Sizes, format_of
@@ -289,7 +289,7 @@ class _Int4(_PackedExperts, CompressedTensorsHfQuantizer):
         config.ignore = [*(config.ignore or ()), *(f"re:{path}\\..*" for path in self.experts)]
 
 
-# --- in place of transformers' ---------------------------------------------------------------------
+# --- in place of transformers' --------------------------------------------------------------------
 _OURS = {
     "mxfp4": _Mxfp4,
     "fp8": _Fp8,

@@ -50,11 +50,12 @@ def register(
     Use it in `from_pretrained` or `model.set_experts_implementation`. transformers already has a
     "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
     package behind that name, for this process. Models whose experts do not use transformers'
-    interface would ignore the name: asking for it raises a ValueError from now on. Experts in
-    MXFP4, FP8, INT4 of compressed-tensors and NF4 of bitsandbytes stay packed when they are loaded
-    with that name; other quantized experts raise. `precision` and `memory` are those of `sonicmoe.experts`. With `cache_fp8_weights`
-    each module of experts has a `sonicmoe.Fp8Weights` as `sonicmoe_fp8_weights` after its first
-    call, which must not be compiled; `refresh` it after changes that it does not see.
+    interface would ignore the name: asking for it raises a ValueError from now on. Models that are
+    loaded with that name keep experts in MXFP4, FP8, INT4 of compressed-tensors and NF4 of
+    bitsandbytes packed; other quantized experts raise. `precision` and `memory` are those of
+    `sonicmoe.experts`. With `cache_fp8_weights` each module of experts has a `sonicmoe.Fp8Weights`
+    as `sonicmoe_fp8_weights` after its first call, which must not be compiled; `refresh` it after
+    changes that it does not see.
     They stay those of `name`: transformers looks a name up in every call, so other ones would
     change models that exist already. Register another name for them.
     """
