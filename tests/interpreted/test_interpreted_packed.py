@@ -35,22 +35,22 @@ def test_every_value():
     check_decoded(every_e4m3(), "cpu")
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_experts(format):
-    check_experts(format, backend="triton", transposed=(format == "nf4", False))
-
-
 @pytest.mark.parametrize(
     "case",
     [
         {"bias": True, "activation": ActivationType.SWIGLU_CLAMPED, "gate_up": "concatenated"},
-        {"is_sorted": True, "bias": True},
-        {"memory": "recompute", "counts": (0, 39, 1, 0)},
-        {"memory": "e4m3"},
+        {"format": "nf4", "is_sorted": True, "bias": True, "transposed": (True, True)},
+        {
+            "format": "fp8",
+            "memory": "recompute",
+            "counts": (0, 39, 1, 0),
+            "transposed": (True, False),
+        },
+        {"format": "int4", "memory": "slices", "size": 2},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("limit", [2**30, 30000], ids=["at once", "in parts"])
-def test_cases(case, limit, monkeypatch):
+@pytest.mark.parametrize("limit", [2**30, 10000], ids=["at once", "in parts"])
+def test_experts(case, limit, monkeypatch):
     monkeypatch.setattr(tensors, "DECODED_BYTES", limit)
     check_experts(backend="triton", **case)
