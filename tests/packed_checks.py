@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from packed_weights import decoded, random_packed
 
-from sonicmoe import ActivationType, experts, grouped_experts
+from sonicmoe import ActivationType, MemoryPolicy, experts, grouped_experts
 from sonicmoe.integrations.lora import LowRank
 from sonicmoe.packed import PackedWeight
 
-T, E, K, H, INNER, RANK = 20, 4, 2, 64, 96, 8
-ALL = ("x", "scores", "a1", "c1", "a2", "c2", "b1", "b2")
+T, E, K, H, INNER, RANK = 20, 4, 2, 64, 32, 8
+Tensors = dict[str, torch.Tensor]
 
 
 def check_experts(
@@ -25,19 +25,31 @@ def check_experts(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     packed: tuple[bool, bool] = (True, True),
+    trains_the_other: bool = False,
+    size: int = 1,
     **options: Any,
 ) -> None:
-    """Output and all gradients, of the packed weights and of what an independent decoder makes."""
-    given = _inputs(activation, bias, lora, dtype, device)
-    n = 2 * INNER if activation.is_gated else INNER
+    """Output and all gradients, of the packed weights and of what an independent decoder makes.
+
+    `packed` says which of the weights are; the other one may be trained. `size` multiplies T, H
+    and I.
+    """
+    if options.get("memory") == "slices":
+        options["memory"] = MemoryPolicy(slices=2)
+    lora = lora and not trains_the_other
+    given = _inputs(activation, bias, lora, dtype, device, size)
+    n = size * (2 * INNER if activation.is_gated else INNER)
     weights = [
         random_packed(format, shape, t).to(device)
-        for shape, t in zip(((E, n, H), (E, H, INNER)), transposed, strict=True)
+        for shape, t in zip(
+            ((E, n, size * H), (E, size * H, size * INNER)), transposed, strict=True
+        )
     ]
     options |= {"activation": activation, "gate_up": gate_up}
     dense = [_dense(w, dtype, device) for w in weights]
     mixed = [w if p else d for w, d, p in zip(weights, dense, packed, strict=True)]
-    found, wants = (_step(given, ws, is_sorted, counts, options) for ws in (mixed, dense))
+    trained = [trains_the_other and not p for p in packed]
+    found, wants = (_step(given, ws, trained, is_sorted, counts, options) for ws in (mixed, dense))
     assert found.keys() == wants.keys()
     for name, want in wants.items():
         assert torch.equal(found[name], want), name
@@ -50,30 +62,36 @@ def _dense(w: PackedWeight, dtype: torch.dtype, device: str) -> torch.Tensor:
     return stored.to(dtype).to(device)
 
 
-def _inputs(activation, bias, lora, dtype, device) -> dict[str, torch.Tensor]:
+def _inputs(activation, bias, lora, dtype, device, size) -> Tensors:
     generator = torch.Generator().manual_seed(1)
+    t, h, inner = size * T, size * H, size * INNER
 
     def new(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(shape, generator=generator).mul(scale).to(device, dtype)
 
-    n = 2 * INNER if activation.is_gated else INNER
-    given = {"x": new(T, H), "dout": new(T, H), "rows": new(T, H)}
-    given["logits"] = torch.rand(T, E, generator=generator).to(device)
+    n = 2 * inner if activation.is_gated else inner
+    given = {"x": new(t, h), "dout": new(t, h)}
+    given["logits"] = torch.rand(t, E, generator=generator).to(device)
     if lora:
-        given |= {"a1": new(RANK * E, H, scale=0.1), "c1": new(n, RANK * E)}
-        given |= {"a2": new(RANK * E, INNER, scale=0.1), "c2": new(H, RANK * E)}
+        given |= {"a1": new(RANK * E, h, scale=0.1), "c1": new(n, RANK * E)}
+        given |= {"a2": new(RANK * E, inner, scale=0.1), "c2": new(h, RANK * E)}
     if bias:
-        given |= {"b1": new(E, n), "b2": new(E, H)}
+        given |= {"b1": new(E, n), "b2": new(E, h)}
     return given
 
 
-def _step(given, weights, is_sorted, counts, options) -> dict[str, torch.Tensor]:
-    leaves = {k: t.clone() for k, t in given.items() if k in ALL}
+def _step(given: Tensors, weights, trained, is_sorted, counts, options) -> Tensors:
+    leaves = {k: t.clone() for k, t in given.items() if k not in ("dout", "logits")}
     scores, ids = given["logits"].topk(K, 1)
-    if counts is not None:  # rows of each expert
-        ids = torch.arange(E).repeat_interleave(torch.tensor(counts)).view(T, K).to(ids)
+    if counts is not None:  # rows of each expert, of T · K
+        rows = torch.tensor(counts) * (len(ids) // T)
+        ids = torch.arange(E).repeat_interleave(rows).view(len(ids), K).to(ids)
     leaves["scores"] = scores[:, 0].clone() if is_sorted else scores
     has_lora, bias = "a1" in leaves, (leaves.get("b1"), leaves.get("b2"))
+    for i, (w, trains) in enumerate(zip(weights, trained, strict=True), 1):
+        if trains:
+            leaves[f"w{i}"] = w.detach().clone()
+    weights = [leaves.get(f"w{i}", w) for i, w in enumerate(weights, 1)]
     for name, leaf in leaves.items():
         leaf.requires_grad_(not (has_lora and name in ("b1", "b2")))
     if has_lora:
@@ -81,10 +99,10 @@ def _step(given, weights, is_sorted, counts, options) -> dict[str, torch.Tensor]
             f"lora{i}": LowRank(leaves[f"a{i}"], leaves[f"c{i}"], 0.5) for i in (1, 2)
         }
     if is_sorted:
-        rows = torch.tensor([7, 0, 12, 1], device=ids.device)
+        rows = torch.tensor([7, 0, 12, 1], device=ids.device) * (len(ids) // T)
         out = grouped_experts(leaves["x"], rows, *weights, *bias, leaves["scores"], **options)
     else:
         out = experts(leaves["x"], ids, leaves["scores"], *weights, *bias, **options)
     out.backward(given["dout"])
     found = {name: leaf.grad for name, leaf in leaves.items() if leaf.requires_grad}
-    return {"out": out.detach(), **found}
+    return {"out": out.detach(), **found}  # type: ignore[dict-item]

@@ -30,7 +30,8 @@ def test_formats(format, transposed, precision):
         {"memory": "recompute", "bias": True},
         {"memory": "e4m3"},
         {"packed": (True, False)},
-        {"packed": (False, True), "lora": False},
+        {"packed": (True, False), "trains_the_other": True},
+        {"packed": (False, True), "trains_the_other": True},
     ],
     ids=str,
 )

@@ -57,6 +57,10 @@ class PackedWeight:
     def requires_grad(self) -> bool:
         return False
 
+    def __len__(self) -> int:
+        """E, as of a tensor."""
+        return self.shape[0]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""

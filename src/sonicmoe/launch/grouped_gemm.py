@@ -281,8 +281,8 @@ def dz(
     dscores = memory.empty(scores.shape, torch.float32, device) if needs.dscores else None
     if rows == 0:
         return (dz if needs.dz else None), a, dscores
-    parts = ceil_div(intermediate, config.block_n)
-    partial = partial_scores(parts, b2, dscores, device)
+    tiles_n = ceil_div(intermediate, config.block_n)
+    partial = partial_scores(tiles_n, b2, dscores, device)
     grid = _row_grid(config, p, intermediate, target)
     outputs = (dz, a, partial)
     for part in parts(w2, None, lora, p, dtype):

@@ -65,7 +65,9 @@ class Fp8(Operands):
             raise bad_argument("fp8_weights", "None with packed weights", "Fp8Weights", remedy)
         return tuple(
             Operand(q if isinstance(q, Packed) else w, q)
-            for w, q in zip((w1, w2), quantize(w1, w2, how.z_dtype is not None, how.backend), strict=True)
+            for w, q in zip(
+                (w1, w2), quantize(w1, w2, how.z_dtype is not None, how.backend), strict=True
+            )
         )
 
     @staticmethod
