@@ -35,7 +35,7 @@ class PackedParameter(torch.Tensor):
     packed: PackedWeight
     swapped: bool
     # Results are plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, packed: PackedWeight, dtype: torch.dtype, swapped: bool = False) -> Any:
@@ -46,13 +46,13 @@ class PackedParameter(torch.Tensor):
     def __init__(self, packed: PackedWeight, dtype: torch.dtype, swapped: bool = False) -> None:
         self.packed, self.swapped = packed, swapped
 
-    def dequantize(self) -> torch.Tensor:  # type: ignore[override]
+    def dequantize(self) -> torch.Tensor:
         """The dense parameter."""
         dense = self.packed.dequantize(self.dtype)
         return dense.mT.contiguous() if self.swapped else dense
 
     @property
-    def data(self) -> "PackedParameter":  # type: ignore[override]
+    def data(self) -> "PackedParameter":
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
@@ -113,7 +113,7 @@ class PackedParameter(torch.Tensor):
 
 def _tensors(packed: PackedWeight) -> dict[str, torch.Tensor]:
     """Every tensor of a packed weight by a name of its own."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for field in fields(packed):  # type: ignore[arg-type]
         value, name = getattr(packed, field.name), f"packed_{field.name}"
         parts = {f"{name}_{n}": t for n, t in value._asdict().items()} if _named(value) else {}
@@ -123,7 +123,7 @@ def _tensors(packed: PackedWeight) -> dict[str, torch.Tensor]:
 
 def _rest(packed: PackedWeight) -> tuple[type, tuple]:
     """What is no tensor: values that can be compared."""
-    rest = []
+    rest: list[tuple[str, Any, Any]] = []
     for field in fields(packed):  # type: ignore[arg-type]
         value = getattr(packed, field.name)
         if _named(value):
@@ -182,7 +182,7 @@ def packed_of(module: nn.Module, name: str) -> PackedParameter | None:
     if (state := getattr(weight, "quant_state", None)) is not None:  # Params4bit
         return _of_bitsandbytes(module, name, weight, state)
     if name in (vars(module)["_modules"].get("parametrizations") or ()):
-        parts = module.parametrizations[name]  # type: ignore[index]
+        parts: Any = module.parametrizations[name]  # type: ignore[index]
         if type(parts[0]).__name__ == "Bnb4bitParametrization":
             if len(parts) > 1:
                 raise bad_argument(
@@ -217,7 +217,8 @@ def _of_bitsandbytes(module: Any, name: str, codes: Any, state: Any) -> PackedPa
 
 def nf4_of_state(codes: torch.Tensor, state: Any, swapped: bool) -> Nf4:
     """Codes and a `QuantState` of bitsandbytes; `swapped` if its shape is (E, K, N)."""
-    nested, experts, rows, columns = None, *state.shape
+    experts, rows, columns = state.shape
+    nested = None
     if state.state2 is not None:
         second = state.state2
         nested = NestedAbsmax(second.code, second.absmax, state.offset, second.blocksize)
@@ -269,7 +270,7 @@ def dequantize_experts(model: nn.Module) -> int:
         delattr(module, name)
         module.register_parameter(name, dense)
     for part in model.modules():
-        quantizer = vars(part).get("hf_quantizer")  # not what a PeftModel finds in its model
+        quantizer: Any = vars(part).get("hf_quantizer")  # not what a PeftModel finds in its model
         if found and hasattr(quantizer, "leave_out_experts"):
             quantizer.leave_out_experts(part)
     return len(found)

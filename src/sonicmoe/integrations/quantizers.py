@@ -126,7 +126,7 @@ def _expect(module: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
 
 def _check_loaded(key: str, t: torch.Tensor, want: torch.Tensor) -> None:
     if not getattr(t, "_is_hf_initialized", False):
-        remedy = "Its experts are not quantized in a way that can stay packed."
+        remedy = "Load the original in 16 bits, or a checkpoint in a format that stays packed."
         raise bad_argument("checkpoint", f"a tensor {key}", "none", remedy)
     if t.device.type == "meta":
         got, remedy = "offload to disk or CPU", "Pass a device_map of GPUs alone."
@@ -172,7 +172,7 @@ class _Fp8(_PackedExperts, FineGrainedFP8HfQuantizer):
         self.without_gpu = self.quantization_config.dequantize
         self.quantization_config.dequantize = False
 
-    def get_modules_to_not_convert(self, model, *args, **kwargs):  # type: ignore[override]
+    def get_modules_to_not_convert(self, model, *args, **kwargs):
         """Experts too, which transformers would replace; `_quantizes` has those of the file."""
         self.left_out = super().get_modules_to_not_convert(model, *args, **kwargs)
         return [*self.left_out, *(p for p, m in model.named_modules() if weight_names(m))]
