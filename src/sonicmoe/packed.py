@@ -317,6 +317,14 @@ def stored(w: torch.Tensor | PackedWeight) -> torch.Tensor | Packed:
     return w.stored() if isinstance(w, PackedWeight) else w
 
 
+def with_fp8_scales(packed: Packed, backend: str) -> Packed:
+    """With the last two fields."""
+    if packed.fp8_scale is not None:
+        return packed
+    scale, norm = scales_and_norms(packed, backend)
+    return packed._replace(fp8_scale=scale, fp8_norm=norm)
+
+
 def scales_and_norms(packed: Packed, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The last two fields of `Packed`: those of the weight in bf16."""
     scales, norms = [], []

@@ -1,5 +1,7 @@
 """Decoders of packed weights, and the experts whose GEMMs they feed."""
 
+import weakref
+
 import pytest
 import torch
 from packed_checks import check_experts
@@ -7,6 +9,7 @@ from packed_decoder_checks import check_decoded, check_quantized, every_e4m3, ev
 from packed_weights import FORMATS, random_packed
 
 from sonicmoe import ActivationType, tensors
+from sonicmoe.launch import packed as launch
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
@@ -54,3 +57,19 @@ def test_every_value():
 def test_experts(case, limit, monkeypatch):
     monkeypatch.setattr(tensors, "DECODED_BYTES", limit)
     check_experts(backend="triton", **case)
+
+
+def test_one_part_exists_at_a_time(monkeypatch):
+    """And none between the GEMMs."""
+    decode, alive = launch.dequantize_weight, []
+
+    def watched(*args):
+        assert not any(part() is not None for part in alive)
+        found = decode(*args)
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(launch, "dequantize_weight", watched)
+    monkeypatch.setattr(tensors, "DECODED_BYTES", 10000)
+    check_experts(backend="triton", memory="recompute")
+    assert len(alive) == 4 + 2 + 4 + 2 + 4  # up, down, up again, dZ and dX

@@ -8,7 +8,7 @@ Bits become floating point by shifts and masks, then by a multiplication that is
 import triton
 import triton.language as tl
 
-from .quantize import _PTX, _word, is_finite
+from .quantize import PTX, e4m3_word, is_finite
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def _inverse(scale):
 @triton.jit
 def _rounded(a, b):
     """a and b rounded to bf16. Converted one by one, they would take three times as long."""
-    if _PTX:
+    if PTX:
         pair = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -179,7 +179,7 @@ def quantize_packed_kernel(
     s = load_scale(scale, scale_table, scale2, offset, expert, word, inside, P, Q, FORMAT)
     factor = _inverse(tl.load(w_scale + expert))
     v = _scaled_word(w, s, table, factor, FORMAT)
-    pair = tl.join(_word(v[0], v[1], v[2], v[3]), _word(v[4], v[5], v[6], v[7]))
+    pair = tl.join(e4m3_word(v[0], v[1], v[2], v[3]), e4m3_word(v[4], v[5], v[6], v[7]))
     i = tl.program_id(0) * (BLOCK * 2) + tl.arange(0, BLOCK * 2)
     out += tl.program_id(1).to(tl.int64) * (P * Q // 4)
     tl.store(out + i, pair.reshape(BLOCK * 2), mask=i < P * Q // 4)
@@ -214,7 +214,7 @@ def quantize_transposed_kernel(
     d = _scaled_word(words[3], scales[3], table, factor, FORMAT)
     packed = ()
     for i in tl.static_range(8):
-        packed = packed + (_word(a[i], b[i], c[i], d[i]),)
+        packed = packed + (e4m3_word(a[i], b[i], c[i], d[i]),)
     tile = _interleaved(*packed).reshape(BLOCK_P // 4, BLOCK_Q)
     q = index % q_tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
     out += tl.program_id(1).to(tl.int64) * (P * Q // 4)

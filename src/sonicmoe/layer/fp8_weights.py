@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 
 from .. import ops
 from ..errors import bad_argument
-from ..packed import scales_and_norms
+from ..packed import with_fp8_scales
 from ..tensors import Fp8Weight, Packed
 from ..validation import fp8_backend, resolve_backend
 from .fp8_kept import (
@@ -37,22 +37,15 @@ def quantize_weights(
 
     Packed ones stay so, and get their scales.
     """
-    return (
-        _quantized(w1, transposed, False, backend),
-        _quantized(w2, transposed, transposed, backend),
-    )
-
-
-def _quantized(
-    w: torch.Tensor | Packed, transposed: bool, norms: bool, backend: str
-) -> Fp8Weight | Packed:
-    if isinstance(w, Packed):
-        if w.fp8_scale is None:
-            scale, norm = scales_and_norms(w, backend)
-            w = w._replace(fp8_scale=scale, fp8_norm=norm)
-        return w
-    w8, w8_t, scale, norm = ops.quantize_weight(w, transposed, norms, backend)
-    return Fp8Weight(w8, w8_t if transposed else None, scale, norm if norms else None)
+    found: list[Fp8Weight | Packed] = []
+    for w, norms in ((w1, False), (w2, transposed)):
+        if isinstance(w, Packed):
+            found.append(with_fp8_scales(w, backend))
+        else:
+            w8, w8_t, scale, norm = ops.quantize_weight(w, transposed, norms, backend)
+            q = Fp8Weight(w8, w8_t if transposed else None, scale, norm if norms else None)
+            found.append(q)
+    return found[0], found[1]
 
 
 def check_fp8_weights(fp8_weights: Any, precision: str | None) -> None:
