@@ -6,6 +6,8 @@ from packed_weights import FORMATS, NF4, decoded, random_packed
 
 from sonicmoe import Fp8Blocks, Int4, Mxfp4, Nf4
 from sonicmoe.packed import NestedAbsmax
+from sonicmoe.shapes import Problem
+from sonicmoe.tools import cost
 
 SHAPE = (3, 64, 96)
 
@@ -42,6 +44,20 @@ def test_the_bytes_of_each_format():
     found = {name: random_packed(name, shape).nbytes / bf16 for name in FORMATS}
     limits = {"mxfp4": 0.27, "nf4": 0.29, "nf4 nested": 0.27, "fp8": 0.51, "fp8 e8m0": 0.51}
     assert all(found[name] <= limits.get(name, 0.29) for name in FORMATS), found
+
+
+def test_the_cost_model_knows_them():
+    """W1 (4, 1024, 512) and W2 (4, 512, 512), to the byte."""
+    names = {"mxfp4": "MXFP4", "nf4": "NF4", "int4": "INT4", "fp8": "FP8"}
+    expected = cost.weight_bytes(Problem(8, 512, 512, 4, 2))
+    for format, name in names.items():
+        weights = [random_packed(format, shape) for shape in ((4, 1024, 512), (4, 512, 512))]
+        tables = sum(w.code.nbytes for w in weights if format == "nf4")
+        assert expected[name] == sum(w.nbytes for w in weights) - tables
+    nested = [random_packed("nf4 nested", (4, n, 512)) for n in (1024, 512)]
+    found = sum(w.codes.nbytes + w.absmax.nbytes + w.nested.absmax2.nbytes for w in nested)
+    assert expected["NF4, nested"] == found
+    assert expected["dense"] == 2 * 4 * 512 * (1024 + 512)
 
 
 def test_to_a_device():
