@@ -6,8 +6,9 @@ import torch
 from helpers import run_poisoned
 from packed_weights import decoded, random_packed
 
-from sonicmoe import Mxfp4
+from sonicmoe import Mxfp4, ops
 from sonicmoe.launch import packed as launch
+from sonicmoe.launch.quantize import quantize_weight
 from sonicmoe.packed import PackedWeight, scales_and_norms
 from sonicmoe.reference.fp8 import to_e4m3
 
@@ -32,7 +33,7 @@ def check_quantized(w: PackedWeight, device: str, first: int = 1) -> None:
     stored, count = w.to(device).stored(), w.shape[0] - first
     scale, norm = scales_and_norms(stored, "triton")
     dense = decoded(w).bfloat16()
-    _, _, want_scale, want_norm = launch_quantize(dense.to(device))
+    _, _, want_scale, want_norm = quantize_weight(dense.to(device), False, True)
     assert torch.equal(scale, want_scale) and torch.equal(norm, want_norm)
     stored = stored._replace(fp8_scale=scale, fp8_norm=norm)
     want = to_e4m3(dense.float() / scale.cpu()[:, None, None])[first:]
@@ -41,12 +42,6 @@ def check_quantized(w: PackedWeight, device: str, first: int = 1) -> None:
         found = run_poisoned(lambda step=step: {"w8": step()}, device)["w8"]
         assert found.is_contiguous()
         assert torch.equal(bits(found), bits(value))
-
-
-def launch_quantize(w: torch.Tensor):
-    from sonicmoe.launch.quantize import quantize_weight
-
-    return quantize_weight(w, False, True)
 
 
 def every_mxfp4() -> Mxfp4:
@@ -64,3 +59,16 @@ def every_e4m3() -> PackedWeight:
     exponents = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(2, 1, 1)
     w.scale_inv.copy_(exponents.view(torch.float8_e8m0fnu))
     return w
+
+
+def check_tiles(device: str) -> None:
+    """More tiles than a program copies; experts without rows at both ends of a part."""
+    start = torch.tensor([0, 0, 40000, 40005, 40005, 110000, 110001], dtype=torch.int32)
+    tiles = ops.tiles(start.to(device), 110001, 128, "torch")[1]
+    entries = tiles[1:].tolist()[: int(tiles[0, 0])]
+    for first, count in ((0, 1), (1, 2), (3, 3), (5, 1), (0, 6)):
+        found = launch._tiles_of(tiles, first, count)
+        want = [[e - first, *rest] for e, *rest in entries if first <= e < first + count]
+        assert found.shape == tiles.shape
+        assert found[0].tolist() == [len(want), *tiles[0, 1:].tolist()]
+        assert found[1 : 1 + len(want)].tolist() == want

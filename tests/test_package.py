@@ -36,6 +36,7 @@ def test_public_names_are_frozen():
         "MoE",
         "Mxfp4",
         "Nf4",
+        "PackedWeight",
         "experts",
         "grouped_experts",
         "moe_TC_softmax_topk_layer",

@@ -6,6 +6,8 @@ from packed_weights import FORMATS, NF4, decoded, random_packed
 
 from sonicmoe import Fp8Blocks, Int4, Mxfp4, Nf4
 from sonicmoe.packed import NestedAbsmax
+from sonicmoe.shapes import Problem
+from sonicmoe.tools import cost
 
 SHAPE = (3, 64, 96)
 
@@ -44,14 +46,47 @@ def test_the_bytes_of_each_format():
     assert all(found[name] <= limits.get(name, 0.29) for name in FORMATS), found
 
 
+def test_the_cost_model_knows_them():
+    """W1 (4, 1024, 512) and W2 (4, 512, 512), to the byte."""
+    names = {"mxfp4": "MXFP4", "nf4": "NF4", "int4": "INT4", "fp8": "FP8"}
+    expected = cost.weight_bytes(Problem(8, 512, 512, 4, 2))
+    for format, name in names.items():
+        weights = [random_packed(format, shape) for shape in ((4, 1024, 512), (4, 512, 512))]
+        tables = sum(w.code.nbytes for w in weights if format == "nf4")
+        assert expected[name] == sum(w.nbytes for w in weights) - tables
+    nested = [random_packed("nf4 nested", (4, n, 512)) for n in (1024, 512)]
+    found = sum(w.codes.nbytes + w.absmax.nbytes + w.nested.absmax2.nbytes for w in nested)
+    assert expected["NF4, nested"] == found
+    assert expected["dense"] == 2 * 4 * 512 * (1024 + 512)
+
+
 def test_to_a_device():
     w = random_packed("nf4 nested", SHAPE).to("meta")
     assert w.device.type == "meta" and {t.device.type for _, t in w.tensors()} == {"meta"}
 
 
+def test_the_bits_of_transformers():
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    w = random_packed("mxfp4", SHAPE)
+    assert torch.equal(w.dequantize().mT, mxfp4.convert_moe_packed_tensors(w.blocks, w.scales))
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    for format in ("fp8", "fp8 e8m0"):
+        w = random_packed(format, (2, 256, 128))
+        load = fp8.Fp8Dequantize(None)._dequantize_one
+        found = torch.stack(
+            [load(*pair, torch.bfloat16) for pair in zip(w.weight, w.scale_inv, strict=True)]
+        )
+        assert torch.equal(w.dequantize(), found)
+
+
 # --- errors ---------------------------------------------------------------------------------------
 def u8(*shape):
     return torch.zeros(shape, dtype=torch.uint8)
+
+
+def _sharded(t):
+    t.placements = ()  # as a DTensor has them
+    return t
 
 
 E4M3, CODE = torch.float8_e4m3fn, torch.tensor(NF4)
@@ -62,6 +97,7 @@ BAD = {
     r"blocks: expected shape .*, got \(2, 8, 1, 8\)": lambda: Mxfp4(u8(2, 8, 1, 8), u8(2, 8, 1)),
     r"scales: expected shape \(E, N, K/32\)": lambda: Mxfp4(u8(2, 8, 1, 16), u8(2, 8, 2)),
     "scales: expected a contiguous": lambda: Mxfp4(u8(2, 8, 2, 16), u8(2, 2, 8).mT),
+    "blocks: expected a plain tensor": lambda: Mxfp4(_sharded(u8(2, 8, 1, 16)), u8(2, 8, 1)),
     "scales: expected the device": lambda: Mxfp4(u8(2, 8, 1, 16), u8(2, 8, 1).to("meta")),
     "shape: expected sizes": lambda: Nf4(u8(48), torch.ones(2), (3, 4, 8), CODE),
     "codes: expected shape": lambda: Nf4(u8(64), torch.ones(1), (1, 8, 8), CODE),

@@ -12,7 +12,7 @@ from .functional import (
 from .layer.fp8_weights import Fp8Weights
 from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
-from .packed import Fp8Blocks, Int4, Mxfp4, Nf4
+from .packed import Fp8Blocks, Int4, Mxfp4, Nf4, PackedWeight
 from .tools.warmup import warmup
 from .watch import watch
 
@@ -29,6 +29,7 @@ __all__ = [
     "MoE",
     "Mxfp4",
     "Nf4",
+    "PackedWeight",
     "experts",
     "grouped_experts",
     "moe_TC_softmax_topk_layer",

@@ -123,14 +123,8 @@ class PackedWeight:
                 raise bad_argument(name, "a contiguous tensor", f"strides {t.stride()}", "Copy it.")
 
 
-class _ShapeOfTensors(PackedWeight):
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return self.stored().shape
-
-
 @dataclass(frozen=True, eq=False)
-class Mxfp4(_ShapeOfTensors):
+class Mxfp4(PackedWeight):
     """OCP MXFP4, as gpt-oss stores it: e2m1 · 2^(scale − 127), a scale for 32 weights of a row.
 
     blocks (E, N, K/32, 16) uint8, the low nibble is the even column; scales (E, N, K/32) uint8.
@@ -148,6 +142,10 @@ class Mxfp4(_ShapeOfTensors):
         _check_tensor("scales", self.scales, (torch.uint8,), "(E, N, K/32)")
         _check_size("scales", self.scales, (experts, rows, blocks), "(E, N, K/32)")
         self._check()
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.stored().shape
 
     def stored(self) -> Packed:
         experts, rows, blocks, _ = self.blocks.shape
@@ -257,7 +255,7 @@ class Nf4(PackedWeight):
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8Blocks(_ShapeOfTensors):
+class Fp8Blocks(PackedWeight):
     """e4m3 with a scale for 128×128 weights, as DeepSeek-V3 and Qwen store it.
 
     weight (E, N, K) e4m3; scale_inv (E, ⌈N/128⌉, ⌈K/128⌉), fp32 or e8m0. The weight is the fp32
@@ -278,13 +276,17 @@ class Fp8Blocks(_ShapeOfTensors):
         _check_size("scale_inv", self.scale_inv, blocks, dims)
         self._check()
 
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.stored().shape
+
     def stored(self) -> Packed:
         sizes = tuple(self.weight.shape)
         return _packed("fp8", self.weight, self.scale_inv, sizes, self.transposed, self.fp8)
 
 
 @dataclass(frozen=True, eq=False)
-class Int4(_ShapeOfTensors):
+class Int4(PackedWeight):
     """INT4 of compressed-tensors: (nibble − 8) · scale, a scale for 32 weights of a row.
 
     packed (E, N, K/8) int32: nibble i of word j is column 8j + i; scale (E, N, K/32) bf16.
@@ -305,6 +307,10 @@ class Int4(_ShapeOfTensors):
         _check_tensor("scale", self.scale, (torch.bfloat16,), "(E, N, K/32)")
         _check_size("scale", self.scale, (experts, rows, words // 4), "(E, N, K/32)")
         self._check()
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.stored().shape
 
     def stored(self) -> Packed:
         experts, rows, words = self.packed.shape

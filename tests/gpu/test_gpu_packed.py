@@ -3,7 +3,13 @@
 import pytest
 import torch
 from packed_checks import check_experts
-from packed_decoder_checks import check_decoded, check_quantized, every_e4m3, every_mxfp4
+from packed_decoder_checks import (
+    check_decoded,
+    check_quantized,
+    check_tiles,
+    every_e4m3,
+    every_mxfp4,
+)
 from packed_weights import FORMATS, random_packed
 
 from sonicmoe import ActivationType, Mxfp4, tensors
@@ -20,6 +26,10 @@ def test_decoders(format, transposed):
         w = random_packed(format, shape, transposed)
         check_decoded(w, CUDA)
         check_quantized(w, CUDA)
+
+
+def test_the_tiles_of_a_part():
+    check_tiles(CUDA)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

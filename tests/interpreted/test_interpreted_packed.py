@@ -5,7 +5,13 @@ import weakref
 import pytest
 import torch
 from packed_checks import check_experts
-from packed_decoder_checks import check_decoded, check_quantized, every_e4m3, every_mxfp4
+from packed_decoder_checks import (
+    check_decoded,
+    check_quantized,
+    check_tiles,
+    every_e4m3,
+    every_mxfp4,
+)
 from packed_weights import FORMATS, random_packed
 
 from sonicmoe import ActivationType, tensors
@@ -15,9 +21,13 @@ from sonicmoe.launch import packed as launch
 @pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_decoders(format, transposed):
-    w = random_packed(format, (3, 160, 192), transposed)
+    w = random_packed(format, (2, 160, 192), transposed)
     check_decoded(w, "cpu")
     check_quantized(w, "cpu")
+
+
+def test_the_tiles_of_a_part():
+    check_tiles("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

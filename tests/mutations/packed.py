@@ -50,8 +50,9 @@ MUTATIONS = [
         f"{INTERPRETED} -k decoders", interpreted=True,
     ),
     Mutation(
-        "a part of the experts takes the first tiles", "launch/packed.py",
-        "table[(index + before)", "table[index", f"{INTERPRETED} -k experts", interpreted=True,
+        "a part of the experts takes the first tiles", "kernels/packed.py",
+        "(skipped + index)[:, None]", "index[:, None]",
+        f"{INTERPRETED} -k tiles", interpreted=True,
     ),
     Mutation(
         "a part of the experts takes the first biases", "launch/packed.py",

@@ -220,3 +220,30 @@ def quantize_transposed_kernel(
     out += tl.program_id(1).to(tl.int64) * (P * Q // 4)
     inside = (q < Q)[:, None] & (four < P // 4)[None, :]
     tl.store(out + q[:, None] * (P // 4) + four[None, :], tl.trans(tile), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first", "count", "size"])
+def part_of_tiles_kernel(tiles, out, first, count, size, BLOCK: tl.constexpr):
+    """out (1+size, 4): the tiles of `count` experts from `first` on, which count from 0 then.
+
+    Grid: (size/BLOCK,); a program owns BLOCK entries, and counts the tiles of all.
+    """
+    total = tl.load(tiles)
+    i = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    until = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, total, BLOCK):
+        expert = tl.load(tiles + 4 + 4 * (start + i), mask=start + i < total, other=0x7FFFFFFF)
+        before += (expert < first).to(tl.int32)
+        until += (expert < first + count).to(tl.int32)
+    skipped = tl.sum(before, 0)
+    found = tl.sum(until, 0) - skipped
+    index = tl.program_id(0) * BLOCK + i
+    inside = (index < found)[:, None]
+    field = tl.arange(0, 4)[None, :]
+    values = tl.load(tiles + 4 + 4 * (skipped + index)[:, None] + field, mask=inside, other=0)
+    values -= tl.where(field == 0, first, 0)
+    tl.store(out + 4 + 4 * index[:, None] + field, values, mask=inside)
+    if tl.program_id(0) == 0:
+        head = tl.load(tiles + tl.arange(0, 4))
+        tl.store(out + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 0, found, head))

@@ -13,6 +13,7 @@ from . import memory
 from .launcher import Bound, launch
 
 _E8M0 = torch.float8_e8m0fnu
+_TILES = 256  # that a program copies
 
 
 class Config(NamedTuple):
@@ -143,13 +144,8 @@ def _part(w: Packed, weight, bias, lora: Lora, p: Permutation, first: int) -> Pa
 
 
 def _tiles_of(tiles: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """The tiles of `count` experts, which count from 0 then; on the device."""
-    head, table = tiles[0], tiles[1:]
-    index = torch.arange(len(table), device=tiles.device)
-    used = index < head[0]
-    before = (used & (table[:, 0] < first)).sum()
-    inside = (used & (table[:, 0] >= first) & (table[:, 0] < first + count)).sum()
-    rows = table[(index + before).clamp(max=len(table) - 1)]
-    rows[:, 0] -= first
-    head = torch.cat([inside[None], head[1:]])
-    return torch.cat([head[None], rows]).to(torch.int32)
+    """The tiles of `count` experts, which count from 0 then."""
+    out, size = memory.empty(tiles.shape, torch.int32, tiles.device), len(tiles) - 1
+    grid = (max(1, ceil_div(size, _TILES)),)
+    launch(kernels.part_of_tiles_kernel, grid, tiles, out, first, count, size, BLOCK=_TILES)
+    return out
