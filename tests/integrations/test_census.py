@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("transformers")
 
 import census
-import transformers
 from census import imported, sources
 from hf_models import NAME
 from transformers import PreTrainedModel

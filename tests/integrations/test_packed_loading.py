@@ -1,5 +1,6 @@
 """`from_pretrained` with our experts: what is packed in the file stays packed, and is saved so."""
 
+import copy
 import json
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import (
 )
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
+from sonicmoe.integrations import quantizers
 from sonicmoe.integrations.packed_parameter import PackedParameter, dequantize_experts
 from sonicmoe.integrations.transformers import register
 
@@ -93,7 +95,8 @@ def test_stays_packed_from_file_to_file(kind, tmp_path):
 @pytest.mark.parametrize(
     "kind, quant_type", [("dense", "nf4"), ("dense_swapped", "nf4"), ("dense", "fp4")]
 )
-def test_load_in_4bit_quantizes_experts(kind, quant_type, nested, tmp_path):
+def test_load_in_4bit_quantizes_experts(kind, quant_type, nested, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantizers, "_SLICE", 1)  # an expert at once
     path = write(kind, tmp_path / "model")
     model = load(path, **in_nf4(quant_type, nested), **OURS)
     for name, weight in load_file(path / "model.safetensors").items():
@@ -278,6 +281,10 @@ def test_a_missing_or_misshapen_tensor_raises(kind, tmp_path):
         save_file(state, path, metadata={"format": "pt"})
         with pytest.raises(ValueError, match="weight_shape: expected"):
             load(tmp_path, **OURS)
+        state = {k: t.half() if k.endswith("_scale") else t for k, t in state.items()}
+        save_file(state, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"weight_scale in BF16, got F16"):
+            load(tmp_path, **OURS)
 
 
 def test_sizes_outside_the_blocks_raise(tmp_path):
@@ -292,12 +299,22 @@ def test_sizes_outside_the_blocks_raise(tmp_path):
         load(tmp_path, **OURS)
 
 
+def test_a_dense_model_in_gptq_is_none_of_our_business(tmp_path):
+    config = transformers.LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ImportError, match="GPTQ"):  # what transformers says
+        load(tmp_path, **OURS)
+
+
 # --- dense again ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8", "int4", "dense"])
 def test_dequantized_experts_are_saved_dense(kind, tmp_path):
     path = write(kind, tmp_path / "model")
     model = load(path, **(in_nf4() if kind == "dense" else {}), **OURS)
     logits, packed = model(IDS).logits, weights_of(model)
+    if kind in ("mxfp4", "dense"):
+        other = copy.deepcopy(model).dequantize()  # transformers' own, which knows Linear alone
+        assert not any(isinstance(p, PackedParameter) for p in other.parameters())
     assert dequantize_experts(model) == 4
     for name, weight in weights_of(model).items():
         assert type(weight) is torch.nn.Parameter

@@ -12,7 +12,7 @@ from ..errors import bad_argument
 from ..packed import Fp8Blocks, Int4, Mxfp4, NestedAbsmax, Nf4, PackedWeight
 from ..shapes import ceil_div
 
-__all__ = ["FORMATS", "Sizes", "format_of"]
+__all__ = ["Format", "Sizes", "format_of"]
 
 _DENSE = "Load it with dequantize=True in its quantization_config."
 
@@ -37,24 +37,22 @@ class Sizes(NamedTuple):
 
 
 class Format:
-    """One way to store a weight; `suffixes` of `tensors` in the order of the file."""
-
-    packed: type[PackedWeight]
+    """One way to store a weight: tensors by the suffix of their names."""
 
     def tensors(self, sizes: Sizes) -> dict[str, torch.Tensor]:
-        """What the file has for a weight, on the current device."""
+        """Empty ones, of the sizes and dtypes in the file, on the current device."""
         raise NotImplementedError
 
     def pack(self, found: dict[str, torch.Tensor], sizes: Sizes) -> PackedWeight:
+        """The weight of the tensors in the file."""
         raise NotImplementedError
 
     def unpack(self, packed: Any, sizes: Sizes) -> dict[str, torch.Tensor]:
+        """The inverse of `pack`."""
         raise NotImplementedError
 
 
 class _Mxfp4(Format):
-    packed = Mxfp4
-
     def tensors(self, sizes):
         sizes.check_multiple("MXFP4", 32)
         scales = (sizes.experts, sizes.n, sizes.k // 32)
@@ -71,8 +69,6 @@ class _Mxfp4(Format):
 
 
 class _Fp8(Format):
-    packed = Fp8Blocks
-
     def __init__(self, scale_dtype: torch.dtype = torch.float32) -> None:
         self.scale_dtype = scale_dtype
 
@@ -95,8 +91,6 @@ class _Fp8(Format):
 
 
 class _Int4(Format):
-    packed = Int4
-
     def tensors(self, sizes):
         sizes.check_multiple("INT4", 32)
         experts, n, k = sizes.shape
@@ -124,8 +118,6 @@ class _Int4(Format):
 
 class _Nf4(Format):
     """Ours: transformers and bitsandbytes have no files with quantized 3-D weights."""
-
-    packed = Nf4
 
     def __init__(self, nested: bool = False) -> None:
         self.nested = nested
@@ -163,15 +155,6 @@ class _Nf4(Format):
         return found
 
 
-# By `quant_method`; `format_of` has the ones with options.
-FORMATS = {
-    "mxfp4": _Mxfp4(),
-    "fp8": _Fp8(),
-    "compressed-tensors": _Int4(),
-    "bitsandbytes": _Nf4(),
-}
-
-
 def format_of(config: Any) -> Format:
     """The format of experts in a file with this `quantization_config`; a ValueError for others."""
     method = _text(config.quant_method)
@@ -185,7 +168,8 @@ def format_of(config: Any) -> Format:
         return _Nf4(config.bnb_4bit_use_double_quant)
     if method == "compressed-tensors":
         _check_int4(config.quantization_config)
-    return FORMATS[method]
+        return _Int4()
+    return _Mxfp4()
 
 
 def _text(option: Any) -> str:

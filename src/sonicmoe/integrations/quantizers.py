@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers.modeling_utils
+from safetensors import safe_open
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -24,7 +25,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..errors import bad_argument
 from .packed_formats import Format, Sizes, format_of
-from .packed_parameter import PackedParameter, nf4_of_state
+from .packed_parameter import PackedParameter, dequantize_experts, nf4_of_state
 
 _SLICE = 2**30  # weights that bitsandbytes quantizes at once: its kernels count in 32 bits
 
@@ -102,6 +103,12 @@ class _PackedExperts(HfQuantizer):
                     state.update({key + suffix: t for suffix, t in tensors.items()})
         return state, metadata
 
+    def _dequantize(self, model, dtype=None):
+        """Of `model.dequantize()`."""
+        model = super()._dequantize(model, dtype=dtype)
+        dequantize_experts(model)
+        return model
+
     def leave_out_experts(self, model: nn.Module) -> None:
         """Say in the configuration of the model that its experts are dense now."""
         raise NotImplementedError
@@ -131,9 +138,9 @@ def _check_loaded(key: str, t: torch.Tensor, want: torch.Tensor) -> None:
     if t.device.type == "meta":
         got, remedy = "offload to disk or CPU", "Pass a device_map of GPUs alone."
         raise bad_argument("device_map", f"{key} in memory", got, remedy)
-    # Some files have powers of two in fp32.
-    e8m0 = want.dtype is torch.float8_e8m0fnu and t.dtype is torch.float32
-    exact = t.dtype is want.dtype or (e8m0 and torch.equal(t.to(want.dtype).float(), t))
+    exact = t.dtype is want.dtype
+    if want.dtype in (torch.int64, torch.float32, torch.float8_e8m0fnu):  # sizes, scales
+        exact = exact or torch.equal(t.to(want.dtype).float(), t.float())
     if t.shape != want.shape or not exact:
         expected = f"{key} {tuple(want.shape)} of {want.dtype}"
         remedy = "Load it with dequantize=True in its quantization_config."
@@ -160,6 +167,10 @@ class _Mxfp4(_PackedExperts, Mxfp4HfQuantizer):
 
     def get_weight_conversions(self):
         return []
+
+    def _dequantize(self, model, dtype=None):
+        dequantize_experts(model)
+        return model
 
     def leave_out_experts(self, model):
         self.remove_quantization_config(model)
@@ -272,8 +283,9 @@ class _Int4(_PackedExperts, CompressedTensorsHfQuantizer):
         name = f"{path}.0.gate_proj"
         return is_match(name, linear, targets, config.ignore or ())
 
-    def _replace_layers(self, model, **kwargs):
-        super()._replace_layers(model, **kwargs)
+    def _replace_layers(self, model, checkpoint_files=None, **kwargs):
+        super()._replace_layers(model, checkpoint_files=checkpoint_files, **kwargs)
+        _check_scales(checkpoint_files or ())
         if not any(hasattr(m, "quantization_scheme") for m in model.modules()):
             # Nothing to decompress: the first call would wrap every module for nothing.
             self.compressor.remove_decompression_hook(model)
@@ -287,6 +299,18 @@ class _Int4(_PackedExperts, CompressedTensorsHfQuantizer):
     def leave_out_experts(self, model):
         config = self.quantization_config.quantization_config
         config.ignore = [*(config.ignore or ()), *(f"re:{path}\\..*" for path in self.experts)]
+
+
+def _check_scales(files: Any) -> None:
+    """transformers would round other scales to bf16 while it reads them."""
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118, it is no dict
+                if ".experts." in key and key.endswith("weight_scale"):
+                    if (got := tensors.get_slice(key).get_dtype()) != "BF16":
+                        remedy = "Load it with dequantize=True in its quantization_config."
+                        raise bad_argument("checkpoint", f"{key} in BF16", got, remedy)
+                    return
 
 
 # --- in place of transformers' --------------------------------------------------------------------
@@ -312,7 +336,8 @@ def keep_experts_packed(runs_ours: Any) -> None:
         in_file = getattr(config, "quantization_config", None) or getattr(
             config.get_text_config(decoder=True), "quantization_config", None
         )
-        check_method(in_file, quantization_config, gguf_file)
+        if any(hasattr(config.get_text_config(), name) for name in _NUMBERS):
+            check_method(in_file, quantization_config, gguf_file)
         if _asks_for_dense(in_file) or _asks_for_dense(quantization_config):
             return original(*given)
         with _our_quantizers():
@@ -341,6 +366,8 @@ def _asks_for_dense(config: Any) -> bool:
     return bool(_read(config, "dequantize"))
 
 
+# Of experts in a configuration; before a model is made, others may be dense.
+_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LISTS = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
 
 
