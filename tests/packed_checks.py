@@ -103,8 +103,8 @@ def _step(given: Tensors, weights, trained, is_sorted, counts, options) -> Tenso
         args = (leaves["x"], rows, *weights, *bias, leaves["scores"])
         out = grouped_experts(*args, **options)
     else:
-        b1, b2 = bias
-        out = experts(leaves["x"], ids, leaves["scores"], *weights, b1=b1, b2=b2, **options)
+        options = options | dict(zip(("b1", "b2"), bias, strict=True))
+        out = experts(leaves["x"], ids, leaves["scores"], *weights, **options)
     out.backward(given["dout"])
     found = {name: leaf.grad for name, leaf in leaves.items() if leaf.requires_grad}
     return {"out": out.detach(), **found}  # type: ignore[dict-item]
