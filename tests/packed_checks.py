@@ -100,9 +100,11 @@ def _step(given: Tensors, weights, trained, is_sorted, counts, options) -> Tenso
         }
     if is_sorted:
         rows = torch.tensor([7, 0, 12, 1], device=ids.device) * (len(ids) // T)
-        out = grouped_experts(leaves["x"], rows, *weights, *bias, leaves["scores"], **options)
+        args = (leaves["x"], rows, *weights, *bias, leaves["scores"])
+        out = grouped_experts(*args, **options)
     else:
-        out = experts(leaves["x"], ids, leaves["scores"], *weights, *bias, **options)
+        options = options | dict(zip(("b1", "b2"), bias, strict=True))
+        out = experts(leaves["x"], ids, leaves["scores"], *weights, **options)
     out.backward(given["dout"])
     found = {name: leaf.grad for name, leaf in leaves.items() if leaf.requires_grad}
     return {"out": out.detach(), **found}  # type: ignore[dict-item]

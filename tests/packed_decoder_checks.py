@@ -38,10 +38,14 @@ def check_quantized(w: PackedWeight, device: str, first: int = 1) -> None:
     stored = stored._replace(fp8_scale=scale, fp8_norm=norm)
     want = to_e4m3(dense.float() / scale.cpu()[:, None, None])[first:]
     for packed, value in ((stored, want), (stored.mT, want.mT)):
-        step = partial(launch.quantize_packed, packed, first, count)
-        found = run_poisoned(lambda step=step: {"w8": step()}, device)["w8"]
+        step = partial(_quantized, packed, first, count)
+        found = run_poisoned(step, device)["w8"]
         assert found.is_contiguous()
         assert torch.equal(bits(found), bits(value))
+
+
+def _quantized(*given) -> dict[str, torch.Tensor]:
+    return {"w8": launch.quantize_packed(*given)}
 
 
 def every_mxfp4() -> Mxfp4:

@@ -1,6 +1,7 @@
 """Packed weights of random bits, and decoders written from the definitions of the formats."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -18,8 +19,8 @@ FORMATS = ("mxfp4", "nf4", "nf4 nested", "fp8", "fp8 e8m0", "int4")
 
 
 def random_packed(
-    format: str, shape: tuple[int, int, int], transposed: bool = False, seed: int = 0
-) -> PackedWeight:
+    format: str, shape: tuple[int, ...], transposed: bool = False, seed: int = 0
+) -> Any:
     """Codes of every value; scales near 1/√K, so that layers compute numbers of ordinary size."""
     generator = torch.Generator().manual_seed(seed)
     experts, n, k = shape
@@ -44,17 +45,17 @@ def random_packed(
         size = experts * rows * columns
         codes, code = integers(0, 256, size // 2, dtype=torch.uint8), torch.tensor(NF4)
         if format == "nf4":
-            return Nf4(codes, scales(size // 64), shape, code, transposed=transposed)
+            return Nf4(codes, scales(size // 64), (experts, n, k), code, transposed=transposed)
         absmax = integers(0, 256, size // 64, dtype=torch.uint8)
         code2 = torch.linspace(-1, 1, 256).sin()
         nested = NestedAbsmax(code2, scales(-(-size // 64 // 256)), 2**-small)
-        return Nf4(codes[:, None], absmax, shape, code, nested, transposed)
+        return Nf4(codes[:, None], absmax, (experts, n, k), code, nested, transposed)
     weight = torch.randn(experts, rows, columns, generator=generator).to(torch.float8_e4m3fn)
-    blocks = (experts, -(-rows // 128), -(-columns // 128))
+    sizes = (experts, -(-rows // 128), -(-columns // 128))
     if format == "fp8":
-        return Fp8Blocks(weight, scales(*blocks), transposed)
+        return Fp8Blocks(weight, scales(*sizes), transposed)
     middle = 127 - round(small)
-    exponents = integers(middle - 3, middle + 1, *blocks, dtype=torch.uint8)
+    exponents = integers(middle - 3, middle + 1, *sizes, dtype=torch.uint8)
     return Fp8Blocks(weight, exponents.view(torch.float8_e8m0fnu), transposed)
 
 

@@ -92,7 +92,7 @@ def _sharded(t):
 E4M3, CODE = torch.float8_e4m3fn, torch.tensor(NF4)
 BAD = {
     "blocks: expected uint8": lambda: Mxfp4(u8(2, 8, 1, 16).int(), u8(2, 8, 1)),
-    "blocks: expected a tensor": lambda: Mxfp4([1], u8(2, 8, 1)),
+    "blocks: expected a tensor": lambda: Mxfp4([1], u8(2, 8, 1)),  # type: ignore[arg-type]
     "blocks: expected 4 dimensions": lambda: Mxfp4(u8(2, 8, 16), u8(2, 8, 1)),
     r"blocks: expected shape .*, got \(2, 8, 1, 8\)": lambda: Mxfp4(u8(2, 8, 1, 8), u8(2, 8, 1)),
     r"scales: expected shape \(E, N, K/32\)": lambda: Mxfp4(u8(2, 8, 1, 16), u8(2, 8, 2)),
@@ -107,7 +107,13 @@ BAD = {
         u8(32), torch.ones(1, requires_grad=True), (1, 8, 8), CODE
     ),
     "code: expected shape": lambda: Nf4(u8(32), torch.ones(1), (1, 8, 8), CODE[:8]),
-    "nested: expected a NestedAbsmax": lambda: Nf4(u8(32), u8(1), (1, 8, 8), CODE, (1, 2, 3)),
+    "nested: expected a NestedAbsmax": lambda: Nf4(
+        u8(32),
+        u8(1),
+        (1, 8, 8),
+        CODE,
+        (1, 2, 3),  # type: ignore[arg-type]
+    ),
     "absmax2: expected shape": lambda: Nf4(
         u8(32), u8(1), (1, 8, 8), CODE, NestedAbsmax(torch.ones(256), torch.ones(2), 0.0)
     ),

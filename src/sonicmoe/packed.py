@@ -318,8 +318,8 @@ class Int4(PackedWeight):
         return _packed("int4", self.packed, self.scale, sizes, self.transposed, self.fp8)
 
 
-def stored(w: torch.Tensor | PackedWeight) -> torch.Tensor | Packed:
-    """A weight as operators take it."""
+def stored(w: torch.Tensor | PackedWeight) -> Any:
+    """A weight as operators take it: a tensor or a `Packed`."""
     return w.stored() if isinstance(w, PackedWeight) else w
 
 
@@ -346,8 +346,12 @@ def scales_and_norms(packed: Packed, backend: str) -> tuple[torch.Tensor, torch.
 def _packed(
     format: str, codes, scale, sizes: tuple[int, ...], transposed: bool, fp8: ForFp8 | None
 ) -> Packed:
-    none = (None, None, None, None)
-    return Packed(codes, scale, *none, format, *sizes, transposed, *(fp8 or (None, None)))
+    experts, rows, columns = sizes
+    fp8_scale, fp8_norm = fp8 or (None, None)
+    return Packed(
+        codes, scale, None, None, None, None, format, experts, rows, columns, transposed,
+        fp8_scale, fp8_norm,
+    )  # fmt: skip
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:

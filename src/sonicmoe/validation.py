@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -174,8 +175,8 @@ def check_gate_up(gate_up: str) -> None:
 
 def check_weights(
     x: torch.Tensor,
-    w1: torch.Tensor | Packed,
-    w2: torch.Tensor | Packed,
+    w1: Any,
+    w2: Any,
     b1: torch.Tensor | None,
     b2: torch.Tensor | None,
     activation: ActivationType,
@@ -183,8 +184,8 @@ def check_weights(
 ) -> None:
     """Raise unless x (·, H), W1 (E, N, H) and W2 (E, H, I) match in shape, dtype and device.
 
-    Under autocast weights may have another dtype: the layer casts them. Packed weights are decoded
-    to any.
+    Weights are tensors or `Packed`. Under autocast tensors may have another dtype: the layer casts
+    them; a `Packed` is decoded to any.
     """
     check_activation(activation)
     check_gate_up(gate_up)
@@ -221,8 +222,8 @@ def check_weights(
         if t is None:
             continue
         check_floating(name, t)
-        is_packed = isinstance(t, Packed)
-        if t.dtype != dtype and not is_packed and not (name in ("w1", "w2") and _is_rounded(x, t)):
+        is_cast = isinstance(t, Packed) or (name in ("w1", "w2") and _is_rounded(x, t))
+        if t.dtype != dtype and not is_cast:
             raise bad_argument(
                 name,
                 f"the dtype of x ({dtype})",

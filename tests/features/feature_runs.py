@@ -101,7 +101,8 @@ def _packed(w: torch.Tensor) -> Nf4:
     absmax = blocks.abs().amax(1)
     nearest = (blocks / absmax[:, None])[:, :, None].sub(code).abs().argmin(2).flatten()
     codes = (16 * nearest[0::2] + nearest[1::2]).to(torch.uint8)
-    return Nf4(codes, absmax, tuple(w.shape), code)
+    experts, n, k = w.shape
+    return Nf4(codes, absmax, (experts, n, k), code)
 
 
 def names_of(case: Case) -> list[str]:

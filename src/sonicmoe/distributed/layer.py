@@ -148,7 +148,7 @@ def _adapters(*adapters: LowRank | None) -> list[torch.Tensor]:
     return [t for lora in adapters if lora is not None for t in (lora.a, lora.b)]
 
 
-def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
+def _needs_gradient(*tensors: torch.Tensor | PackedWeight | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

@@ -134,7 +134,7 @@ def _quantized(w: Packed, first: int, count: int) -> Fp8Weight:
 
 
 def _part(w: Packed, weight, bias, lora: Lora, p: Permutation, first: int) -> Part:
-    count = len(weight.w_scale if isinstance(weight, Fp8Weight) else weight)
+    count = weight.shape[0]
     if count == w.experts:
         return Part(weight, bias, lora, p)
     part = Part(weight, bias, lora, p, slice(first, first + count))

@@ -30,14 +30,12 @@ from .fp8_kept import (
 
 
 @torch.no_grad()
-def quantize_weights(
-    w1: torch.Tensor | Packed, w2: torch.Tensor | Packed, transposed: bool, backend: str
-) -> tuple[Fp8Weight | Packed, Fp8Weight | Packed]:
-    """Both weights; only the backward pass reads what is `transposed`, and norms of W2.
+def quantize_weights(w1: Any, w2: Any, transposed: bool, backend: str) -> tuple[Any, Any]:
+    """Both weights as `Fp8Weight`; a `Packed` stays one, and gets its scales.
 
-    Packed ones stay so, and get their scales.
+    Only the backward pass reads what is `transposed`, and norms of W2.
     """
-    found: list[Fp8Weight | Packed] = []
+    found: list[Any] = []
     for w, norms in ((w1, False), (w2, transposed)):
         if isinstance(w, Packed):
             found.append(with_fp8_scales(w, backend))

@@ -1,5 +1,7 @@
 """From a caller's arguments to a `Call`: check, autocast, precompile, permute."""
 
+from typing import Any
+
 import torch
 
 from ..errors import bad_argument
@@ -187,7 +189,7 @@ def score_dtype(scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return scores if scores.dtype == dtype else scores.to(dtype)  # `to` alone takes 1.5 µs
 
 
-def autocast(x: torch.Tensor, *others: torch.Tensor | Packed | None) -> tuple:
+def autocast(x: torch.Tensor, *others: Any) -> tuple:
     """In the dtype of autocast where it is enabled; like PyTorch's, it leaves float64 alone.
 
     Packed weights are decoded to the dtype of x.
@@ -199,5 +201,5 @@ def autocast(x: torch.Tensor, *others: torch.Tensor | Packed | None) -> tuple:
     return tuple(t.to(dtype) if _is_autocast(t) else t for t in (x, *others))
 
 
-def _is_autocast(t: torch.Tensor | Packed | None) -> bool:
+def _is_autocast(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and is_autocast(t)
