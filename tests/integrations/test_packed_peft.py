@@ -168,6 +168,9 @@ def test_in_fp8(tmp_path):
     kept = experts.gate_up_proj.packed.fp8
     equal(step(m), results[0])
     assert kept is not None and experts.gate_up_proj.packed.fp8 is kept
+    experts.load_state_dict(copy.deepcopy(experts.state_dict()))
+    assert experts.gate_up_proj.packed.fp8 is None
+    equal(step(m), results[0])
 
 
 # --- experts that others quantized ----------------------------------------------------------------
@@ -297,6 +300,7 @@ def test_copied_pickled_moved_and_loaded(tmp_path):
     other = copy.deepcopy(experts)
     check(other)
     other.gate_up_proj.packed.codes.zero_()
+    experts.gate_up_proj.clone().packed.codes.zero_()
     check(experts)
     other.load_state_dict(torch.load(file))
     check(other)

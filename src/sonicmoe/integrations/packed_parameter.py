@@ -5,7 +5,7 @@ is what our adapters read; `dequantize_experts` goes back to dense parameters.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ def _mapped(packed: PackedWeight, function: Callable) -> PackedWeight:
 
 def _copied(destination: PackedParameter, source: PackedParameter) -> PackedParameter:
     """Copy a packed weight into another of the same format, as `load_state_dict` does."""
-    ours, theirs = (p.packed for p in (destination, source))
+    ours, theirs = (replace(p.packed, fp8=None) for p in (destination, source))  # type: ignore
     into, values = _tensors(ours), _tensors(theirs)
     same = type(ours) is type(theirs) and into.keys() == values.keys()
     if not same or any(t.shape != values[name].shape for name, t in into.items()):
@@ -164,6 +164,7 @@ def _copied(destination: PackedParameter, source: PackedParameter) -> PackedPara
         raise bad_argument("weight", "packed experts of the same format and sizes", got, _REMEDY)
     for name, t in into.items():
         t.copy_(values[name])
+    destination.packed = ours  # scales for FP8 are computed again
     return destination
 
 
