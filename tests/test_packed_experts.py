@@ -7,6 +7,7 @@ import pytest
 import torch
 from packed_checks import check_experts
 from packed_weights import FORMATS, random_packed
+from torch.utils.flop_counter import FlopCounterMode
 
 from sonicmoe import ActivationType, Fp8Weights, Mxfp4, experts
 from sonicmoe.bench.memory import saved_bytes
@@ -73,6 +74,18 @@ def test_autograd_keeps_packed_tensors_alone(precision, memory):
         assert kept[0] == kept[1]
     else:  # the transposes in e4m3, the scales, and the norms of W2
         assert kept[1] - kept[0] == sum(w.numel() for w in dense) + 4 * (4 + 4 + 4 * 32)
+
+
+def test_flops_are_those_of_dense_weights():
+    given, counts = arguments(), []
+    given["x"].requires_grad_()
+    for weights in (("w1", "w2"), ()):
+        dense = {n: given[n].dequantize() for n in ("w1", "w2") if n not in weights}
+        for precision in (None, "fp8"):
+            with FlopCounterMode(display=False) as counted:
+                experts(**given | dense, precision=precision).sum().backward()
+            counts.append(counted.get_total_flops())
+    assert counts[:2] == counts[2:] and counts[0] > 0
 
 
 def _tensors_of(sizes: set[int]) -> list[torch.Tensor]:
