@@ -21,6 +21,7 @@ from sonicmoe.launch import packed as launch
 from sonicmoe.launch.packed import Config
 from sonicmoe.layer.precompile import compile_together
 from sonicmoe.packed import PackedWeight, scales_and_norms
+from sonicmoe.reference.packed import dequantize_weight, fp8_weight
 from sonicmoe.tensors import Packed
 
 LAYERS = {"qwen3-30b": (128, 1536, 2048), "gpt-oss-20b": (32, 5760, 2880)}
@@ -66,8 +67,6 @@ def milliseconds(step: Callable[[], Any]) -> float:
 def wrong_bits(w: PackedWeight, stored: Packed) -> list[str]:
     """Destinations whose bits are not those of plain PyTorch, in any configuration."""
     few = stored._replace(experts=CHECKED)
-    from sonicmoe.reference.packed import dequantize_weight, fp8_weight
-
     right = {"bf16": dequantize_weight(few, 0, CHECKED, torch.bfloat16)}
     of_fp8 = few._replace(fp8_scale=stored.fp8_scale[:CHECKED])  # type: ignore[index]
     in_fp8 = fp8_weight(of_fp8)

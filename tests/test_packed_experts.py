@@ -7,6 +7,7 @@ import pytest
 import torch
 from packed_checks import check_experts
 from packed_weights import FORMATS, random_packed
+from torch.utils.flop_counter import FlopCounterMode
 
 from sonicmoe import ActivationType, Fp8Weights, Mxfp4, experts
 from sonicmoe.bench.memory import saved_bytes
@@ -62,8 +63,11 @@ def test_autograd_keeps_packed_tensors_alone(precision, memory):
     owned = [t for w in packed for _, t in w.tensors()]
     for weights in (packed, dense):
         step = partial(experts, x, ids, scores, *weights, **options)
+        sizes = {w.numel() for w in dense}
+        before = _tensors_of(sizes)
         held, out = saved_bytes(step, [x, *owned, *dense])
-        assert weights is dense or not _decoded_tensors([w.numel() for w in dense], dense)
+        found = [t for t in _tensors_of(sizes) if not any(t is known for known in before)]
+        assert weights is dense or not found
         out.sum().backward()
         kept.append(held)
     if precision is None or memory == "recompute":
@@ -72,13 +76,22 @@ def test_autograd_keeps_packed_tensors_alone(precision, memory):
         assert kept[1] - kept[0] == sum(w.numel() for w in dense) + 4 * (4 + 4 + 4 * 32)
 
 
-def _decoded_tensors(sizes: list[int], known: list[torch.Tensor]) -> list[torch.Tensor]:
+def test_flops_are_those_of_dense_weights():
+    given, counts = arguments(), []
+    given["x"].requires_grad_()
+    for weights in (("w1", "w2"), ()):
+        dense = {n: given[n].dequantize() for n in ("w1", "w2") if n not in weights}
+        for precision in (None, "fp8"):
+            with FlopCounterMode(display=False) as counted:
+                experts(**given | dense, precision=precision).sum().backward()
+            counts.append(counted.get_total_flops())
+    assert counts[:2] == counts[2:] and counts[0] > 0
+
+
+def _tensors_of(sizes: set[int]) -> list[torch.Tensor]:
+    """All that are alive, of floating point."""
     alive = [t for t in gc.get_objects() if type(t) is torch.Tensor]
-    return [
-        t
-        for t in alive
-        if t.numel() in sizes and t.is_floating_point() and not any(t is k for k in known)
-    ]
+    return [t for t in alive if t.numel() in sizes and t.is_floating_point()]
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -96,7 +96,8 @@ class PackedWeight:
     def for_fp8(self) -> Self:
         """The same weight with the scales and norms that `precision="fp8"` needs.
 
-        Without them every call computes them, which decodes the weight to bf16.
+        Call it once, on the device of the layer. Without them every call computes them, which
+        decodes the weight to bf16.
         """
         self._warn_if_wide()
         packed = self.stored()
