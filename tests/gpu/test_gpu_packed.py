@@ -13,6 +13,7 @@ from packed_decoder_checks import (
 from packed_weights import FORMATS, random_packed
 
 from sonicmoe import ActivationType, Mxfp4, tensors
+from sonicmoe.launch.packed import dequantize_weight
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -54,8 +55,6 @@ def test_more_than_two_to_the_31_weights():
     blocks = torch.randint(0, 256, (*shape[:2], 64, 16), dtype=torch.uint8, device=CUDA)
     scales = torch.randint(110, 125, (*shape[:2], 64), dtype=torch.uint8, device=CUDA)
     w, last = Mxfp4(blocks, scales), Mxfp4(blocks[-2:].cpu(), scales[-2:].cpu())
-    from sonicmoe.launch.packed import dequantize_weight
-
     found = dequantize_weight(w.stored(), 0, 300, torch.bfloat16)
     assert torch.equal(found[-2:].cpu(), last.dequantize())
 
