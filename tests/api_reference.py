@@ -22,6 +22,7 @@ ADAPTERS = (
     "convert",
     "lora",
     "peft",
+    "packed_parameter",
     "trainer",
     "report",
     "checkpointing",

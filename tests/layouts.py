@@ -28,7 +28,7 @@ MAPS = {
 def laid_out(t: torch.Tensor, layout: str, name: str = "") -> torch.Tensor | None:
     """`t`, or with "expanded" its first entry repeated, as a view. None where there is no such
     view. What lies between the entries is NaN, or an integer that is out of bounds."""
-    junk = float("nan") if t.is_floating_point() else 1_000_003
+    junk = float("nan") if t.is_floating_point() else min(1_000_003, torch.iinfo(t.dtype).max)
     if layout == "strided":
         view = t.new_full([2 * n + 1 for n in t.shape], junk)[tuple([slice(1, None, 2)] * t.dim())]
     elif layout == "offset":

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 from helpers import Case, Inputs, make_inputs
+from packed_weights import random_packed
 
 from sonicmoe import ActivationType, ops
 from sonicmoe.layer.run import permute
@@ -20,7 +21,25 @@ def operator_calls(
     """For every operator, the arguments of at least one call in each of its modes."""
     given = make_inputs(case, device)
     with torch.device(device):
-        return _operator_calls(given, case.dtype, b) | _fp8_calls(case, b, device)
+        found = _operator_calls(given, case.dtype, b) | _fp8_calls(case, b, device)
+    return found | _packed_calls(found, b, device)
+
+
+def _packed_calls(calls: dict[str, list[tuple]], b: str, device: str) -> dict[str, list[tuple]]:
+    """The first call of each operator that also takes a packed weight, with one."""
+    fields = {"up": "w1", "recomputed_z": "w1", "down": "w2", "down_and_combine": "w2"}
+    fields |= {"dz": "w2", "dx": "w1", "fp8_recomputed": "w1", "fp8_dz": "w2", "fp8_dx": "w1"}
+    fields |= dict.fromkeys(("fp8_up", "fp8_gemm", "fp8_down_and_combine"), "w8")
+    found: dict[str, list[tuple]] = {}
+    for name, field in fields.items():
+        schema = getattr(torch.ops.sonicmoe, name).default._schema
+        place = [argument.name for argument in schema.arguments].index(field)
+        call, replaced = calls[name][0], 4 if field == "w8" else 1
+        w = random_packed("nf4", call[place].shape).to(device).for_fp8().stored()
+        found[f"{name}_packed"] = [(*call[:place], *w, *call[place + replaced :])]
+    w = random_packed("nf4 nested", (3, 16, 24), True).to(device).stored()
+    found["dequantize_weight"] = [(*w, 1, 2, torch.bfloat16, b), (*w.mT, 0, 3, torch.float32, b)]
+    return found
 
 
 def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list[tuple]]:

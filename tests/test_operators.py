@@ -47,7 +47,9 @@ def test_every_operator_is_tested():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("sonicmoe::")
     }
-    assert registered == set(ARGUMENTS) == {name for name, f in vars(ops).items() if callable(f)}
+    names = {name.removesuffix("_packed") for name in registered}  # called by the same function
+    assert names == {name for name, f in vars(ops).items() if callable(f)}
+    assert registered == set(ARGUMENTS)
 
 
 @pytest.fixture

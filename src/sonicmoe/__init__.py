@@ -14,6 +14,7 @@ from .integrations.report import report
 from .layer.fp8_weights import Fp8Weights
 from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
+from .packed import Fp8Blocks, Int4, Mxfp4, Nf4, PackedWeight
 from .tools.warmup import warmup
 from .watch import watch
 
@@ -22,10 +23,15 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationType",
     "Experts",
+    "Fp8Blocks",
     "Fp8Weights",
+    "Int4",
     "KernelBackendMoE",
     "MemoryPolicy",
     "MoE",
+    "Mxfp4",
+    "Nf4",
+    "PackedWeight",
     "experts",
     "grouped_experts",
     "moe_TC_softmax_topk_layer",

@@ -9,6 +9,7 @@ from .layer.lora import LowRank
 from .layer.memory import KEEP, MemoryPolicy, memory_policy
 from .layer.run import run
 from .layer.weights import ExpertWeights, Projection
+from .packed import PackedWeight
 from .routing.scores import router_logits, topk_scores
 from .validation import check_integer, check_rank, check_router_dtype, check_shape, parse_activation
 
@@ -17,8 +18,8 @@ def experts(
     x: torch.Tensor,
     ids: torch.Tensor,
     scores: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    w1: torch.Tensor | PackedWeight,
+    w2: torch.Tensor | PackedWeight,
     b1: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     *,
@@ -52,6 +53,8 @@ def experts(
     gradients then err by about 7% of their norm. "fp8_bf16_dw" computes weight gradients in bf16.
     Biases and adapters stay in bf16. H and I are multiples of 16. The weights are quantized in
     every call, or with an `Fp8Weights` as `fp8_weights` when they change.
+
+    A `PackedWeight`, in 4 or 8 bits, is frozen and decoded just before each GEMM.
     """
     check_fp8_weights(fp8_weights, precision)
     weights = _weights(w1, w2, b1, b2, activation, gate_up)
@@ -74,8 +77,8 @@ def experts(
 def grouped_experts(
     rows: torch.Tensor,
     counts: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    w1: torch.Tensor | PackedWeight,
+    w2: torch.Tensor | PackedWeight,
     b1: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,

@@ -10,6 +10,10 @@ import torch
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 
+# Of a weight that is decoded for a GEMM: if there are more, GEMMs run on a part of the experts at a
+# time. It has all experts of Qwen3-30B and gpt-oss-20b; a part still keeps every SM busy.
+DECODED_BYTES = 2**30
+
 
 class Permutation(NamedTuple):
     """Where each routed row comes from and where it goes. Rows are sorted by expert.
@@ -80,6 +84,68 @@ class Lora(NamedTuple):
 NO_LORA = Lora()
 
 
+class Packed(NamedTuple):
+    """A frozen weight (E, N, K) in 4 or 8 bits, stored as (E, P, Q): P = N, Q = K, or the other way
+    round if `is_transposed`. Both are multiples of 8.
+
+    format   codes                       scale
+    mxfp4    two e2m1 per byte           uint8 exponents + 127 (E, P, Q/32)
+    nf4      two indices into `table`    fp32 of 64 flat elements; in 8 bits: index into
+             per byte, the first high    `scale_table`, times scale2 of 256 scales, plus offset
+    int4     eight nibbles per int32,    bf16 (E, P, Q/32)
+             8 more than the value
+    fp8      e4m3 (E, P, Q)              fp32 or e8m0 (E, ⌈P/128⌉, ⌈Q/128⌉)
+
+    The last two fields are w_scale and w_norm of `Fp8Weight`, if they were computed before.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    table: torch.Tensor | None
+    scale_table: torch.Tensor | None
+    scale2: torch.Tensor | None
+    offset: torch.Tensor | None
+    format: str
+    experts: int
+    stored_rows: int
+    stored_columns: int
+    is_transposed: bool
+    fp8_scale: torch.Tensor | None = None
+    fp8_norm: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """(E, N, K)."""
+        stored = (self.stored_rows, self.stored_columns)
+        return torch.Size((self.experts, *(stored[::-1] if self.is_transposed else stored)))
+
+    @property
+    def mT(self) -> "Packed":
+        """As a weight (E, K, N)."""
+        return self._replace(is_transposed=not self.is_transposed)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    def dim(self) -> int:
+        return 3
+
+    def parts(self, dtype: torch.dtype) -> list[tuple[int, int]]:
+        """The first expert and the number of experts of each part that is decoded at once."""
+        expert = self.stored_rows * self.stored_columns * dtype.itemsize
+        count = max(1, DECODED_BYTES // expert)
+        return [(e, min(count, self.experts - e)) for e in range(0, self.experts, count)]
+
+
 # --- FP8 ------------------------------------------------------------------------------------------
 class Fp8Weight(NamedTuple):
     """A weight (E, N, K), the same transposed (E, K, N), and its scales (E,).
@@ -92,6 +158,11 @@ class Fp8Weight(NamedTuple):
     w8_t: torch.Tensor | None = None
     w_scale: torch.Tensor | None = None
     w_norm: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        assert self.w8 is not None
+        return self.w8.shape
 
     @property
     def mT(self) -> "Fp8Weight":

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,6 +10,7 @@ from .capability import check_fp8_experts
 from .enums import ActivationType
 from .errors import bad_argument
 from .shapes import check_size
+from .tensors import Packed
 
 LAYOUTS = ("interleaved", "concatenated")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -175,8 +177,8 @@ def check_gate_up(gate_up: str) -> None:
 
 def check_weights(
     x: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    w1: Any,
+    w2: Any,
     b1: torch.Tensor | None,
     b2: torch.Tensor | None,
     activation: ActivationType,
@@ -184,7 +186,8 @@ def check_weights(
 ) -> None:
     """Raise unless x (·, H), W1 (E, N, H) and W2 (E, H, I) match in shape, dtype and device.
 
-    Under autocast weights may have another dtype: the layer casts them.
+    Weights are tensors or `Packed`. Under autocast tensors may have another dtype: the layer casts
+    them; a `Packed` is decoded to any.
     """
     check_activation(activation)
     check_gate_up(gate_up)
@@ -221,7 +224,8 @@ def check_weights(
         if t is None:
             continue
         check_floating(name, t)
-        if t.dtype != dtype and not (name in ("w1", "w2") and _is_rounded(x, t)):
+        is_cast = isinstance(t, Packed) or (name in ("w1", "w2") and _is_rounded(x, t))
+        if t.dtype != dtype and not is_cast:
             raise bad_argument(
                 name,
                 f"the dtype of x ({dtype})",

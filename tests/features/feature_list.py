@@ -23,6 +23,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     precision: str | None = None
     kept_fp8_weights: bool = False
+    nf4: bool = False  # the weights have values of NF4, and no gradient
+    packed: bool = False
     memory: MemoryPolicy = KEEP
     bias: bool = False
     lora: bool = False
@@ -38,7 +40,7 @@ class Case:
     def computed_plainly(self) -> "Case":
         """The case whose results must have the same bits."""
         z = "keep" if self.memory.recompute else self.memory.z
-        without = {"kept_fp8_weights", "checkpoint", "compiled", "cuda_graph"}
+        without = {"kept_fp8_weights", "packed", "checkpoint", "compiled", "cuda_graph"}
         changes: dict[str, Any] = {"memory": MemoryPolicy(z), **dict.fromkeys(without, False)}
         return replace(self, **changes)
 
@@ -65,6 +67,7 @@ FEATURES = [
         "kept FP8 weights", "kept FP8 weights", "`Fp8Weights`, or `cache_fp8_weights=True`",
         {"kept_fp8_weights": True}, implies=("fp8",),
     ),
+    Feature("packed", "packed", "W1 and W2 in NF4: `Nf4`", {"nf4": True, "packed": True}),
     Feature("e4m3", "memory", '`memory="e4m3"`', {"memory": MemoryPolicy("e4m3")}),
     Feature("recompute", "memory", '`memory="recompute"`', {"memory": MemoryPolicy("recompute")}),
     Feature("slices", "memory", "`memory=MemoryPolicy(slices=2)`",
@@ -101,7 +104,13 @@ BY_NAME = {feature.name: feature for feature in FEATURES}
 
 HOST_WAITS = "The host waits for the number of rows that arrive (`RuntimeError` of CUDA)."
 
+PARAMETERS = "The module trains dense parameters (`TypeError` of PyTorch)."
+TARGETS = "PEFT finds no parameter in them (`ValueError` of PEFT)."
+
 REASONS = {
+    frozenset({"kept FP8 weights", "packed"}): "Every GEMM decodes them.",
+    frozenset({"packed", "MoE"}): PARAMETERS,
+    frozenset({"packed", "PEFT"}): TARGETS,
     frozenset({"kept FP8 weights", "fp32"}): "The weights are not in FP8.",
     frozenset({"expert parallelism", "CUDA graph"}): HOST_WAITS,
 }
@@ -109,6 +118,7 @@ REASONS = {
 # What to know about pairs that work.
 KEPT_BEFORE = "Call the layer once before, or refresh its FP8 weights."
 NOTES = {
+    frozenset({"packed", "main_grad"}): "No effect: packed weights are frozen.",
     frozenset({"kept FP8 weights", "compile"}): KEPT_BEFORE,
     frozenset({"kept FP8 weights", "CUDA graph"}): KEPT_BEFORE,
     frozenset({"slices", "grouped_experts"}): "No effect: no rows are combined.",
@@ -123,6 +133,8 @@ NOTES = {
 BAD_ARGUMENT: tuple[type[Exception], str] = (ValueError, r"^[\w.]+: expected ")
 ERRORS: dict[str, tuple[type[Exception], str]] = {
     HOST_WAITS: (RuntimeError, "captur"),
+    PARAMETERS: (TypeError, "cannot assign"),
+    TARGETS: (ValueError, "target_parameters"),
 }
 
 

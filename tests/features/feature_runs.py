@@ -15,13 +15,14 @@ import torch.distributed as dist
 from adapters import adapter, written_out
 from feature_list import Case
 from helpers import SLACK, budget, captured, relative_error, same_bits
+from packed_weights import NF4
 from test_fp8 import KINKS, LIMITS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from value_checks import activate_three_bits
 
 import sonicmoe
-from sonicmoe import Fp8Weights, KernelBackendMoE, MemoryPolicy, MoE, distributed
+from sonicmoe import Fp8Weights, KernelBackendMoE, MemoryPolicy, MoE, Nf4, distributed
 from sonicmoe.integrations.lora import LowRank
 from sonicmoe.reference import layer as reference
 from sonicmoe.reference.activation import activate
@@ -49,11 +50,11 @@ def tensors(case: Case, device: str) -> Tensors:
     """What the layer computes from, in the dtype in which it computes."""
     dtype = torch.bfloat16 if case.autocast else case.dtype
     sorted_rows = case.entry == "grouped_experts"
-    return _tensors(dtype, case.activation, case.gate_up, case.bias, sorted_rows, device)
+    return _tensors(dtype, case.activation, case.gate_up, case.bias, sorted_rows, case.nf4, device)
 
 
 @cache
-def _tensors(dtype, activation, gate_up, bias, sorted_rows, device) -> Tensors:
+def _tensors(dtype, activation, gate_up, bias, sorted_rows, nf4, device) -> Tensors:
     shape = SHAPES[device][:-1] + "1" if sorted_rows else SHAPES[device]
     options = {"activation": activation, "gate_up": gate_up, "bias": bias}
     given = helpers.make_inputs(helpers.Case(shape, dtype, routing="uniform", **options), device)
@@ -68,6 +69,8 @@ def _tensors(dtype, activation, gate_up, bias, sorted_rows, device) -> Tensors:
     for i, w in enumerate((given.w1, given.w2), 1):
         lora = adapter(w, RANK, SCALE)
         found |= {f"a{i}": lora.a.detach(), f"c{i}": lora.b.detach()}
+    if nf4:
+        found |= {name: _packed(found[name]).dequantize(dtype) for name in WEIGHTS}
     if activation.clamp and device == "cpu":
         _keep_away_from_clamp(found, activation.clamp.limit)
     return found
@@ -91,6 +94,17 @@ def _keep_away_from_clamp(t: Tensors, limit: float) -> None:
     x.copy_(drawn[: len(x)])
 
 
+def _packed(w: torch.Tensor) -> Nf4:
+    """Values of NF4 stay as they are."""
+    code = torch.tensor(NF4, device=w.device)
+    blocks = w.float().reshape(-1, 64)
+    absmax = blocks.abs().amax(1)
+    nearest = (blocks / absmax[:, None])[:, :, None].sub(code).abs().argmin(2).flatten()
+    codes = (16 * nearest[0::2] + nearest[1::2]).to(torch.uint8)
+    experts, n, k = w.shape
+    return Nf4(codes, absmax, (experts, n, k), code)
+
+
 def names_of(case: Case) -> list[str]:
     """The tensors of a case that can have a gradient."""
     names = ["x", "router" if case.entry == "MoE" else "scores", *WEIGHTS]
@@ -100,6 +114,7 @@ def names_of(case: Case) -> list[str]:
 
 def trainable(case: Case) -> list[str]:
     frozen = {*case.frozen, *(("w1", "w2", "b1", "b2") if case.lora else ())}
+    frozen |= {*(WEIGHTS if case.nf4 else ())}
     return [name for name in names_of(case) if name not in frozen]
 
 
@@ -159,7 +174,9 @@ def _function(entry: Callable, case: Case, t: Tensors, backend: str | None) -> L
     options |= {"activation": case.activation, "gate_up": case.gate_up, "backend": backend}
     if case.lora:
         options |= {f"lora{i}": LowRank(p[f"a{i}"], p[f"c{i}"], SCALE) for i in (1, 2)}
-    weights = [p[name] for name in ("w1", "w2", "b1", "b2") if name in p]
+    weights: list[Any] = [p[name] for name in ("w1", "w2", "b1", "b2") if name in p]
+    if case.packed:
+        weights[:2] = [_packed(p.pop(name).detach()) for name in WEIGHTS]
     return p, partial(entry, t["ids"], weights, options)
 
 
@@ -168,7 +185,7 @@ def _experts(ids, weights, options, x, scores):
 
 
 def _grouped_experts(ids, weights, options, x, scores):
-    counts = torch.zeros_like(weights[0][:, 0, 0], dtype=torch.int32)
+    counts = torch.zeros(weights[0].shape[0], dtype=torch.int32, device=x.device)
     counts = counts.index_add(0, ids[:, 0], torch.ones_like(ids[:, 0]))
     return sonicmoe.grouped_experts(x, counts, *weights, scores=scores[:, 0], **options)
 
@@ -199,7 +216,8 @@ def _set_parameters(case: Case, t: Tensors, places: dict[str, tuple[nn.Module, s
     p = _parameters(case, t)
     for name, (module, attribute) in places.items():
         if name in p:
-            setattr(module, attribute, p[name])
+            packed = case.packed and name in WEIGHTS
+            setattr(module, attribute, _packed(p[name].detach()) if packed else p[name])
     return p
 
 
@@ -294,7 +312,8 @@ def results(case: Case, device: str, backend: str | None = None) -> Tensors:
     wanted = trainable(case)
     for name in leaves:
         leaves[name].requires_grad_(name in wanted)
-    buffers = [leaves[name] for name in WEIGHTS] if case.main_grad else []
+    with_buffers = [name for name in WEIGHTS if case.main_grad and name in leaves]
+    buffers = [leaves[name] for name in with_buffers]
     if case.checkpoint:
         layer = partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)
     if case.compiled:
@@ -319,7 +338,7 @@ def results(case: Case, device: str, backend: str | None = None) -> Tensors:
     out, *grads = replay()
     found = {"out": out} | {f"d{n}": g for n, g in zip(wanted, grads, strict=True)}
     if case.main_grad:
-        for name in WEIGHTS:
+        for name in with_buffers:
             added = leaves[name].main_grad - 0.5  # type: ignore[attr-defined]
             assert found.get(f"d{name}") is None, f"d{name} beside main_grad"
             if name in wanted:

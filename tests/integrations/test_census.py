@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("transformers")
 
 import census
-import transformers
 from census import imported, sources
 from hf_models import NAME
 from transformers import PreTrainedModel
@@ -139,31 +138,6 @@ def test_set_experts_implementation_refuses(llama4):
         for model in (inner, Outer(inner)):
             with pytest.raises(ValueError, match="where Llama4TextExperts computes the experts"):
                 model.set_experts_implementation(NAME)
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"), [("gpt_oss", "Mxfp4Config"), ("qwen3_moe", "FineGrainedFP8Config")]
-)
-def test_experts_that_stay_quantized_are_refused(family, kind):
-    """transformers replaces them by its own modules, which know no other implementation."""
-
-    def built(family=family, name=NAME, **options):
-        sizes = SIZES | {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
-        config = transformers.AutoConfig.for_model(family, **sizes)
-        config.quantization_config = getattr(transformers, kind)(**options)
-        model = transformers.AutoModelForCausalLM
-        return model.from_config(config, experts_implementation=name)
-
-    words = rf"expected None for experts that stay quantized.*{kind}\(dequantize=True\)"
-    with pytest.raises(ValueError, match=words):
-        built()
-    with pytest.raises(ValueError, match=words):
-        built(modules_to_not_convert=["mlp.shared_experts"])
-    with pytest.raises(ValueError, match=words):
-        built(name="eager").set_experts_implementation(NAME)
-    built(modules_to_not_convert=["model.layers.*.mlp.experts"])
-    built(dequantize=True)
-    built("llama")
 
 
 def test_dense_models_are_left_alone():

@@ -1,6 +1,17 @@
 """Deliberate faults of the source, each with the tests that notice it; one file per area."""
 
-from mutations import bench, fp8, integrations, kernels, launch, layer, modules, routing, train
+from mutations import (
+    bench,
+    fp8,
+    integrations,
+    kernels,
+    launch,
+    layer,
+    modules,
+    packed,
+    routing,
+    train,
+)
 from mutations.mutation import Mutation as Mutation
 
 AREAS = {
@@ -11,6 +22,7 @@ AREAS = {
     "launch": launch.MUTATIONS,
     "layer": layer.MUTATIONS,
     "modules": modules.MUTATIONS,
+    "packed": packed.MUTATIONS,
     "routing": routing.MUTATIONS,
     "train": train.MUTATIONS,
 }

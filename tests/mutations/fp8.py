@@ -174,7 +174,7 @@ MUTATIONS = [
     ),
     Mutation(
         "FP8: a slice reads the first columns of the weights", "launch/fp8.py",
-        "w8=w.w8[:, columns]", "w8=w.w8[:, :width]",
+        "else w8[:, columns]", "else w8[:, :n]",
         "tests/test_machine_code_fp8.py -k slices",
     ),
     Mutation(

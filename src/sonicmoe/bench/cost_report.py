@@ -37,6 +37,7 @@ def cost_report(
         "peak forward": peak.forward,
         "peak backward": peak.backward,
     }
+    weights = cost.weight_bytes(p, itemsize)
     return "\n".join(
         [
             f"\n{case.name}: T={p.T} H={p.H} I={p.I} E={p.E} K={p.K}, {case.activation.value}",
@@ -48,6 +49,11 @@ def cost_report(
             table(
                 ("memory", "bytes", "MiB"),
                 [[name, size, f"{size / MIB:.2f}"] for name, size in memory.items()],
+            ),
+            "",
+            table(
+                ("W1 and W2", "bytes", "MiB"),
+                [[name, size, f"{size / MIB:.2f}"] for name, size in weights.items()],
             ),
             "",
             table(

@@ -19,6 +19,7 @@ from ..layer.memory import KEEP, MemoryPolicy, memory_policy
 from ..layer.nodes import refuse_second_derivatives
 from ..layer.run import run
 from ..layer.weights import ExpertWeights, Projection
+from ..packed import PackedWeight
 from ..shapes import check_size
 from ..validation import (
     check_rank,
@@ -45,8 +46,8 @@ def experts(
     x: torch.Tensor,
     ids: torch.Tensor,
     scores: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    w1: torch.Tensor | PackedWeight,
+    w2: torch.Tensor | PackedWeight,
     b1: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     *,
@@ -147,7 +148,7 @@ def _adapters(*adapters: LowRank | None) -> list[torch.Tensor]:
     return [t for lora in adapters if lora is not None for t in (lora.a, lora.b)]
 
 
-def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
+def _needs_gradient(*tensors: torch.Tensor | PackedWeight | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

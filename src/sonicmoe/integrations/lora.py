@@ -6,6 +6,7 @@ from ..enums import ActivationType
 from ..functional import experts
 from ..layer.lora import LowRank
 from ..layer.memory import KEEP, MemoryPolicy
+from ..packed import PackedWeight
 
 __all__ = ["LowRank", "lora_experts"]
 
@@ -14,8 +15,8 @@ def lora_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
     scores: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    w1: torch.Tensor | PackedWeight,
+    w2: torch.Tensor | PackedWeight,
     lora1: LowRank | None,
     lora2: LowRank | None,
     b1: torch.Tensor | None = None,

@@ -18,6 +18,7 @@ from ..errors import bad_argument
 from ..extras import missing
 from ..moe import Experts, MoE
 from .lora import LowRank
+from .packed_parameter import packed_of
 from .transformers import ALL_EXPERTS_FUNCTIONS, calls_ours, register
 
 try:
@@ -148,10 +149,12 @@ def _is_ours(experts: Any) -> bool:
 
 def _low_rank(wrapper: Any) -> LowRank | None:
     """The sum of the active adapters: one of as many ranks as all of them together."""
-    weight, number = wrapper.get_param(), wrapper.num_experts
-    if isinstance(weight, DTensor) or len(weight) != number:
+    name, number = wrapper.parameter_name, wrapper.num_experts
+    weight = packed_of(wrapper.get_base_layer(), name)  # reading it must not dequantize it
+    weight = wrapper.get_param() if weight is None else weight
+    if isinstance(weight, DTensor) or weight.shape[0] != number:
         raise bad_argument(
-            wrapper.parameter_name,
+            name,
             f"the weights of all {number} experts of its adapter",
             f"{type(weight).__name__} {tuple(weight.shape)}",
             "Expert and tensor parallelism run by PEFT: do not call use_lora_experts.",

@@ -21,11 +21,15 @@ from ..layer.lora import LowRank
 from ..layer.memory import KEEP, MemoryPolicy, memory_policy
 from ..layer.operands import kind_of
 from ..layer.weights import ExpertWeights, Projection
+from ..packed import PackedWeight
+from .packed_parameter import is_packed, packed_of, weight_of
 from .recognition import activation_of, gate_up_of
 
 try:
     from transformers import PreTrainedModel
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+    from .quantizers import check_method, keep_experts_packed
 except ImportError as error:
     raise missing("transformers", "sonicmoe.integrations.transformers") from error
 
@@ -47,10 +51,12 @@ def register(
     Use it in `from_pretrained` or `model.set_experts_implementation`. transformers already has a
     "sonicmoe", which downloads another package; `register("sonicmoe", replace=True)` puts this
     package behind that name, for this process. Models whose experts do not use transformers'
-    interface, or are loaded quantized, would ignore the name: asking for it raises a ValueError
-    from now on. `precision` and `memory` are those of `sonicmoe.experts`. With `cache_fp8_weights`
-    each module of experts has a `sonicmoe.Fp8Weights` as `sonicmoe_fp8_weights` after its first
-    call, which must not be compiled; `refresh` it after changes that it does not see.
+    interface would ignore the name: asking for it raises a ValueError from now on. Models that are
+    loaded with that name keep experts in MXFP4, FP8, INT4 of compressed-tensors and NF4 of
+    bitsandbytes packed; other quantized experts raise. `precision` and `memory` are those of
+    `sonicmoe.experts`. With `cache_fp8_weights` each module of experts has a `sonicmoe.Fp8Weights`
+    as `sonicmoe_fp8_weights` after its first call, which must not be compiled; `refresh` it after
+    changes that it does not see.
     They stay those of `name`: transformers looks a name up in every call, so other ones would
     change models that exist already. Register another name for them.
     """
@@ -82,6 +88,14 @@ def register(
     if ALL_EXPERTS_FUNCTIONS[name] is not function:  # assigned to the instance before
         ALL_EXPERTS_FUNCTIONS[name] = function
     _refuse_models_without_interface()
+    keep_experts_packed(_runs_ours)
+
+
+def _runs_ours(config: Any) -> bool:
+    """Whether a model with this configuration, or a part of it, will call `experts_forward`."""
+    configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    names = [getattr(c, "_experts_implementation", None) for c in configs if c is not None]
+    return any(calls_ours(ALL_EXPERTS_FUNCTIONS.get(n)) for n in names if isinstance(n, str))
 
 
 def calls_ours(function: Any) -> bool:
@@ -123,11 +137,22 @@ def experts_forward(
 
     Under expert parallelism, ids of experts on other ranks are outside [0, E) and are dropped.
     Adapters come from `sonicmoe.integrations.peft`; the weights of the experts are then frozen.
+    Compiled, packed experts break the graph.
     """
-    (w1, b1, *_), (w2, b2, *_), activation, gate_up = weights_of(module)
+    if torch.compiler.is_compiling() and is_packed(module):
+        return _not_compiled(
+            module, hidden_states, top_k_index, top_k_weights, lora1, lora2, precision,
+            cache_fp8_weights, memory,
+        )  # fmt: skip
+    (w1, b1, *_), (w2, b2, *_), activation, gate_up = weights_of(module, precision)
+    # compressed-tensors' hooks make plain tuples of named ones.
+    lora1, lora2 = (lora and LowRank(*lora) for lora in (lora1, lora2))
     options: dict[str, Any] = {"activation": activation, "gate_up": gate_up}
     options |= {"lora1": lora1, "lora2": lora2, "precision": precision, "memory": memory}
     if cache_fp8_weights:
+        if isinstance(w1, PackedWeight) or isinstance(w2, PackedWeight):
+            remedy = "Load the model with a name registered without it."
+            raise bad_argument("cache_fp8_weights", "False for packed experts", True, remedy)
         options["fp8_weights"] = _fp8_weights(module, _first_weight(module))
 
     def run(x, ids, scores):
@@ -135,33 +160,38 @@ def experts_forward(
 
     if getattr(module, "has_post_expert_norm", False):
         norm = module.post_expert_norm
-        out = _normed(run, norm, len(w1), hidden_states, top_k_index, top_k_weights)
+        out = _normed(run, norm, w1.shape[0], hidden_states, top_k_index, top_k_weights)
     else:
         out = run(hidden_states, top_k_index, top_k_weights)
     return out.to(hidden_states.dtype)
 
 
-def weights_of(module: Any) -> ExpertWeights:
+def weights_of(module: Any, precision: str | None = None) -> ExpertWeights:
     """The weights of an experts module of transformers on this rank, as `experts` takes them."""
     name = _first_weight(module)
-    w1, w2 = _local(module, name), _local(module, "down_proj")
+    w1, w2 = weight_of(module, name), weight_of(module, "down_proj")
     b1 = _local(module, f"{name}_bias") if module.has_bias else None
     b2 = _local(module, "down_proj_bias") if module.has_bias else None
-    if getattr(module, "num_experts", len(w1)) != len(w1):  # ids of the others would drop out
+    number = w1.shape[0]
+    if getattr(module, "num_experts", number) != number:  # ids of the others would drop out
         raise bad_argument(
             name,
             f"the weights of {module.num_experts} experts (num_experts)",
             tuple(w1.shape),
             "Change num_experts of the module together with its weights.",
         )
-    if module.is_transposed:
-        w1, w2 = w1.mT, w2.mT
+    if precision and (isinstance(w1, PackedWeight) or isinstance(w2, PackedWeight)):
+        w1, w2 = _ready_for_fp8(module, name), _ready_for_fp8(module, "down_proj")
     up, down = Projection(w1, b1), Projection(w2, b2)
     return ExpertWeights(up, down, activation_of(module), gate_up_of(module))
 
 
 def _first_weight(module: Any) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+# Dynamo cannot read what a `PackedParameter` holds.
+_not_compiled = torch.compiler.disable(experts_forward)
 
 
 def _normed(run, norm, num_experts: int, x, ids, scores) -> torch.Tensor:
@@ -180,6 +210,16 @@ def _fp8_weights(module: Any, name: str) -> Fp8Weights | None:
             return None
         module.sonicmoe_fp8_weights = Fp8Weights((name, "down_proj"))
     return module.sonicmoe_fp8_weights
+
+
+def _ready_for_fp8(module: Any, name: str) -> torch.Tensor | PackedWeight:
+    """The weight with its scales for e4m3, which a packed parameter keeps from its first call."""
+    parameter = packed_of(module, name)
+    if parameter is None:
+        return weight_of(module, name)
+    if parameter.packed.fp8 is None:
+        parameter.packed = parameter.packed.for_fp8()
+    return parameter.packed
 
 
 def _local(module: Any, name: str) -> torch.Tensor:
@@ -215,7 +255,7 @@ def _refuse_models_without_interface() -> None:
         name = original(self, requested_experts)
         if calls_ours(ALL_EXPERTS_FUNCTIONS.get(name)):
             if self._can_set_experts_implementation():
-                _check_not_quantized(getattr(self.config, "quantization_config", None))
+                _check_quantization(self)
             for model in self.modules():  # in its constructor: the model alone
                 if isinstance(model, PreTrainedModel):
                     _check_interface(type(model))
@@ -225,22 +265,19 @@ def _refuse_models_without_interface() -> None:
     PreTrainedModel.get_correct_experts_implementation = checked
 
 
-_QUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
-
-
-def _check_not_quantized(config: Any) -> None:
-    """transformers replaces the experts of such a model by its own modules when it is loaded."""
-    method = getattr(config, "quant_method", None)
-    if method not in _QUANTIZED or config.dequantize:
-        return
-    left_out = config.modules_to_not_convert or ()
-    if not any(re.search(r"(^|\W)experts", name) for name in left_out):
-        raise bad_argument(
-            "experts_implementation",
-            "None for experts that stay quantized",
-            f"a name for a model in {_QUANTIZED[method].removesuffix('Config')}",
-            f"Load it with quantization_config={_QUANTIZED[method]}(dequantize=True).",
-        )
+def _check_quantization(model: Any) -> None:
+    """A ValueError for experts that transformers quantized, or will, unlike ours."""
+    if (config := getattr(model.config, "quantization_config", None)) is not None:
+        check_method(config, None)
+    for module in model.modules():
+        if type(module).__name__ in ("Mxfp4GptOssExperts", "FP8Experts"):
+            raise bad_argument(
+                "experts_implementation",
+                "experts that were loaded for it",
+                type(module).__name__,
+                "Load the model with from_pretrained(…, experts_implementation=…): then its experts"
+                " stay packed, and run by ours.",
+            )
 
 
 @cache

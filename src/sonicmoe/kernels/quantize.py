@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
+PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
 # Neighbouring values that a thread holds: 16 bytes of bf16. Without this hint Triton takes the 16
 # that one store of e4m3 can write, and neighbouring threads load 32 bytes apart.
@@ -93,13 +93,13 @@ def weight_amax_kernel(w, amax, SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _word(a, b, c, d):
+def e4m3_word(a, b, c, d):
     """Four fp32 values, rounded to e4m3, as the bytes of an int32.
 
     In assembly, because ptxas of CUDA 12.8 takes single bytes of conversions that are stored as
     well from a register that was never written.
     """
-    if _PTX:
+    if PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b16 low, high;
             cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
@@ -166,7 +166,7 @@ def quantize_weight_kernel(
             total = tl.sum(scaled[j] * scaled[j], 1)
             tl.store(plane + word * 4 + j, total, mask=word < N // 4)
     if words is not None:
-        packed = _word(scaled[0], scaled[1], scaled[2], scaled[3])
+        packed = e4m3_word(scaled[0], scaled[1], scaled[2], scaled[3])
         offset = expert * (N * K // 4) + k.to(tl.int64)[:, None] * (N // 4) + word[None, :]
         inside = (k < K)[:, None] & (word < N // 4)[None, :]
         tl.store(words + offset, tl.trans(packed), mask=inside)
@@ -234,7 +234,7 @@ def _check_scale(
         for j in tl.static_range(4):
             value = tl.load(w + 4 * word + j, mask=inside, other=0.0)
             scaled = scaled + (value.to(tl.float32) * factor,)
-        rounded = _word(scaled[0], scaled[1], scaled[2], scaled[3])
+        rounded = e4m3_word(scaled[0], scaled[1], scaled[2], scaled[3])
         different |= rounded ^ tl.load(words + word, mask=inside, other=0)
     is_stale = tl.max(tl.max((different != 0).to(tl.int32), 1), 0)
     tl.store(checked + expert, tl.where(is_stale > 0, float("nan"), s))

@@ -13,7 +13,7 @@ from ..kernels.activation import value_of
 from ..kernels.hopper.fp8_gemm import fp8_gemm_kernel
 from ..kernels.hopper.fp8_up import SLICE, fp8_up_kernel
 from ..shapes import BLOCK, ceil_div
-from ..tensors import E4M3, Fp8Weight, Permutation
+from ..tensors import E4M3, Fp8Weight, Packed, Permutation
 from . import grouped_gemm, memory
 from .boxes import (
     laid_out,
@@ -29,6 +29,7 @@ from .fp8_scales import dz_scales
 from .fp8_wgrad import weight_gradient
 from .grouped_gemm import column_slices, combine, zero_tail
 from .launcher import Bound, launch
+from .packed import fp8_decoded_once, fp8_parts
 from .quantize import (
     checked_scales,
     dequantize_rows,
@@ -86,42 +87,48 @@ def _up(shape, activation: ActivationType, gate_up, z_dtype, rank):
 def fp8_up(
     x8, x_scale, w, b1, lora, p: Permutation, activation: ActivationType, gate_up, z_dtype
 ):  # fmt: skip
-    w8, w_scale = w.w8, w.w_scale
+    experts, columns, _ = w.shape
     rows, device = p.rows_of(x8), x8.device
-    inner = activation.intermediate_size(w8.shape[1])
+    inner = activation.intermediate_size(columns)
     blocks = ceil_div(inner, BLOCK)
     z = zmax = zmax_columns = column_bits = None
     if z_dtype is not None:
-        z = memory.empty((rows, w8.shape[1]), z_dtype, device)
+        z = memory.empty((rows, columns), z_dtype, device)
         zmax = memory.empty((blocks, rows), torch.float32, device)
-        column_bits = memory.empty((w8.shape[0], inner), torch.int32, device).zero_()
+        column_bits = memory.empty((experts, inner), torch.int32, device).zero_()
         zmax_columns = column_bits.view(torch.float32)
     a = memory.empty((rows, inner), E4M3, device)
     a_scale = memory.empty((blocks, rows), torch.float32, device)
     if rows == 0:
         return z, zmax, zmax_columns, a, a_scale
     gate_up = gate_up if activation.is_gated else None
-    kernel, weights, z_boxes, a_boxes, width = _up(
-        w8.shape, activation, gate_up, z_dtype, lora.rank
-    )
-    adapter = low_rank(lora, "nk", BLOCK, _BLOCK_R)
-    if lora.rank:
-        u, (b, _) = adapter
-        adapter = u, (b, _up_boxes(b.dtype, b.shape, gate_up, _BLOCK_R))
     source = x8 if p.is_gathered else row_boxes(x8, _CONSUMER_M, BLOCK)
     # If Z is not stored, any address of the right dtype will do.
     z_target = memory.empty((8, 8), torch.bfloat16, device) if z is None else z
-    sources = (source, p.row_token, (w8, weights), *adapter)
-    work = (p.tiles.shape[0] - 1) * ceil_div(w8.shape[1], width)
-    grid = (max(1, min(work, grouped_gemm.target_of(x8).processors)),)
-    args = (x_scale, w_scale, b1, (z_target, z_boxes), zmax, column_bits, (a, a_boxes), a_scale)
-    launch(kernel, grid, *sources, *args, rows, p.tiles)
+    for part in fp8_parts(w, b1, lora, p):
+        found, bias, low, q, _ = part
+        kernel, weights, z_boxes, a_boxes, width = _up(
+            found.shape, activation, gate_up, z_dtype, lora.rank
+        )
+        adapter = low_rank(low, "nk", BLOCK, _BLOCK_R)
+        if lora.rank:
+            u, (b, _) = adapter
+            adapter = u, (b, _up_boxes(b.dtype, b.shape, gate_up, _BLOCK_R))
+        sources = (source, p.row_token, (found.w8, weights), *adapter)
+        work = (p.tiles.shape[0] - 1) * ceil_div(columns, width)
+        grid = (max(1, min(work, grouped_gemm.target_of(x8).processors)),)
+        args = (x_scale, found.w_scale, bias, (z_target, z_boxes), zmax, part.of(column_bits))
+        launch(kernel, grid, *sources, *args, (a, a_boxes), a_scale, rows, q.tiles)
+        del part, found, sources
     return z, zmax, zmax_columns, a, a_scale
 
 
 def fp8_recomputed(dout, x, w1, w, b1, lora, p: Permutation, activation, gate_up):
     x8, x_scale, _ = quantize_rows(x, False)
-    w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False, False))
+    if isinstance(w1, Packed):
+        w = w1
+    elif w.w8 is None:
+        w = Fp8Weight(*quantize_weight(w1, False, False))
     *of_z, _, a_scale = fp8_up(x8, x_scale, w, b1, lora, p, activation, gate_up, torch.bfloat16)
     return *of_z, a_scale, x_scale
 
@@ -141,24 +148,35 @@ def _tile_width(columns, depth, block_scales) -> int:
     return 128 if columns <= 128 or (not block_scales and 256 < depth <= 512) else 256
 
 
-def fp8_gemm(a8, a_scale, w, b2, row_scores, lora, p: Permutation, block_n=None, stages=None):
-    """`block_n` and `stages` are there to be measured. W may be a slice of N."""
-    w8, w_scale = w.w8, w.w_scale
-    rows, columns = a8.shape[0], w8.shape[1]
-    y = memory.empty((rows, columns), torch.bfloat16, a8.device)
+def fp8_gemm(
+    a8, a_scale, w, b2, row_scores, lora, p: Permutation, block_n=None, stages=None,
+    columns=slice(None),
+):  # fmt: skip
+    """`block_n` and `stages` are there to be measured.
+
+    b2 and the adapter have the `columns` of Y that are computed; w has all.
+    """
+    rows, n = a8.shape[0], w.shape[1]
+    n = len(range(n)[columns])
+    y = memory.empty((rows, n), torch.bfloat16, a8.device)
     if rows == 0:
         return y
     block_scales = a_scale.shape[0] > 1
-    block_n = block_n or _tile_width(columns, a8.shape[1], block_scales)
+    block_n = block_n or _tile_width(n, a8.shape[1], block_scales)
     stages = stages or (6 if block_n == 128 else 3)
-    kernel, weights, y_boxes = _gemm(
-        w8.shape, w8.stride(), block_n, stages, block_scales, lora.rank
-    )
     source = row_boxes(a8, _CONSUMER_M, BLOCK)
-    args = (source, (w8, weights), *low_rank(lora, "nk", block_n, _BLOCK_R))
-    args += (a_scale, rows, w_scale, b2, row_scores, (y, y_boxes), p.tiles)
-    work = (p.tiles.shape[0] - 1) * ceil_div(columns, block_n)
-    launch(kernel, (max(1, min(work, grouped_gemm.target_of(a8).processors)),), *args)
+    work = (p.tiles.shape[0] - 1) * ceil_div(n, block_n)
+    grid = (max(1, min(work, grouped_gemm.target_of(a8).processors)),)
+    for part in fp8_parts(w, b2, lora, p):
+        (w8, _, w_scale, _), bias, low, q, _ = part
+        w8 = w8 if n == w8.shape[1] else w8[:, columns]
+        kernel, weights, y_boxes = _gemm(
+            w8.shape, w8.stride(), block_n, stages, block_scales, lora.rank
+        )
+        args = (source, (w8, weights), *low_rank(low, "nk", block_n, _BLOCK_R))
+        args += (a_scale, rows, w_scale, bias, row_scores, (y, y_boxes), q.tiles)
+        launch(kernel, grid, *args)
+        del part, w8, args
     if not p.is_gathered:
         zero_tail(y, p)
     return y
@@ -169,12 +187,12 @@ def fp8_down_and_combine(a8, a_scale, w, b2, scores, lora, p: Permutation, token
     if not p.is_gathered or slices == 1:
         y = fp8_gemm(a8, a_scale, w, b2, None, lora, p)
         return combine(y, scores, p.slot_row, p.token_start, tokens) if p.is_gathered else y
-    hidden, depth = w.w8.shape[1:]
+    hidden, depth = w.shape[1:]
     block_n = _tile_width(hidden, depth, a_scale.shape[0] > 1)
     out = memory.empty((tokens, hidden), torch.bfloat16, a8.device)
+    w = fp8_decoded_once(w)
     for columns, bias, factor in column_slices(hidden, slices, b2, lora):
-        part = w._replace(w8=w.w8[:, columns])
-        y = fp8_gemm(a8, a_scale, part, bias, None, factor, p, block_n)
+        y = fp8_gemm(a8, a_scale, w, bias, None, factor, p, block_n, columns=columns)
         combine(y, scores, p.slot_row, p.token_start, tokens, out[:, columns])
         del y  # before the next one is allocated
     return out
@@ -185,13 +203,14 @@ def fp8_dz(
 ):  # fmt: skip
     z, zmax = kept.z, kept.zmax
     w, act = _with_transpose(w, w2, norms=True), (activation, gate_up)
+    w_t = w2.mT if isinstance(w2, Packed) else w.w8_t
     if lora_norm is not None:
         w = w._replace(w_norm=w.w_norm + lora_norm)
     do8, do_scale, do_norm = quantize_rows(dout, True)
     columns = needs.dz_t or needs.a_t
     scales = dz_scales(scores, do_scale, do_norm, kept, w, p, *act, columns)
     dz8, dz_t, a_t, dscores = dz_gemm(
-        do8, scales, z, zmax, w.w8_t, (dout, b2), scores, lora, p, *act, needs
+        do8, scales, z, zmax, w_t, (dout, b2), scores, lora, p, *act, needs
     )
     return (
         dz8,
@@ -206,14 +225,17 @@ def fp8_dz(
 
 
 def _with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
-    """A weight that has its transpose, if need be from the parameter, and then nothing else."""
+    """A weight that has its transpose, if need be from the parameter, and then nothing else; of a
+    packed one the scales and norms."""
+    if isinstance(parameter, Packed):
+        return Fp8Weight(None, None, parameter.fp8_scale, parameter.fp8_norm)
     if w.w8_t is not None:
         return w
     return Fp8Weight(*quantize_weight(parameter, True, norms))._replace(w8=None)
 
 
 def fp8_dx(dz8, dz_scale, w1, w, lora, p: Permutation, tokens, slices):
-    w_t = _with_transpose(w, w1).mT
+    w_t = w1.mT if isinstance(w1, Packed) else _with_transpose(w, w1).mT
     return fp8_down_and_combine(dz8, dz_scale[None], w_t, None, None, lora, p, tokens, slices)
 
 

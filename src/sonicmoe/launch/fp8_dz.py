@@ -9,10 +9,11 @@ from ..kernels.activation import derivative_of
 from ..kernels.hopper.dz import SLICE
 from ..kernels.hopper.fp8_dz import hopper_fp8_dz_kernel
 from ..shapes import ceil_div, padded_rows
-from ..tensors import E4M3, Fp8DzResults, Permutation
+from ..tensors import E4M3, Fp8DzResults, Fp8Weight, Packed, Permutation
 from . import grouped_gemm, memory
 from .boxes import ENDLESS, ORIGIN, laid_out, low_rank, ragged_boxes, z_boxes
 from .launcher import Bound, launch
+from .packed import fp8_parts
 
 _ROWS, _WIDTH = 64, SLICE.value  # of a slice
 
@@ -83,26 +84,32 @@ def dz_gemm(
     parts, (dout, b2) = ceil_div(inner, ring.block_n), bias
     partial = grouped_gemm.partial_scores(parts, b2, dscores, device)
     gate_up = gate_up if activation.is_gated else None
-    kernel, row_boxes, weights, z_boxes, dz_boxes = _kernel(
-        w2_t.shape, z.dtype, activation, gate_up, needs, p.is_gathered, lora.rank, ring
-    )
     dz_t_boxes, a_t_boxes = _transposed_boxes(inner, padded, gate_up)
-    # In bf16 half as many columns have the bytes of a block.
-    adapter = low_rank(lora, "nk", ring.block_n, ring.block_k // 2)
-    rows_of_do = do8 if p.is_gathered else (do8, row_boxes)
-    sources = (rows_of_do, p.row_token, (w2_t, weights), *adapter)
-    outputs = ((dz, dz_boxes), (dz_t, dz_t_boxes), (a_t, a_t_boxes))
-    # What is not stored needs an address all the same.
-    targets = [(do8 if t is None else t, boxes) for t, boxes in outputs]
+    programs = grouped_gemm.target_of(z).processors
+    grid = (max(1, min((p.tiles.shape[0] - 1) * parts, programs)),)
     zmax = zmax if z.dtype == E4M3 else None
     factors = (
         scales.row_factors,
         scales.column_factors if needs.dz_t else None,
         scales.block_factors if needs.a_t else None,
     )
-    args = (*sources, *factors, rows, p.row_slot, (z, z_boxes), zmax, *targets)
-    programs = grouped_gemm.target_of(z).processors
-    grid = (max(1, min((p.tiles.shape[0] - 1) * parts, programs)),)
-    launch(kernel, grid, *args, partial, partial.shape[1], p.tiles)
+    if not isinstance(w2_t, Packed):
+        w2_t = Fp8Weight(w2_t)
+    # The columns of dZᵀ and A'ᵀ depend on the number of the expert.
+    for part in fp8_parts(w2_t, None, lora, p, at_once=needs.dz_t or needs.a_t):
+        w, _, low, q, _ = part
+        kernel, row_boxes, weights, z_boxes, dz_boxes = _kernel(
+            w.shape, z.dtype, activation, gate_up, needs, p.is_gathered, lora.rank, ring
+        )
+        # In bf16 half as many columns have the bytes of a block.
+        adapter = low_rank(low, "nk", ring.block_n, ring.block_k // 2)
+        rows_of_do = do8 if p.is_gathered else (do8, row_boxes)
+        sources = (rows_of_do, p.row_token, (w.w8, weights), *adapter)
+        outputs = ((dz, dz_boxes), (dz_t, dz_t_boxes), (a_t, a_t_boxes))
+        # What is not stored needs an address all the same.
+        targets = [(do8 if t is None else t, boxes) for t, boxes in outputs]
+        args = (*sources, *factors, rows, p.row_slot, (z, z_boxes), zmax, *targets)
+        launch(kernel, grid, *args, partial, partial.shape[1], q.tiles)
+        del part, w, sources, args
     grouped_gemm.sum_partial_scores(partial, dout, b2, p, dscores)
     return dz, dz_t, a_t, dscores

@@ -27,6 +27,7 @@ from ..tuning.select import default_row_config, fp8_row_config
 from . import memory
 from .descriptors import descriptor
 from .launcher import Bound, dot_precision, launch, power_of_two, target_of
+from .packed import decoded_once, parts
 
 SLOTS = 1024  # slots per program of `sum_partials_kernel`
 SHORTEST_SPAN = 1024  # least rows of a span, see `kernels.spans`
@@ -132,17 +133,22 @@ def up(
         return z, a, z_scale
     outputs = (a if z is None else z, z_scale, a)  # if Z is not stored, any valid address will do
     grid = _row_grid(config, p, n, target)
-    if config.hopper:
-        kernel, args = _hopper().up(
-            x, w1, b1, p, outputs, activation, gate_up, z is not None, config, lora
-        )
-        launch(kernel, grid, *args)
-        return z, a, z_scale
-    source, weights = _row_source(x, config, p.is_gathered), _weight_source(w1, config, gate_up)
-    args = (source, p.row_token, weights, b1, *_low_rank(lora), *outputs, p.tiles, rows)
-    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation), "KEEP_Z": z is not None}
-    options |= _lora_options(lora) | _gemm_options(x, source, w1, config)
-    launch(up_kernel, grid, *args, *w1.stride(), H=hidden, N=n, **options)
+    keep_z = z is not None
+    for part in parts(w1, b1, lora, p, x.dtype):
+        w, bias, low, q, _ = part
+        if config.hopper:
+            given = (outputs, activation, gate_up, keep_z, config, low)
+            kernel, args = _hopper().up(x, w, bias, q, *given)
+            launch(kernel, grid, *args)
+        else:
+            source = _row_source(x, config, p.is_gathered)
+            weights = _weight_source(w, config, gate_up)
+            args = (source, p.row_token, weights, bias, *_low_rank(low), *outputs, q.tiles, rows)
+            options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation), "KEEP_Z": keep_z}
+            options |= _lora_options(low) | _gemm_options(x, source, w, config)
+            launch(up_kernel, grid, *args, *w.stride(), H=hidden, N=n, **options)
+            del weights
+        del part, w, args
     return z, a, z_scale
 
 
@@ -155,24 +161,35 @@ def gathered_gemm(x, w, p: Permutation):
     return up(x, w, None, NO_LORA, p, ActivationType.RELU, "interleaved", x.dtype)[0]
 
 
-def down(a, w2, b2, row_scores, lora, p: Permutation, config=None, kernel="down"):
-    """Also the GEMM of dX, which is the same on other operands: kernel "dx"."""
+def down(
+    a, w2, b2, row_scores, lora, p: Permutation, config=None, kernel="down", columns=slice(None)
+):  # fmt: skip
+    """Also the GEMM of dX, which is the same on other operands: kernel "dx".
+
+    b2 and the adapter have the `columns` of Y that are computed; w2 has all.
+    """
     _, n, k = w2.shape
+    n = len(range(n)[columns])
     y = memory.empty((a.shape[0], n), a.dtype, a.device)
     if a.shape[0] == 0:
         return y
     target = target_of(a)
     config = config or _row_config(kernel, a.element_size(), k, n, True, target, lora)
     grid = _row_grid(config, p, n, target)
-    if config.hopper:
-        hopper_kernel, args = _hopper().down(a, w2, b2, row_scores, y, p, config, lora)
-        launch(hopper_kernel, grid, *args)
-    else:
-        source = _row_source(a, config, gathered=False)
-        weights = _weight_source(w2, config)
-        args = (source, weights, b2, row_scores, *_low_rank(lora), y, p.tiles)
-        options = _lora_options(lora) | _gemm_options(a, source, w2, config)
-        launch(gemm_kernel, grid, *args, *w2.stride(), K=k, N=n, **options)
+    for part in parts(w2, b2, lora, p, a.dtype):
+        w, bias, low, q, _ = part
+        w = w if n == w.shape[1] else w[:, columns]
+        if config.hopper:
+            hopper_kernel, args = _hopper().down(a, w, bias, row_scores, y, q, config, low)
+            launch(hopper_kernel, grid, *args)
+        else:
+            source = _row_source(a, config, gathered=False)
+            weights = _weight_source(w, config)
+            args = (source, weights, bias, row_scores, *_low_rank(low), y, q.tiles)
+            options = _lora_options(low) | _gemm_options(a, source, w, config)
+            launch(gemm_kernel, grid, *args, *w.stride(), K=k, N=n, **options)
+            del weights
+        del part, w, args
     if not p.is_gathered:
         zero_tail(y, p)
     return y
@@ -219,8 +236,9 @@ def down_and_combine(a, w2, b2, scores, lora, p: Permutation, tokens, slices, ke
     # One configuration for all slices: in fp32, another block_k would sum in another order.
     config = _row_config(kernel, a.element_size(), k, hidden, True, target_of(a), lora)
     out = memory.empty((tokens, hidden), a.dtype, a.device)
+    w2 = decoded_once(w2, a.dtype)
     for columns, bias, factor in column_slices(hidden, slices, b2, lora):
-        y = down(a, w2[:, columns], bias, None, factor, p, config, kernel)
+        y = down(a, w2, bias, None, factor, p, config, kernel, columns)
         combine(y, scores, p.slot_row, p.token_start, tokens, out[:, columns])
         del y  # before the next one is allocated
     return out
@@ -263,27 +281,32 @@ def dz(
     dscores = memory.empty(scores.shape, torch.float32, device) if needs.dscores else None
     if rows == 0:
         return (dz if needs.dz else None), a, dscores
-    parts = ceil_div(intermediate, config.block_n)
-    partial = partial_scores(parts, b2, dscores, device)
+    tiles_n = ceil_div(intermediate, config.block_n)
+    partial = partial_scores(tiles_n, b2, dscores, device)
     grid = _row_grid(config, p, intermediate, target)
     outputs = (dz, a, partial)
-    if config.hopper:
-        inputs = (dout, z, z_scale, w2, scores, p)
-        kernel, args = _hopper().dz_gemm(
-            *inputs, outputs, activation, gate_up, needs.dscores, config, lora
-        )
-        launch(kernel, grid, *args)
-    else:
-        w2t = w2.mT  # the GEMM sums over H: (E, I, H) weights
-        source, weights = _row_source(dout, config, p.is_gathered), _weight_source(w2t, config)
-        args = (source, p.row_token, weights, *_low_rank(lora), scores, p.row_slot)
-        args = (*args, z, z_scale, *outputs, p.tiles, partial.shape[1], rows)
-        stored = {"STORE_DZ": needs.dz, "STORE_A": needs.a, "STORE_PARTIAL": needs.dscores}
-        options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), **stored}
-        options |= {"SLICES": config.slices, **_lora_options(lora)}
-        options |= _gemm_options(dout, source, w2t, config)
-        sizes = {"H": hidden, "I": intermediate}
-        launch(dz_kernel, grid, *args, *w2t.stride(), **sizes, **options)
+    for part in parts(w2, None, lora, p, dtype):
+        w, _, low, q, _ = part
+        if config.hopper:
+            inputs = (dout, z, z_scale, w, scores, q)
+            kernel, args = _hopper().dz_gemm(
+                *inputs, outputs, activation, gate_up, needs.dscores, config, low
+            )
+            launch(kernel, grid, *args)
+            del inputs
+        else:
+            w = w.mT  # the GEMM sums over H: (E, I, H) weights
+            source, weights = _row_source(dout, config, p.is_gathered), _weight_source(w, config)
+            args = (source, p.row_token, weights, *_low_rank(low), scores, p.row_slot)
+            args = (*args, z, z_scale, *outputs, q.tiles, partial.shape[1], rows)
+            stored = {"STORE_DZ": needs.dz, "STORE_A": needs.a, "STORE_PARTIAL": needs.dscores}
+            options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), **stored}
+            options |= {"SLICES": config.slices, **_lora_options(low)}
+            options |= _gemm_options(dout, source, w, config)
+            sizes = {"H": hidden, "I": intermediate}
+            launch(dz_kernel, grid, *args, *w.stride(), **sizes, **options)
+            del weights
+        del part, w, args
     sum_partial_scores(partial, dout, b2, p, dscores)
     return (dz if needs.dz else None), a, dscores
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from ..tensors import NO_LORA, DzResults, Lora
+from ..tensors import NO_LORA, DzResults, Lora, Packed
 from .checkpoint import placeholder
 from .lora import (
     down_low_rank_gradients,
@@ -19,9 +19,9 @@ from .operands import Forward, Gradient, Gradients, How, Operands, register
 
 
 class Operand(NamedTuple):
-    """A weight, rounded to the dtype of the data."""
+    """A weight, rounded to the dtype of the data, or a packed one, which GEMMs decode."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | Packed
 
 
 class Rows(NamedTuple):
@@ -53,8 +53,10 @@ class Bf16(Operands):
 
     @staticmethod
     def operands(weights, x, how, fp8_weights):
-        w1, w2 = weights.up.weight, weights.down.weight
-        return Operand(w1.to(x.dtype)), Operand(w2.to(x.dtype))
+        return tuple(
+            Operand(w if isinstance(w, Packed) else w.to(x.dtype))
+            for w in (weights.up.weight, weights.down.weight)
+        )
 
     @staticmethod
     def up(x, w, operand, p, how):
@@ -126,7 +128,7 @@ class Bf16(Operands):
         if needs.weight:
             dw = weight_gradient(dz, source.x, weight, p, "right", gradient, how)
         if needs.bias:
-            dbias = ops.bias_gradient(dz, None, p, False, weight.dtype, backend)
+            dbias = ops.bias_gradient(dz, None, p, False, source.x.dtype, backend)
         return Gradients(dx, dw, dbias, *of_lora)
 
 

@@ -113,8 +113,8 @@ def _one_number(shape, dtype, device, requires_grad: bool) -> torch.Tensor:
 
 def _without_data(w: Projection, dtype: torch.dtype | None, has_adapter: bool) -> Projection:
     def like(t):
-        if t is None:
-            return None
+        if not isinstance(t, torch.Tensor):  # None, or packed: `check` reads no values
+            return t
         one = torch.empty((), dtype=dtype or t.dtype, device=t.device)
         if has_adapter:  # `check` casts these, which must not fill them
             (one,) = prepare.autocast(one)
@@ -130,8 +130,11 @@ def _meta(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 def _meta_projection(checked: Projection, given: Projection) -> Projection:
     """`checked` on the meta device, laid out as `given`, also with its `main_grad`."""
-    weight: Any = _meta(checked.weight, given.weight.stride())
-    weight.requires_grad_(given.weight.requires_grad)
+    if not isinstance(given.weight, torch.Tensor):  # packed
+        weight: Any = given.weight.to("meta")
+    else:
+        weight = _meta(checked.weight, given.weight.stride())
+        weight.requires_grad_(given.weight.requires_grad)
     main_grad = getattr(given.weight, "main_grad", None)
     if main_grad is not None:
         weight.main_grad = _meta(main_grad, main_grad.stride())

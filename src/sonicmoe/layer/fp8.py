@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from .. import ops
+from ..errors import bad_argument
 from ..shapes import padded_rows
-from ..tensors import E4M3, NO_LORA, Fp8Dz, Fp8DzResults, Fp8Kept, Fp8Weight, Lora
+from ..tensors import E4M3, NO_LORA, Fp8Dz, Fp8DzResults, Fp8Kept, Fp8Weight, Lora, Packed
 from ..validation import FP8_ALIGNMENT, check_fp8, fp8_backend
 from .bf16 import weight_gradient
 from .checkpoint import placeholder
@@ -29,10 +30,13 @@ from .operands import Forward, Gradients, Operands, register
 
 
 class Operand(NamedTuple):
-    """A parameter and its `Fp8Weight`; of that, fields that are None are quantized again."""
+    """A parameter and its `Fp8Weight`; of that, fields that are None are quantized again.
 
-    weight: torch.Tensor
-    quantized: Fp8Weight
+    A packed weight comes twice: GEMMs decode it.
+    """
+
+    weight: torch.Tensor | Packed
+    quantized: Fp8Weight | Packed
 
 
 class Rows(NamedTuple):
@@ -56,13 +60,22 @@ class Fp8(Operands):
     def operands(weights, x, how, fp8_weights):
         w1, w2 = weights.up.weight, weights.down.weight
         quantize = quantize_weights if fp8_weights is None else fp8_weights.quantized
-        q1, q2 = quantize(w1, w2, how.z_dtype is not None, how.backend)
-        return Operand(w1, q1), Operand(w2, q2)
+        if fp8_weights is not None and (isinstance(w1, Packed) or isinstance(w2, Packed)):
+            remedy = "Omit it: packed weights are frozen, and decoded by every GEMM."
+            raise bad_argument("fp8_weights", "None with packed weights", "Fp8Weights", remedy)
+        return tuple(
+            Operand(q if isinstance(q, Packed) else w, q)
+            for w, q in zip(
+                (w1, w2), quantize(w1, w2, how.z_dtype is not None, how.backend), strict=True
+            )
+        )
 
     @staticmethod
     def kept_operand(operand, how):
         """The transpose alone, unless Z is recomputed: then all of a kept weight, or nothing."""
         q = operand.quantized
+        if isinstance(operand.weight, Packed):
+            return operand._replace(quantized=Fp8Weight())
         if not how.recompute:
             return operand._replace(quantized=q._replace(w8=None))
         return operand if q.w8_t is not None else operand._replace(quantized=Fp8Weight())

@@ -14,7 +14,8 @@ from torch.optim.optimizer import (
 
 from .. import ops
 from ..errors import bad_argument
-from ..tensors import Fp8Weight
+from ..packed import with_fp8_scales
+from ..tensors import Fp8Weight, Packed
 from ..validation import fp8_backend, resolve_backend
 from .fp8_kept import (
     Alarm,
@@ -29,15 +30,20 @@ from .fp8_kept import (
 
 
 @torch.no_grad()
-def quantize_weights(
-    w1: torch.Tensor, w2: torch.Tensor, transposed: bool, backend: str
-) -> tuple[Fp8Weight, Fp8Weight]:
-    """Both weights; only the backward pass reads what is `transposed`, and norms of W2."""
-    w8, w8_t, scale, _ = ops.quantize_weight(w1, transposed, False, backend)
-    q1, q2 = Fp8Weight(w8, w8_t, scale), ops.quantize_weight(w2, transposed, transposed, backend)
-    if transposed:
-        return q1, Fp8Weight(*q2)
-    return q1._replace(w8_t=None), Fp8Weight(*q2)._replace(w8_t=None, w_norm=None)
+def quantize_weights(w1: Any, w2: Any, transposed: bool, backend: str) -> tuple[Any, Any]:
+    """Both weights as `Fp8Weight`; a `Packed` stays one, and gets its scales.
+
+    Only the backward pass reads what is `transposed`, and norms of W2.
+    """
+    found: list[Any] = []
+    for w, norms in ((w1, False), (w2, transposed)):
+        if isinstance(w, Packed):
+            found.append(with_fp8_scales(w, backend))
+        else:
+            w8, w8_t, scale, norm = ops.quantize_weight(w, transposed, norms, backend)
+            q = Fp8Weight(w8, w8_t if transposed else None, scale, norm if norms else None)
+            found.append(q)
+    return found[0], found[1]
 
 
 def check_fp8_weights(fp8_weights: Any, precision: str | None) -> None:

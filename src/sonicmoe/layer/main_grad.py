@@ -36,8 +36,8 @@ class WithMainGrad:
         return main_grad
 
 
-def with_main_grad(weight: torch.Tensor) -> WithMainGrad | None:
-    """None without a `main_grad`; an error where it does not fit."""
+def with_main_grad(weight: Any) -> WithMainGrad | None:
+    """None without a `main_grad`, as of packed weights; an error where it does not fit."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return None

@@ -179,7 +179,7 @@ class Down(torch.autograd.Function):
         if deferred is None:
             return kind.down(*given_down)
         deferred.append(lambda: kind.down(*given_down))
-        return placeholder(weight, shape.tokens, weight.shape[1], dtype=shape.dtype)
+        return placeholder(p.tiles, shape.tokens, weight.shape[1], dtype=shape.dtype)
 
     @staticmethod
     def backward(ctx, dout):

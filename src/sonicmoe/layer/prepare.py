@@ -1,9 +1,13 @@
 """From a caller's arguments to a `Call`: check, autocast, precompile, permute."""
 
+from typing import Any
+
 import torch
 
 from ..errors import bad_argument
 from ..ops.layout import dense_weight
+from ..packed import stored
+from ..tensors import Packed
 from ..validation import (
     check_device,
     check_floating,
@@ -140,9 +144,9 @@ def check(
     """Autocast and validate; also returns the backend."""
     up, down, activation, gate_up = weights
     x, b1, b2 = autocast(x, up.bias, down.bias)
-    w1, w2 = up.weight, down.weight
+    w1, w2 = stored(up.weight), stored(down.weight)
     if any(adapter is not None for adapter in lora):
-        w1, w2 = autocast(w1, w2)
+        _, w1, w2 = autocast(x, w1, w2)
         _check_frozen(w1=w1, w2=w2, b1=b1, b2=b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
     weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
@@ -156,13 +160,19 @@ def _ready(x, weights, lora, precision, backend) -> tuple[torch.Tensor, ExpertWe
     """`check`, then x and weights dense, and the weights with their adapters."""
     x, weights, backend = check(x, weights, lora, precision, backend)
     up, down = (
-        with_adapter(w._replace(weight=dense_weight(w.weight)), adapter, x.dtype, backend)
+        with_adapter(_dense(w), adapter, x.dtype, backend)
         for w, adapter in zip((weights.up, weights.down), lora, strict=True)
     )
     return x.contiguous(), weights._replace(up=up, down=down), backend
 
 
-def _check_frozen(**tensors: torch.Tensor | None) -> None:
+def _dense(w: Projection) -> Projection:
+    if isinstance(w.weight, Packed):
+        return w
+    return w._replace(weight=dense_weight(w.weight))
+
+
+def _check_frozen(**tensors: torch.Tensor | Packed | None) -> None:
     for name, t in tensors.items():
         if t is not None and t.requires_grad:
             raise bad_argument(
@@ -179,10 +189,17 @@ def score_dtype(scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return scores if scores.dtype == dtype else scores.to(dtype)  # `to` alone takes 1.5 µs
 
 
-def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple:
-    """In the dtype of autocast where it is enabled; like PyTorch's, it leaves float64 alone."""
+def autocast(x: torch.Tensor, *others: Any) -> tuple:
+    """In the dtype of autocast where it is enabled; like PyTorch's, it leaves float64 alone.
+
+    Packed weights are decoded to the dtype of x.
+    """
     device = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(device):
         return x, *others
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t is not None and is_autocast(t) else t for t in (x, *others))
+    return tuple(t.to(dtype) if _is_autocast(t) else t for t in (x, *others))
+
+
+def _is_autocast(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and is_autocast(t)

@@ -1,6 +1,6 @@
 """The parameters of all experts as one object."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ class Projection(NamedTuple):
     """One of the two linear maps of every expert: W (E, out, in), a bias (E, out), and the LoRA
     factors A (E, r, in) and scale·B (E, out, r)."""
 
-    weight: torch.Tensor
+    weight: Any  # a tensor, or a `Packed`
     bias: torch.Tensor | None = None
     lora_a: torch.Tensor | None = None
     lora_b: torch.Tensor | None = None

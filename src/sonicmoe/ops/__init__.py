@@ -30,6 +30,7 @@ from .grouped_gemm import scaled_transpose as scaled_transpose
 from .grouped_gemm import up as up
 from .grouped_gemm import weight_gradient as weight_gradient
 from .grouped_gemm import weight_gradient_into as weight_gradient_into
+from .packed import dequantize_weight as dequantize_weight
 from .routing import balance as balance
 from .routing import balance_backward as balance_backward
 from .routing import count as count

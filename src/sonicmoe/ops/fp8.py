@@ -88,7 +88,7 @@ def checked_scales(
     return torch.empty_like(scale1), torch.empty_like(scale2)
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w8[1] * depth(s, s.w8[2]))
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w8[1] * depth(s, s.w8[2]), packed="w")
 def fp8_up(
     x8: Tensor,
     x_scale: Tensor,
@@ -107,19 +107,18 @@ def fp8_up(
     that of a column over the rows of its expert. Z is in bf16, or in e4m3 and scaled by zmax;
     without a `z_dtype` the first three are None.
     """
-    assert w.w8 is not None
-    rows, n = p.rows_of(x8), w.w8.shape[1]
+    rows, (experts, n, _) = p.rows_of(x8), w.shape
     intermediate = activation.intermediate_size(n)
     a_scale = _fp32(x8, ceil_div(intermediate, BLOCK), rows)
     z = zmax = zmax_columns = None
     if z_dtype is not None:
         z = x8.new_empty(rows, n, dtype=z_dtype)
         zmax = torch.empty_like(a_scale)
-        zmax_columns = _fp32(x8, w.w8.shape[0], intermediate)
+        zmax_columns = _fp32(x8, experts, intermediate)
     return z, zmax, zmax_columns, _e4m3(x8, rows, intermediate), a_scale  # type: ignore
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * depth(s, s.w1[2]))
+@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * depth(s, s.w1[2]), packed="w1")
 def fp8_recomputed(
     dout: Tensor,
     x: Tensor,
@@ -142,7 +141,7 @@ def fp8_recomputed(
     return z, torch.empty_like(a_scale), zmax_columns, a_scale, _fp32(x, x.shape[0])
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * depth(s, s.w8[2]))
+@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * depth(s, s.w8[2]), packed="w")
 def fp8_gemm(
     a8: Tensor,
     a_scale: Tensor,
@@ -157,11 +156,10 @@ def fp8_gemm(
 
     Sorted rows of no expert are zero.
     """
-    assert w.w8 is not None
-    return a8.new_empty(a8.shape[0], w.w8.shape[1], dtype=torch.bfloat16)
+    return a8.new_empty(a8.shape[0], w.shape[1], dtype=torch.bfloat16)
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * depth(s, s.w8[2]))
+@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * depth(s, s.w8[2]), packed="w")
 def fp8_down_and_combine(
     a8: Tensor,
     a_scale: Tensor,
@@ -175,11 +173,10 @@ def fp8_down_and_combine(
     backend: str,
 ) -> Tensor:
     """`combine` of `fp8_gemm`; of Y only one of `slices` slices of H exists at a time."""
-    assert w.w8 is not None
-    return a8.new_empty(tokens, w.w8.shape[1], dtype=torch.bfloat16)
+    return a8.new_empty(tokens, w.shape[1], dtype=torch.bfloat16)
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.z[0] * s.w2[2] * depth(s, s.w2[1]))
+@operator(reference, "fp8", flops=lambda s: 2 * s.z[0] * s.w2[2] * depth(s, s.w2[1]), packed="w2")
 def fp8_dz(
     dout: Tensor,
     kept: Fp8Kept,
@@ -214,7 +211,7 @@ def fp8_dz(
     return results  # type: ignore
 
 
-@operator(reference, "fp8", flops=lambda s: 2 * s.dz8[0] * s.w1[2] * depth(s, s.w1[1]))
+@operator(reference, "fp8", flops=lambda s: 2 * s.dz8[0] * s.w1[2] * depth(s, s.w1[1]), packed="w1")
 def fp8_dx(
     dz8: Tensor,
     dz_scale: Tensor,

@@ -24,7 +24,12 @@ def depth(s, k: int) -> int:
     return k + (0 if s.lora_u is None else s.lora_u[1])
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * _rows(s) * s.w1[1] * depth(s, s.w1[2]))
+@operator(
+    reference,
+    "grouped_gemm",
+    flops=lambda s: 2 * _rows(s) * s.w1[1] * depth(s, s.w1[2]),
+    packed="w1",
+)
 def up(
     x: Tensor,
     w1: Tensor,
@@ -49,7 +54,12 @@ def up(
     return z, a, z_scale  # type: ignore
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * _rows(s) * s.w1[1] * depth(s, s.w1[2]))
+@operator(
+    reference,
+    "grouped_gemm",
+    flops=lambda s: 2 * _rows(s) * s.w1[1] * depth(s, s.w1[2]),
+    packed="w1",
+)
 def recomputed_z(
     dout: Tensor,
     x: Tensor,
@@ -71,7 +81,9 @@ def gathered_gemm(x: Tensor, w: Tensor, p: Permutation, backend: str) -> Tensor:
     return x.new_empty(p.rows_of(x), w.shape[1])
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.a[0] * s.w2[1] * depth(s, s.w2[2]))
+@operator(
+    reference, "grouped_gemm", flops=lambda s: 2 * s.a[0] * s.w2[1] * depth(s, s.w2[2]), packed="w2"
+)
 def down(
     a: Tensor,
     w2: Tensor,
@@ -98,7 +110,9 @@ def combine(
     return y.new_empty(tokens, y.shape[1])
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.a[0] * s.w2[1] * depth(s, s.w2[2]))
+@operator(
+    reference, "grouped_gemm", flops=lambda s: 2 * s.a[0] * s.w2[1] * depth(s, s.w2[2]), packed="w2"
+)
 def down_and_combine(
     a: Tensor,
     w2: Tensor,
@@ -114,7 +128,9 @@ def down_and_combine(
     return a.new_empty(tokens, w2.shape[1])
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.z[0] * s.w2[2] * depth(s, s.w2[1]))
+@operator(
+    reference, "grouped_gemm", flops=lambda s: 2 * s.z[0] * s.w2[2] * depth(s, s.w2[1]), packed="w2"
+)
 def dz(
     dout: Tensor,
     z: Tensor,
@@ -141,7 +157,12 @@ def dz(
     return results  # type: ignore
 
 
-@operator(reference, "grouped_gemm", flops=lambda s: 2 * s.dz[0] * s.w1[2] * depth(s, s.w1[1]))
+@operator(
+    reference,
+    "grouped_gemm",
+    flops=lambda s: 2 * s.dz[0] * s.w1[2] * depth(s, s.w1[1]),
+    packed="w1",
+)
 def dx(
     dz: Tensor,
     w1: Tensor,

@@ -18,7 +18,7 @@ _ROWS = frozenset(
     ("x", "a", "z", "dz", "dout", "lora_u", "left", "right", "rows")
 )  # read by TMA, as weights are
 _E4M3 = frozenset(("x8", "a8", "q1", "q2", "q", "dz8", "other_t"))  # read by TMA, or four at a time
-_CALLERS = frozenset(("lora_u", "lora_b"))  # in tuples, but perhaps the caller's memory
+_CALLERS = frozenset(("lora_u", "lora_b", "codes"))  # in tuples, but perhaps the caller's memory
 _BY_STRIDES = frozenset(("logits",))  # launchers copy them where columns are not adjacent
 
 

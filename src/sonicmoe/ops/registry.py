@@ -13,7 +13,7 @@ Operators have no autograd of their own: the nodes of `layer` and `routing` call
 import enum
 import re
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import cached_property, wraps
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, get_type_hints
@@ -21,6 +21,7 @@ from typing import Annotated, Any, get_type_hints
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from ..tensors import Packed
 from .layout import Layout
 
 Mutated = Annotated[torch.Tensor, "the operator writes to it"]
@@ -49,8 +50,12 @@ class Signature:
     A NamedTuple becomes its fields, an enum its value.
     """
 
-    def __init__(self, declaration: Callable) -> None:
+    def __init__(self, declaration: Callable, packed: str | None = None) -> None:
+        """`packed` names a parameter that is a `Packed` instead."""
         hints = get_type_hints(declaration, include_extras=True)
+        self.packed = None if packed is None else list(hints).index(packed)
+        if packed is not None:
+            hints[packed] = Packed
         self.results = hints.pop("return")
         # Strings, which Dynamo can compare.
         self.types = [(kind, _form(kind)) for kind in hints.values()]
@@ -113,71 +118,103 @@ def _form(kind: Any) -> str:
     return "tuple" if hasattr(kind, "_fields") else "plain"
 
 
+class Operator:
+    """One operator of the namespace: `overload` for PyTorch's dispatcher, `chosen` without it."""
+
+    def __init__(
+        self,
+        declaration: Callable,
+        name: str,
+        signature: Signature,
+        reference: ModuleType,
+        launch: str | None,
+        flops: Callable[[SimpleNamespace], int] | None,
+    ) -> None:
+        self.declaration, self.signature, self.flops = declaration, signature, flops
+        self.reference, self.launch = reference, launch
+        self.layout = Layout(signature.tensors, signature.tuples) if launch else None
+        self.function = declaration.__name__
+        _library.define(signature.schema(name), tags=(torch.Tag.needs_exact_strides,))
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        self.overload = packet.default
+        _library.impl(name, self.dispatched, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", self.fake, lib=_library)
+        if flops is not None:
+            register_flop_formula(packet)(self.flop_formula)
+
+    @cached_property
+    def launch_module(self) -> ModuleType:
+        return import_module(f"..launch.{self.launch}", __package__)
+
+    def chosen(self, args: Sequence, dispatched: bool = False) -> tuple[Callable, Sequence]:
+        """The implementation for these arguments, and the arguments as it takes them."""
+        if self.layout is None:
+            return getattr(self.reference, self.function), args
+        *args, backend = args
+        for_kernels = backend == "triton"
+        module = self.launch_module if for_kernels else self.reference
+        return getattr(module, self.function), self.layout.dense(args, for_kernels, dispatched)
+
+    def dispatched(self, *flat: Any) -> Any:
+        function, args = self.chosen(self.signature.unflatten(flat), dispatched=True)
+        return self.every_result(function(*args), flat)
+
+    def fake(self, *flat: Any) -> Any:
+        args = self.signature.unflatten(flat)
+        if self.layout is not None:
+            args = self.layout.dense(args, for_kernels=False)
+        return self.every_result(self.declaration(*args), flat)
+
+    def every_result(self, found: Any, flat: Sequence) -> Any:
+        """Replace None, a result that is not needed, by the empty tensor PyTorch expects."""
+        if self.signature.returns == "()":
+            return None
+        like = next(t for t in flat if isinstance(t, torch.Tensor))
+        every = found if type(found) is tuple else (found,)
+        every = tuple([like.new_empty(0) if t is None else t for t in every])
+        return every if type(found) is tuple else every[0]
+
+    def flop_formula(self, *flat: Any, out_shape: Any = None, **_: Any) -> int:
+        assert self.flops is not None
+        given = {name: value for (name, _), value in zip(self.signature.flat, flat, strict=True)}
+        if self.signature.packed is not None:
+            # The weight's shape, by the names that the formulas use.
+            w = Packed(*[given[name] for name in Packed._fields])
+            given |= dict.fromkeys(("w1", "w2", "w8"), w.shape)
+        return self.flops(SimpleNamespace(**given))
+
+
 def operator(
-    reference: ModuleType, launch: str | None, flops: Callable[[SimpleNamespace], int] | None = None
+    reference: ModuleType,
+    launch: str | None,
+    flops: Callable[[SimpleNamespace], int] | None = None,
+    packed: str | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated declaration; returns the function that calls the operator.
 
     `launch` names the module in `launch/`, imported when it is needed; None: the reference serves
-    both backends. `flops` gets the flat arguments by name, shapes in the place of tensors.
+    both backends. `flops` gets the flat arguments by name, shapes in the place of tensors. The
+    parameter `packed`, a weight, may also be a `Packed`: a second operator `<name>_packed`.
     """
 
     def register(declaration: Callable) -> Callable:
-        name = declaration.__name__
-        signature = Signature(declaration)
-        _library.define(signature.schema(name), tags=(torch.Tag.needs_exact_strides,))
-        packet = getattr(getattr(torch.ops, NAMESPACE), name)
-        overload = packet.default
-        layout = Layout(signature.tensors, signature.tuples) if launch else None
-
-        @cache
-        def launch_module() -> ModuleType:
-            return import_module(f"..launch.{launch}", __package__)
-
-        def chosen(args: Sequence, dispatched: bool = False) -> tuple[Callable, Sequence]:
-            """The implementation for these arguments, and the arguments as it takes them."""
-            if layout is None:
-                return getattr(reference, name), args
-            *args, backend = args
-            for_kernels = backend == "triton"
-            module = launch_module() if for_kernels else reference
-            return getattr(module, name), layout.dense(args, for_kernels, dispatched)
-
-        def dispatched(*flat: Any) -> Any:
-            function, args = chosen(signature.unflatten(flat), dispatched=True)
-            return every_result(function(*args), flat)
-
-        def fake(*flat: Any) -> Any:
-            args = signature.unflatten(flat)
-            if layout is not None:
-                args = layout.dense(args, for_kernels=False)
-            return every_result(declaration(*args), flat)
-
-        def every_result(found: Any, flat: Sequence) -> Any:
-            """Replace None, a result that is not needed, by the empty tensor PyTorch expects."""
-            if signature.returns == "()":
-                return None
-            like = next(t for t in flat if isinstance(t, torch.Tensor))
-            every = found if type(found) is tuple else (found,)
-            every = tuple([like.new_empty(0) if t is None else t for t in every])
-            return every if type(found) is tuple else every[0]
-
-        def flop_formula(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-            assert flops is not None
-            names = [argument for argument, _ in signature.flat]
-            return flops(SimpleNamespace(**dict(zip(names, flat, strict=True))))
+        name, rest = declaration.__name__, (reference, launch, flops)
+        plain = Operator(declaration, name, Signature(declaration), *rest)
+        of_packed, place = plain, None
+        if packed is not None:
+            signature = Signature(declaration, packed)
+            of_packed = Operator(declaration, f"{name}_packed", signature, *rest)
+            place = signature.packed
 
         @wraps(declaration)
         def call(*args: Any) -> Any:
+            is_packed = place is not None and type(args[place]) is Packed
+            own = of_packed if is_packed else plain
             if _needs_dispatcher(args):
-                return overload(*signature.flatten(args))
-            function, prepared = chosen(args)
+                return own.overload(*own.signature.flatten(args))
+            function, prepared = own.chosen(args)
             return function(*prepared)
 
-        _library.impl(name, dispatched, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-        if flops is not None:
-            register_flop_formula(packet)(flop_formula)
         return call
 
     return register

@@ -22,10 +22,11 @@ import torch
 
 from ..enums import ActivationType
 from ..shapes import BLOCK, padded_rows
-from ..tensors import E4M3, E4M3_MAX, Fp8Weight, Lora, Permutation
+from ..tensors import E4M3, E4M3_MAX, Fp8Weight, Lora, Packed, Permutation
 from .activation import activate, activate_backward, split_gate_up
 from .fp8_scales import blocks, dz_scales, row_experts, z_columns
 from .grouped_gemm import combine, expert_rows, gather, gemm, row_slots
+from .packed import fp8_weight
 from .quantize import (
     BLOCK_FLOOR,
     checked_scales,
@@ -42,6 +43,10 @@ __all__ = [  # operators too
     "quantize_weight",
     "quantize_weight_into",
 ]
+
+
+def in_fp8(w: Fp8Weight | Packed) -> Fp8Weight:
+    return fp8_weight(w) if isinstance(w, Packed) else w
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -68,6 +73,7 @@ def fp8_up(
 
     Without a `z_dtype`, bf16 or e4m3, the first three are None.
     """
+    w = in_fp8(w)
     z = torch.zeros(p.rows_of(x8), w.w8.shape[1], device=x8.device)
     for e, r in expert_rows(p):
         scale = gather(x_scale, p, r)[:, None] * w.w_scale[e]
@@ -104,7 +110,10 @@ def z_in_fp32(z, zmax, activation: ActivationType, gate_up) -> torch.Tensor:
 def fp8_recomputed(dout, x, w1, w, b1, lora, p: Permutation, activation, gate_up):
     """The fields of `Fp8Kept` once more."""
     x8, x_scale, _ = quantize_rows(x, False)
-    w = w if w.w8 is not None else Fp8Weight(*quantize_weight(w1, False, False))
+    if isinstance(w1, Packed):
+        w = fp8_weight(w1)
+    elif w.w8 is None:
+        w = Fp8Weight(*quantize_weight(w1, False, False))
     *of_z, _, a_scale = fp8_up(x8, x_scale, w, b1, lora, p, activation, gate_up, torch.bfloat16)
     return *of_z, a_scale, x_scale
 
@@ -118,7 +127,7 @@ def _rows_in_fp32(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def fp8_gemm(a8, a_scale, w, b2, row_scores, lora, p: Permutation):
     """Y = A Wᵀ + b2 bf16 (R, N), times the row's score if given. a_scale is (J, R), or (1, R)."""
-    a = _rows_in_fp32(a8, a_scale)
+    a, w = _rows_in_fp32(a8, a_scale), in_fp8(w)
     y = torch.zeros(a8.shape[0], w.w8.shape[1], device=a8.device)
     for e, r in expert_rows(p):
         y[r] = _joined(_gemm(a[r], w.w8[e].mT) * w.w_scale[e], b2, lora, e, r)
@@ -214,6 +223,8 @@ def weight_gradient(rows8, other_t, scale, p: Permutation):
 
 
 def with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
+    if isinstance(parameter, Packed):
+        return fp8_weight(parameter)
     return w if w.w8_t is not None else Fp8Weight(*quantize_weight(parameter, True, norms))
 
 

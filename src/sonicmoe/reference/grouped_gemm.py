@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from ..enums import ActivationType
 from ..tensors import E4M3, NO_LORA, Permutation
 from .activation import activate, activate_backward
+from .packed import decodable
 from .quantize import dequantize_blocks, quantize_blocks
 
 
@@ -73,7 +74,7 @@ def gathered_gemm(x, w, p: Permutation):
 
 def _rows_gemm(x, w, bias, lora, p: Permutation):
     """X Wᵀ + U Bᵀ + bias of every row: (R, N). Rows past the last expert are zero."""
-    out = x.new_zeros(p.rows_of(x), w.shape[1])
+    out, w = x.new_zeros(p.rows_of(x), w.shape[1]), decodable(w, x.dtype)
     for e, r in expert_rows(p):
         out[r] = _add_lora(gemm(gather(x, p, r), w[e].mT, _of(bias, e)), lora, e, r)
     return out
@@ -94,7 +95,7 @@ def down(a, w2, b2, row_scores, lora, p: Permutation):
 
 
 def _sorted_gemm(a, w2, b2, row_scores, lora, p: Permutation):
-    y = a.new_zeros(a.shape[0], w2.shape[1])
+    y, w2 = a.new_zeros(a.shape[0], w2.shape[1]), decodable(w2, a.dtype)
     for e, r in expert_rows(p):
         out = _add_lora(gemm(a[r], w2[e].mT, _of(b2, e)), lora, e, r)
         y[r] = out if row_scores is None else (in_fp32(out) * row_scores[r, None]).to(a.dtype)
@@ -130,7 +131,7 @@ def dz(
     """Without Y: dS = ⟨dA', A⟩ over I."""
     if z_scale is not None:
         z = dequantize_blocks(z, z_scale, _concatenated(activation, gate_up))
-    out = torch.zeros_like(z, dtype=dout.dtype)
+    out, w2 = torch.zeros_like(z, dtype=dout.dtype), decodable(w2, dout.dtype)
     scored = dout.new_zeros(z.shape[0], w2.shape[2])
     dscores = None if scores is None else torch.zeros_like(scores).flatten()
     for e, r in expert_rows(p):

@@ -37,6 +37,24 @@ def caller_bytes(p: Problem, itemsize: int = 2) -> int:
     return p.T * p.H * itemsize
 
 
+# Bytes of a weight with its scales: MXFP4 and INT4 have one for 32 weights, NF4 for 64, FP8 for
+# 128×128. A nested absmax of NF4 takes a byte, and four bytes for 256 of them.
+PACKED_BYTES = {
+    "MXFP4": 1 / 2 + 1 / 32,
+    "NF4": 1 / 2 + 4 / 64,
+    "NF4, nested": 1 / 2 + (1 + 4 / 256) / 64,
+    "INT4": 1 / 2 + 2 / 32,
+    "FP8": 1 + 4 / 128**2,
+}
+
+
+def weight_bytes(p: Problem, itemsize: int = 2) -> dict[str, int]:
+    """Bytes of W1 and W2 as they are, and in each packed format."""
+    weights = p.E * p.H * (p.N + p.I)
+    packed = {name: round(weights * size) for name, size in PACKED_BYTES.items()}
+    return {"dense": weights * itemsize} | packed
+
+
 def kept_bytes(
     p: Problem,
     itemsize: int = 2,

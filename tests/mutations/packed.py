@@ -1,0 +1,71 @@
+"""Packed weights: nibbles, scales, parts."""
+
+from mutations.mutation import Mutation
+
+INTERPRETED = "tests/interpreted/test_interpreted_packed.py"
+MUTATIONS = [
+    Mutation(
+        "the low nibble of NF4 is the even weight", "kernels/packed.py",
+        "(4 * (I ^ 1))", "(4 * I)", f"{INTERPRETED} -k decoders", interpreted=True,
+    ),
+    Mutation(
+        "plain PyTorch: the low nibble of NF4 is the even weight", "reference/packed.py",
+        "(high, low) if", "(low, high) if", "tests/test_packed.py -k dequantize",
+    ),
+    Mutation(
+        "the high nibble of MXFP4 is the even weight", "kernels/packed.py",
+        "(_shifted(word, 28 - 4 * I) & -0x80000000) | (_shifted(word, 22 - 4 * I) & 0x1C00000)",
+        "(_shifted(word, 28 - 4 * (I ^ 1)) & -0x80000000)"
+        " | (_shifted(word, 22 - 4 * (I ^ 1)) & 0x1C00000)",
+        f"{INTERPRETED} -k decoders", interpreted=True,
+    ),
+    Mutation(
+        "MXFP4 with scales that are off by one", "kernels/packed.py",
+        "_as_float((low + 126) << 23)", "_as_float((low + 127) << 23)",
+        f"{INTERPRETED} -k decoders", interpreted=True,
+    ),
+    Mutation(
+        "plain PyTorch: MXFP4 with scales that are off by one", "reference/packed.py",
+        "(scale.double() - 127)", "(scale.double() - 128)", "tests/test_packed.py -k dequantize",
+    ),
+    Mutation(
+        "the largest scales of MXFP4 overflow", "kernels/packed.py",
+        "low = tl.minimum(scale, 128)", "low = scale",
+        f"{INTERPRETED} -k every_value", interpreted=True,
+    ),
+    Mutation(
+        "an absmax of NF4 for 32 weights", "kernels/packed.py",
+        "block = (expert * (P * Q // 8) + word) // 8",
+        "block = (expert * (P * Q // 8) + word) // 4",
+        f"{INTERPRETED} -k decoders", interpreted=True,
+    ),
+    Mutation(
+        "NaN of FP8 weights becomes a number", "kernels/packed.py",
+        "        if WITH_NAN:\n", "        if not WITH_NAN:\n",
+        f"{INTERPRETED} -k every_value", interpreted=True,
+    ),
+    Mutation(
+        "in e4m3 a weight is not rounded to bf16 first", "kernels/packed.py",
+        '    if FORMAT == "mxfp4":  # all', '    if FORMAT != "":  # all',
+        f"{INTERPRETED} -k decoders", interpreted=True,
+    ),
+    Mutation(
+        "a part of the experts takes the first tiles", "kernels/packed.py",
+        "(skipped + index)[:, None]", "index[:, None]",
+        f"{INTERPRETED} -k tiles", interpreted=True,
+    ),
+    Mutation(
+        "a part of the experts takes the first biases", "launch/packed.py",
+        "return part._replace(bias=part.of(bias),", "return part._replace(bias=bias,",
+        f"{INTERPRETED} -k experts", interpreted=True,
+    ),
+    Mutation(
+        "a part of a packed weight outlives its GEMM", "launch/grouped_gemm.py",
+        "        del part, w, args\n    if not", "        pass\n    if not",
+        f"{INTERPRETED} -k one_part", interpreted=True,
+    ),
+    Mutation(
+        "MXFP4 whose exponents span 15 counts as exact", "packed.py",
+        "_MXFP4_SPAN = 14", "_MXFP4_SPAN = 15", "tests/test_packed_experts.py -k wide",
+    ),
+]  # fmt: skip
