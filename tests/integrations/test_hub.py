@@ -22,7 +22,7 @@ import sonicmoe
 from sonicmoe.integrations import hub
 
 PACKAGE = Path(sonicmoe.__file__).parent
-TESTS = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def in_fresh_python(program: str, folder: Path, *, by_hand: bool = True, **envir
     if by_hand:
         lines += ["from hub_builds import load", "kernel = load(folder)"]
     source = "\n".join([*lines, textwrap.dedent(program)])
-    folders = [str(PACKAGE.parent), str(TESTS), os.environ.get("PYTHONPATH")]
+    folders = [str(PACKAGE.parent), str(SUPPORT), os.environ.get("PYTHONPATH")]
     path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, "-c", source, str(folder)],

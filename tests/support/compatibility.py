@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 DOCUMENT = TESTS.parent / "docs" / "integrations.md"
 BEGIN, END = "<!-- compatibility:begin -->\n", "<!-- compatibility:end -->\n"
 

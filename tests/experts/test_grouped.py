@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import Case, compare, make_inputs, plain, run, same_bits
+from devices import on, values_on
+from helpers import DTYPES, Case, compare, make_inputs, plain, poisoned, run, same_bits
 
 import sonicmoe
 
@@ -20,29 +21,46 @@ def _grouped(sizes, with_scores=True, **options):
     return layer
 
 
-def _sorted_inputs(counts, case=CASE):
+def _sorted_inputs(counts, case=CASE, device="cpu"):
     """Inputs whose ids say what the counts say: row r belongs to the expert of its place."""
-    given = make_inputs(case)
+    given = make_inputs(case, device)
     given.ids.fill_(-1)
     where = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    given.ids[: len(where), 0] = where.to(torch.int32)
+    given.ids[: len(where), 0] = where.to(given.ids)
     return given
 
 
-COUNTS = [
-    [80, 0, 120, 40],  # all rows in use, less than a tile of them and more
-    [33, 0, 157, 0],  # a tail, empty experts, the last one empty
-    [0, 0, 0, 0],  # nothing arrived
-    [0, 240, 0, 0],  # one expert takes all
-]
+def _tails(shape, *counts, dtypes=(torch.bfloat16,)):
+    """The shape with room for a tail, the experts of `counts`, biases."""
+    return [
+        (Case(shape.format(len(each)), dtype, bias=True), each)
+        for each in counts for dtype in dtypes
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@values_on(
+    "case, counts",
+    cpu=_tails(
+        "240,16,8,{},1",
+        [80, 0, 120, 40],  # all rows in use, less than a tile of them and more
+        [33, 0, 157, 0],  # a tail, empty experts, the last one empty
+        [0, 0, 0, 0],  # nothing arrived
+        [0, 240, 0, 0],  # one expert takes all
+        dtypes=DTYPES,
+    ),
+    interpreter=_tails("20,24,16,{},1", [3, 0, 9], [0, 0, 0], [0, 20, 0]),
+    cuda=_tails(
+        "600,264,136,{},1",
+        [130, 0, 7, 256, 0],
+        [0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1],
+        [0, 500, 0, 0, 0],
+        [4] * 149,  # every program computes several tiles
+    ),
+)
 @pytest.mark.parametrize("with_scores", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-def test_every_gradient_with_a_tail_of_nan(counts, with_scores, dtype):
-    case = Case("240,16,8,4,1", dtype, bias=True)
-    given, used = _sorted_inputs(counts, case), sum(counts)
+def test_every_gradient_with_a_tail_of_nan(case, counts, with_scores, device, backend):
+    given, used = _sorted_inputs(counts, case, device), sum(counts)
     if not with_scores:
         given.scores = torch.ones_like(given.scores)
     rough, exact = run(plain(case), given), run(plain(case), given.double())
@@ -50,8 +68,10 @@ def test_every_gradient_with_a_tail_of_nan(counts, with_scores, dtype):
         t[used:] = NAN
     if not with_scores:
         given.differentiable = ("x", "w1", "w2", "b1", "b2")
-    got = run(_grouped(torch.tensor(counts), with_scores), given)
-    compare(got, rough, exact, dtype)
+    sizes = torch.tensor(counts, device=device)
+    with poisoned():
+        got = run(_grouped(sizes, with_scores, backend=backend), given)
+    compare(got, rough, exact, case.dtype)
     for name in {"out", "dx", "dscores"} & got.keys():
         assert (got[name][used:] == 0).all(), f"{name} of the tail"
     for e, count in enumerate(counts):
@@ -67,14 +87,16 @@ def test_offsets_say_what_counts_say(dtype):
     same_bits(want, run(_grouped(None, offsets=offsets), given))
 
 
-def test_rows_before_the_first_offset_are_a_tail_too():
+@on("cpu", "interpreter")
+def test_rows_before_the_first_offset_are_a_tail_too(backend):
     given = _sorted_inputs([5, 0, 17, 8])
-    want = run(_grouped(torch.tensor([5, 0, 17, 8])), given)
+    want = run(_grouped(torch.tensor([5, 0, 17, 8]), backend=backend), given)
     for t in (given.x, given.scores, given.dout):  # the same rows, four places further on
         t.copy_(t.roll(4, 0))
         t[:4] = NAN
         t[34:] = NAN
-    got = run(_grouped(None, offsets=torch.tensor([4, 9, 9, 26, 34])), given)
+    with poisoned():
+        got = run(_grouped(None, offsets=torch.tensor([4, 9, 9, 26, 34]), backend=backend), given)
     for name in want:
         if name in ("out", "dx", "dscores"):
             assert (got[name][:4] == 0).all() and (got[name][34:] == 0).all(), name
@@ -120,6 +142,28 @@ def test_counts_and_offsets_that_do_not_fit_are_refused(sizes):
     tensors = {name: torch.tensor(value) for name, value in sizes.items()}
     with pytest.raises(ValueError, match="offsets: expected"):
         sonicmoe.grouped_experts(given.x, tensors.pop("counts", None), *weights, **tensors)
+
+
+@values_on(
+    "case, sizes",
+    interpreter=[
+        (Case("300,16,8,2,1", torch.float32), {"offsets": offsets})
+        for offsets in ([0, 128, 301], [0, 10, 9], [-1, 5, 9])
+    ],
+    cuda=[
+        (Case("1000,64,64,4,1"), {"counts": counts})
+        for counts in ([700, 0, 301, 0], [-1, 5, 5, 5], [2**40, 0, 0, 0])
+    ],
+)
+def test_kernels_poison_the_output_where_they_do_not_fit(case, sizes, device):
+    """Without waiting for the device nobody can say so."""
+    given = make_inputs(case, device)
+    x, w1 = given.x.requires_grad_(), given.w1.requires_grad_()
+    sizes = {"counts": None} | {n: torch.tensor(t, device=device) for n, t in sizes.items()}
+    with poisoned():
+        out = sonicmoe.grouped_experts(x, w1=w1, w2=given.w2, **sizes, backend="triton")
+        dx, dw1 = torch.autograd.grad(out, (x, w1), given.dout)
+    assert out.isnan().all() and dx.isnan().all() and (dw1 == 0).all()
 
 
 @pytest.mark.parametrize("with_scores", [False, True])

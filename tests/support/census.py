@@ -1,6 +1,6 @@
 """Every class of experts in the installed transformers, and what our implementation does with it.
 
-`python tests/census.py` writes the table in docs/integrations.md.
+`python tests/support/census.py` writes the table in docs/integrations.md.
 """
 
 import ast
@@ -21,7 +21,7 @@ from hf_models import NAME
 from sonicmoe.integrations.recognition import activation_of
 from sonicmoe.integrations.transformers import register
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "integrations.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations.md"
 BEGIN, END = "<!-- census:begin -->\n", "<!-- census:end -->\n"
 TOKENS, K, EXPERTS = 24, 2, 4
 TOLERANCE = 2e-6  # some compute parts in fp32, also in an fp64 model

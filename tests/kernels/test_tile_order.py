@@ -1,14 +1,19 @@
-"""The order in which programs walk over the tiles of a GEMM."""
+"""The order in which programs walk over the tiles of a GEMM; the spans of long sums."""
 
 import itertools
+import random
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from devices import on
 
 from sonicmoe import ops
+from sonicmoe.kernels import spans
 from sonicmoe.kernels.tile_order import BAND, in_bands, tile_of
+
+pytestmark = on("interpreter")
 
 
 @triton.jit
@@ -81,3 +86,38 @@ def test_experts_one_after_the_other(depth, n_tiles):
         wide = depth == 1 << 20 and n_tiles == 20
         assert by_row != (short or wide)  # column by column, in bands
     assert [work[0] for work in found] == sorted(work[0] for work in found)
+
+
+# --- spans ----------------------------------------------------------------------------------------
+@triton.jit
+def _groups_kernel(expert_start, num_experts, span, groups, out):
+    for group in range(groups):
+        here = group < num_experts
+        start = tl.load(expert_start + group, mask=here, other=0)
+        end = tl.load(expert_start + group + 1, mask=here, other=0)
+        expert, start, end = spans.rows_of(group, start, end, expert_start, num_experts, span)
+        tl.store(out + 3 * group, expert)
+        tl.store(out + 3 * group + 1, start)
+        tl.store(out + 3 * group + 2, end)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_row_is_summed_once_and_no_span_is_long(seed):
+    draw = random.Random(seed)
+    span = draw.choice([1, 2, 3, 8])
+    counts = [draw.choice([0, 1, 5, draw.randrange(40)]) for _ in range(draw.randint(1, 9))]
+    starts = [0, *itertools.accumulate(counts)]
+    places = (starts[-1] + draw.choice([0, 7])) // span
+    groups = len(counts) + places
+    out = torch.empty(groups, 3, dtype=torch.int32)
+    _groups_kernel[(1,)](torch.tensor(starts, dtype=torch.int32), len(counts), span, groups, out)
+    summed = []
+    for group, (expert, start, end) in enumerate(out.tolist()):
+        if start < 0:
+            continue
+        assert starts[expert] <= start and end <= starts[expert + 1]
+        if group < len(counts):
+            assert (start, end) == (starts[group], starts[group + 1])
+        assert end - start < 2 * span
+        summed += range(start, end)
+    assert sorted(summed) == list(range(starts[-1]))

@@ -4,9 +4,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from devices import on
 
 from sonicmoe import ActivationType
 from sonicmoe.kernels.activation import derivative_of, value_of
+
+pytestmark = on("interpreter")
 
 F = torch.nn.functional
 PLAIN = {

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent
-DOCUMENT = TESTS.parent / "docs" / "api.md"
-PACKAGE = TESTS.parent / "src" / "sonicmoe"
-USAGE: dict[str, Any] = tomllib.loads((TESTS / "api_usage.toml").read_text())
+SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
+DOCUMENT = ROOT / "docs" / "api.md"
+PACKAGE = ROOT / "src" / "sonicmoe"
+USAGE: dict[str, Any] = tomllib.loads((SUPPORT / "api_usage.toml").read_text())
 MODULES = ["sonicmoe", "enums", "routing", "watch", "distributed"]
 ADAPTERS = ("transformers", "convert", "lora", "peft", "checkpointing", "torchtitan")
 MODULES += [f"integrations.{module}" for module in ADAPTERS]

@@ -1,8 +1,8 @@
 """Hash what the layer computes on a GPU, to see that a change leaves every bit as it was.
 
-    PYTHONPATH=src python tests/result_hashes.py after.json
-    cp tests/result_hashes.py ../before/tests   # a checkout of the commit before
-    (cd ../before && PYTHONPATH=src python tests/result_hashes.py ../before.json)
+    PYTHONPATH=src python tests/support/result_hashes.py after.json
+    cp tests/support/result_hashes.py ../before/tests/support   # a checkout of the commit before
+    (cd ../before && PYTHONPATH=src python tests/support/result_hashes.py ../before.json)
 
 The cases are those of the GPU test matrix and some of the experts in FP8; `--every N` takes each
 N-th of them.
@@ -14,17 +14,13 @@ import itertools
 import json
 import multiprocessing
 import os
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "gpu"))
-
 from helpers import Case, bits, make_inputs, ours, run
-from test_gpu_matrix import CASES
+from matrix import CASES
 
 from sonicmoe import ActivationType, experts
 
