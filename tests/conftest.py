@@ -107,7 +107,7 @@ def _is_for_this_process(item) -> bool:
 
 @pytest.fixture
 def on_device(request):
-    """"cpu", "interpreter" or "cuda"."""
+    """One of "cpu", "interpreter" and "cuda"."""
     return request.param
 
 

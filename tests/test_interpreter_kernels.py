@@ -1,4 +1,4 @@
-"""The tests of kernels in Triton's interpreter, which need a process of their own: see devices.py."""
+"""Starts the process for the tests in Triton's interpreter: see support/devices.py."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The error budget for values like those of trained models, by token, row and column; its judges."""
+"""The error budget for values like those of trained models, by token, row and column."""
 
 import math
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet  # the type of pytest.param()
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = ("interpreter",) if INTERPRETING else ("cpu", "cuda")
@@ -81,21 +82,24 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     tables = [mark.args for mark in item.iter_markers("values_on")][::-1]
     if not here or not (tables or takes_device):
         return
-    names, rows, words = [], [], []
+    names, rows = [], []
     for table_names, _, _ in tables:
         each = table_names.split(",") if isinstance(table_names, str) else table_names
         names.append([name.strip() for name in each])
     for device in here:
         for chosen in itertools.product(*(values[device] for _, _, values in tables)):
-            row, word = [], [device] if takes_device else []
+            row, word, marks = [], [device] if takes_device else [], []
             for value, of_table, (_, ids, _) in zip(chosen, names, tables, strict=True):
-                row += [value] if len(of_table) == 1 else value
-                word += [ids(v) for v in ([value] if len(of_table) == 1 else value)]
-            rows.append([*row, device] if takes_device else row)
-            words.append("-".join(word))
+                if isinstance(value, ParameterSet):
+                    marks, value = [*marks, *value.marks], value.values
+                elif len(of_table) == 1:
+                    value = (value,)
+                row, word = [*row, *value], [*word, *map(ids, value)]
+            row += [device] if takes_device else []
+            rows.append(pytest.param(*row, id="-".join(word), marks=marks))
     every = [*itertools.chain(*names), *(["on_device"] if takes_device else [])]
     indirect = ["on_device"] if takes_device else False
-    metafunc.parametrize(every, rows, ids=words, indirect=indirect)
+    metafunc.parametrize(every, rows, indirect=indirect)
 
 
 @cache

@@ -1,108 +1,100 @@
-"""Routers on a GPU: the plain result, bitwise the same twice, no synchronisation, CUDA graphs."""
+"""Kernels of routers against fp64 and plain PyTorch; on a GPU no synchronisation, CUDA graphs."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import budget, poisoned, same_bits, written_out_loss
-from score_matrices import SCORES, assert_softmax, top
+from devices import on, values_on
+from helpers import DTYPES, budget, poisoned, run_poisoned, same_bits, written_out_loss
 
 from sonicmoe import MoE, ops
-from sonicmoe.reference.token_rounding import SUBROUTINES
-from sonicmoe.routing import ROUTERS, TokenRounding, auxiliary_loss, make_router
+from sonicmoe.launch import routing as launch_routing
+from sonicmoe.reference import routers
+from sonicmoe.routing import ROUTERS, Sigmoid, TokenRounding, auxiliary_loss, make_router
 from sonicmoe.routing.scores import router_logits
 
-pytestmark = pytest.mark.gpu
-SHAPES = [(4096, 64, 4, 128), (1000, 20, 3, 96), (16384, 256, 4, 128), (50, 4, 2, 64)]
 
-
-@pytest.mark.parametrize("subroutine", SUBROUTINES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", ["random", "tied"])
-def test_kernels_keep_what_plain_pytorch_keeps(shape, subroutine, kind):
-    tokens, experts, k, tile = shape
-    scores = SCORES[kind](tokens, experts, torch.Generator().manual_seed(0)).cuda()
-    ids, uniform = top(scores, k), torch.rand(experts, device="cuda")
-    want = ops.round_tokens(scores, ids, tile, subroutine, uniform, "torch")
-    with poisoned():
-        got = ops.round_tokens(scores, ids, tile, subroutine, uniform, "triton")
-        again = ops.round_tokens(scores, ids, tile, subroutine, uniform, "triton")
-    same_bits(dict(enumerate(got)), dict(enumerate(want)))
-    same_bits(dict(enumerate(got)), dict(enumerate(again)))
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_logits_round_as_their_scores(shape, normalize):
-    """The softmax to a few ulps; the pairs exactly those of the scores that come out."""
-    tokens, experts, k, tile = shape
-    logits = torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16)
-    ids = ops.topk(logits, k, True, "triton")[1]
-    # A tile of T rows that goes up takes in every pair of an expert that anyone chose.
-    expert, _, score, *_ = ops.round_logits(logits, ids, normalize, tokens, "up", None, "triton")
-    assert (expert >= 0).sum() == tokens * experts
-    scores = score[: tokens * experts].view(tokens, experts)
-    assert_softmax(scores, logits, ids if normalize else None)
-    for subroutine in ("nr-f", "up", "down", "balance-f"):
-        want = ops.round_tokens(scores, ids, tile, subroutine, None, "torch")
-        with poisoned():
-            got = ops.round_logits(logits, ids, normalize, tile, subroutine, None, "triton")
-            again = ops.round_logits(logits, ids, normalize, tile, subroutine, None, "triton")
-        same_bits(dict(enumerate(got)), dict(enumerate(want)))
-        same_bits(dict(enumerate(got)), dict(enumerate(again)))
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [*SHAPES, (512, 4096, 8, 16)], ids=str)
-def test_gradient_of_the_logits(shape, dtype, normalize):
-    tokens, experts, k, tile = shape
-    logits = torch.randn(tokens, experts, device="cuda", dtype=dtype)
-    ids = ops.topk(logits, k, True, "triton")[1]
-    expert, _, score, start, *_ = ops.round_logits(
-        logits, ids, normalize, tile, "nr-f", None, "triton"
-    )
-    given = (torch.randn_like(score), logits, ids if normalize else None, expert, start)
-    want = ops.round_logits_backward(*given, "torch")
-    with poisoned():
-        got = ops.round_logits_backward(*given, "triton")
-        again = ops.round_logits_backward(*given, "triton")
-    torch.testing.assert_close(got, want)
-    assert torch.equal(got, again)
-
-
-@pytest.mark.parametrize("subroutine", SUBROUTINES)
-def test_columns_longer_than_the_registers_hold(subroutine):
-    scores = SCORES["tied"](40000, 8, torch.Generator().manual_seed(0)).cuda()
-    ids, uniform = top(scores, 2), torch.rand(8, device="cuda")
-    want = ops.round_tokens(scores, ids, 128, subroutine, uniform, "torch")
-    got = ops.round_tokens(scores, ids, 128, subroutine, uniform, "triton")
-    same_bits(dict(enumerate(got)), dict(enumerate(want)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.5, 0.1), (0.0, 1.0)], ids=str)
-@pytest.mark.parametrize(
-    "shape", [(4096, 64), (16384, 256), (1000, 20), (5, 512), (300, 4096), (1, 1), (0, 8)], ids=str
-)
-def test_auxiliary_loss(shape, weights, dtype):
-    logits = torch.randn(shape, device="cuda").to(dtype).requires_grad_()
-    counts = torch.randint(100, shape[1:], device="cuda", dtype=torch.int32)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@values_on(
+    "tokens, experts, weights",
+    interpreter=[
+        (200, 5, (0.5, 0.1)),  # more tokens than all programs take at once, E no power of two
+        (6, 4096, (1.0, 0.0)),  # more programs than are added up at once
+        (3, 300, (0.0, 1.0)),
+        (2, 1, (1.0, 0.0)),
+        (0, 4, (0.5, 0.1)),
+    ],
+    cuda=[
+        (*shape, weights)
+        for shape in [
+            (4096, 64), (16384, 256), (1000, 20), (5, 512), (300, 4096), (1, 1), (0, 8)
+        ]
+        for weights in [(1.0, 0.0), (0.5, 0.1), (0.0, 1.0)]
+    ],
+)  # fmt: skip
+def test_auxiliary_loss(dtype, tokens, experts, weights, device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(launch_routing, "_SUMS", 6)
+    logits = torch.randn(tokens, experts, device=device).to(dtype).requires_grad_()
+    counts = torch.randint(100, (experts,), dtype=torch.int32, device=device)
     counts = counts if weights[0] else None
-    upstream = torch.randn((), device="cuda")
-    found = []
-    for _ in range(2):
-        with poisoned():
-            loss = auxiliary_loss(logits, counts, balance=weights[0], z=weights[1])
-            found.append({"loss": loss, "dlogits": torch.autograd.grad(loss, logits, upstream)[0]})
-    same_bits(*found)
+    upstream = torch.randn((), device=device)
+
+    def step():
+        loss = auxiliary_loss(
+            logits, counts, balance=weights[0], z=weights[1], backend="triton"
+        )  # fmt: skip
+        return {"loss": loss, "dlogits": torch.autograd.grad(loss, logits, upstream)[0]}
+
+    got = run_poisoned(step, device)
     (rough, drough), (exact, dexact) = (
         written_out_loss(logits.detach().to(wide), counts, *weights, upstream.to(wide))
         for wide in (torch.float32, torch.float64)
     )
-    budget(found[0]["loss"].detach(), rough, exact, name="loss", tokens=shape[0])
-    budget(found[0]["dlogits"], drough.to(dtype), dexact, name="dlogits")
+    budget(got["loss"].detach(), rough, exact, name="loss", tokens=tokens)
+    budget(got["dlogits"], drough.to(dtype), dexact, name="dlogits")
 
 
+@on("interpreter")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "groups", "kept"),
+    [
+        (33, 5, 3, 1, 1),  # more tokens than one program takes, E no power of two
+        (20, 32, 4, 8, 4),
+        (7, 15, 2, 5, 2),  # groups of three
+        (6, 4, 2, 4, 3),  # groups of one
+        (3, 300, 6, 1, 1),
+        (0, 4, 2, 2, 1),
+    ],
+)
+def test_router_of_sigmoids(dtype, normalize, tokens, experts, k, groups, kept):
+    router = Sigmoid(
+        experts, k, groups=groups, groups_kept=kept, normalize=normalize, scale=2.5
+    )  # fmt: skip
+    router.selection_bias.normal_(std=0.1)
+    logits = torch.randn(tokens, experts).to(dtype).requires_grad_()
+    dscores = torch.randn(tokens, k)
+    with poisoned():
+        r = router(logits, backend="triton")
+        (dlogits,) = torch.autograd.grad(r.scores, logits, dscores)
+    assert torch.equal(router.load, r.ids.flatten().bincount(minlength=experts).float())
+    found = []
+    for wide in (torch.float32, torch.float64):
+        leaf = logits.detach().to(wide).requires_grad_()
+        options = (k, groups, kept, normalize, 2.5)
+        if tokens:
+            scores, ids = routers.sigmoid(leaf, router.selection_bias, *options)
+            assert torch.equal(r.ids.long(), ids)
+        else:
+            scores = leaf[:, :k]
+        found.append((scores.detach(), *torch.autograd.grad(scores, leaf, dscores.to(wide))))
+    (rough, drough), (exact, dexact) = found
+    budget(r.scores.detach(), rough, exact, name="scores")
+    budget(dlogits, drough.to(dtype), dexact, name="dlogits")
+
+
+@on("cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(
@@ -110,7 +102,7 @@ def test_auxiliary_loss(shape, weights, dtype):
     [(4096, 256, 8, 8, 4), (1000, 60, 6, 5, 3), (5000, 384, 8, 1, 1), (3, 4, 2, 4, 2)],
     ids=str,
 )
-def test_sigmoid(shape, normalize, dtype):
+def test_operators_of_sigmoids(shape, normalize, dtype):
     tokens, experts, k, groups, kept = shape
     logits = torch.randn(tokens, experts, device="cuda").to(dtype)
     bias = torch.randn(experts, device="cuda") / 10
@@ -145,6 +137,7 @@ def test_sigmoid(shape, normalize, dtype):
     assert torch.equal(ops.count(ids, experts, "triton"), ops.count(ids, experts, "torch"))
 
 
+@on("cuda")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_logits_in_fp32(dtype):
     """Of data in 16 bits, without a copy of it in fp32."""
@@ -177,6 +170,7 @@ def step(moe, x):
     return [out, aux, *grads]
 
 
+@on("cuda")
 @pytest.mark.parametrize("name", ROUTERS)
 def test_never_waits_for_the_device(name):
     moe = layer(name)
@@ -190,6 +184,7 @@ def test_never_waits_for_the_device(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@on("cuda")
 @pytest.mark.parametrize("name", ["sigmoid", "expert_choice", "token_rounding"])
 def test_cuda_graph_follows_new_inputs(name):
     """Random numbers too: each replay draws its own."""
@@ -213,6 +208,7 @@ def test_cuda_graph_follows_new_inputs(name):
         assert torch.equal(mine, want)
 
 
+@on("cuda")
 @pytest.mark.parametrize("name", ROUTERS)
 def test_backends_agree(name):
     logits = torch.randn(3000, 64, device="cuda", requires_grad=True)
