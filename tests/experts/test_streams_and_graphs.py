@@ -1,4 +1,4 @@
-"""Repeatability, no synchronisation, CUDA graphs, compilation, NaN that stays where it is."""
+"""On a GPU: no synchronisation, CUDA graphs, compilation, streams, threads."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Case, captured, check_zeros, make_inputs, ours, poisoned, run, same_bits
+from helpers import Case, captured, make_inputs, ours, poisoned, run, same_bits
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, experts, ops
+from sonicmoe import KernelBackendMoE, MoE, ops
 from sonicmoe.tensors import NO_LORA, Permutation
 from sonicmoe.tuning import tile_m
 
@@ -36,15 +36,6 @@ def no_synchronisation():
 
 def _layer(**options) -> MoE:
     return MoE(16, 4, 512, 256, add_bias=True, **options).to("cuda", torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_bitwise_the_same_every_time(dtype):
-    case = Case("8000,512,256,16,4", dtype, bias=True, routing="zipf")
-    given = make_inputs(case, "cuda")
-    first = run(ours(case, "triton"), given)
-    for _ in range(5):
-        same_bits(first, run(ours(case, "triton"), given))
 
 
 def test_topk_and_permutation_are_bitwise_the_same_every_time():
@@ -190,89 +181,6 @@ def test_compiled_with_reduced_overhead(router):
         torch.compiler.cudagraph_mark_step_begin()
         same_bits(_gradients(compiled, x, dout), _gradients(moe, x, dout))
     assert counters["inductor"]["cudagraph_skips"] == 0
-
-
-@pytest.mark.parametrize(
-    ("activation", "gate_up"),
-    [
-        (ActivationType.SWIGLU, "interleaved"),
-        (ActivationType.SWIGLU, "concatenated"),
-        (ActivationType.GELU, "interleaved"),
-    ],
-)
-def test_without_gradients_the_same_bits_come_out(activation, gate_up):
-    """Z is not stored then, which is another kernel."""
-    case = Case("1500,520,328,7,2", activation=activation, bias=True, gate_up=gate_up)
-    given = make_inputs(case, "cuda").arguments()
-    given["w1"].requires_grad_()
-    with poisoned():
-        kept = experts(**given, **case.options)
-    with torch.no_grad(), poisoned():
-        passed = experts(**given, **case.options)
-    assert kept.requires_grad and not passed.requires_grad
-    assert torch.equal(kept, passed)
-
-
-def test_nan_in_the_rows_of_one_expert_reaches_no_other():
-    case = Case("2000,264,136,7,1", bias=True, routing="uniform")
-    clean, dirty = make_inputs(case, "cuda"), make_inputs(case, "cuda")
-    clean.ids[0] = dirty.ids[0] = 3  # rows past an expert's end are fetched as token 0, times zero
-    hit = clean.ids[:, 0] == 3
-    dirty.x[hit] = float("nan")
-    dirty.dout[hit] = float("nan")
-    want, got = run(ours(case, "triton"), clean), run(ours(case, "triton"), dirty)
-    _same_but(want, got, tokens=~hit, experts=torch.arange(7, device="cuda") != 3)
-    assert got["out"][hit].isnan().all() and got["dw1"][3].isnan().all()
-
-
-def test_nan_in_the_weights_of_one_expert_reaches_no_other():
-    case = Case("2000,264,136,7,3", bias=True, routing="uniform")
-    clean, dirty = make_inputs(case, "cuda"), make_inputs(case, "cuda")
-    dirty.w1[3] = float("nan")
-    dirty.w2[3] = float("nan")
-    hit = (clean.ids == 3).any(-1)
-    want, got = run(ours(case, "triton"), clean), run(ours(case, "triton"), dirty)
-    _same_but(want, got, tokens=~hit, experts=torch.arange(7, device="cuda") != 3)
-    others = clean.ids != 3
-    assert torch.equal(want["dscores"][others], got["dscores"][others])
-
-
-def _same_but(want, got, tokens, experts):
-    """Bitwise equal on these tokens and experts."""
-    for name in ("out", "dx"):
-        assert torch.equal(want[name][tokens], got[name][tokens]), name
-    for name in ("dw1", "dw2", "db1", "db2"):
-        assert torch.equal(want[name][experts], got[name][experts]), name
-
-
-def test_dropped_slots_are_not_read():
-    given = make_inputs(CASE, "cuda")
-    want = run(ours(CASE, "triton"), given)
-    absent = (given.ids < 0) | (given.ids >= 16)
-    given.scores[absent] = float("nan")
-    given.x[absent.all(-1)] = float("nan")
-    given.dout[absent.all(-1)] = float("nan")
-    got = run(ours(CASE, "triton"), given)
-    same_bits(want, got)
-    check_zeros(got, given)
-
-
-@pytest.mark.parametrize("retain", [False, True])
-def test_strides_of_every_kind(retain):
-    """Rows of a wider tensor, a gradient of stride 0, and a graph that is walked twice."""
-    given = make_inputs(CASE, "cuda")
-    wide = torch.zeros(3000, 1024, device="cuda", dtype=torch.bfloat16)
-    wide[:, ::2] = given.x
-    strided = given.arguments() | {"x": wide[:, ::2].requires_grad_()}
-    dense = given.arguments() | {"x": given.x.requires_grad_()}
-    out, same = (sonicmoe.experts(**a, activation=CASE.activation) for a in (strided, dense))
-    assert torch.equal(out, same)
-    out.sum().backward(retain_graph=True)
-    (want,) = torch.autograd.grad(same, dense["x"], torch.ones_like(same))
-    assert torch.equal(strided["x"].grad, want)
-    if retain:
-        (again,) = torch.autograd.grad(out, strided["x"], torch.ones_like(out))
-        assert torch.equal(again, want)
 
 
 def test_compiled_without_a_graph_break_for_changing_tokens():
