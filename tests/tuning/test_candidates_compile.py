@@ -1,6 +1,6 @@
 """The candidates that only a GPU can run compile, use the tensor cores and fit into its memory.
 
-The plain ones run in the interpreter: tests/interpreted.
+The plain ones run in the interpreter: test_candidates.py.
 """
 
 import pytest

@@ -1,11 +1,17 @@
-"""`sonicmoe tune` on real kernels, with times that are made up; the layer with every candidate."""
+"""The layer with every candidate of `sonicmoe tune`; the command on real kernels.
+
+In the interpreter times are made up. On a GPU each tile runs with its deepest ring alone: compiling
+every depth would take four minutes. The command itself checks every candidate before it times it.
+"""
 
 import itertools
 import json
+from dataclasses import astuple, replace
 
 import pytest
 import torch
 from candidate_tables import candidate_tables
+from devices import on
 from helpers import Case as LayerCase
 from helpers import check_experts
 
@@ -13,7 +19,9 @@ from sonicmoe.bench.cases import Case
 from sonicmoe.bench.gemms import NAMES
 from sonicmoe.bench.run import Options
 from sonicmoe.bench.tune_run import tune_cases
+from sonicmoe.cli import main
 from sonicmoe.launch import grouped_gemm
+from sonicmoe.launch.launcher import target_of
 from sonicmoe.layer import prepare
 from sonicmoe.shapes import Problem
 from sonicmoe.tuning import RowConfig, Target, table
@@ -24,6 +32,7 @@ HERE = Target(90, 4, gluon=False)  # what the interpreter is taken for
 OPTIONS = Options(device="cpu", dtype=torch.bfloat16)
 
 
+@on("interpreter")
 @pytest.mark.parametrize(
     ("arch", "transposed", "dtype"),
     [
@@ -57,6 +66,7 @@ class Clock:
         return 0.5 if config.block_k == 32 else 1.0
 
 
+@on("interpreter")
 def test_from_cases_to_a_table(tmp_path, layer_runs_kernels, capsys):
     out = tmp_path / "tuned.json"
     cases = [Case.of_shape(TINY), Case.of_shape("40,24,8,3,2")]  # the second differs in T alone
@@ -76,6 +86,7 @@ def test_from_cases_to_a_table(tmp_path, layer_runs_kernels, capsys):
     assert config.block_k == 32
 
 
+@on("interpreter")
 def test_a_wrong_kernel_has_no_figure(tmp_path, layer_runs_kernels, monkeypatch, capsys):
     right = grouped_gemm.down
 
@@ -93,6 +104,7 @@ def test_a_wrong_kernel_has_no_figure(tmp_path, layer_runs_kernels, monkeypatch,
     assert "differs from the default" in capsys.readouterr().err
 
 
+@on("interpreter")
 def test_nothing_is_written_for_a_layer_that_is_wrong(
     tmp_path, layer_runs_kernels, monkeypatch, capsys
 ):
@@ -104,7 +116,52 @@ def test_nothing_is_written_for_a_layer_that_is_wrong(
     assert not out.exists() and "gain" not in capsys.readouterr().out
 
 
+@on("interpreter")
 def test_a_table_has_to_go_somewhere(monkeypatch):
     monkeypatch.setenv(table.VARIABLE, "")
     with pytest.raises(ValueError, match=r"--out: expected a file, got none, and SONICMOE_TUNED"):
         tune_cases([Case.of_shape(TINY)], OPTIONS, NAMES, None, Clock())
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+SHAPE = "777,264,136,6,3"  # wider than every tile, a multiple of none
+
+
+def each_tile_once():
+    """The deepest ring of a tile comes first."""
+    seen = set()
+
+    def first(config) -> bool:
+        tile = (type(config), *astuple(replace(config, stages=0)))
+        return not (tile in seen or seen.add(tile))
+
+    return first
+
+
+@on("cuda")
+def test_the_layer_with_every_tile():
+    """In bf16; plain candidates, those of fp32 among them, run in Triton's interpreter."""
+    target = target_of(torch.empty(1, device="cuda"))
+    p = Problem.parse(SHAPE)
+    tables = candidate_tables(p, torch.bfloat16.itemsize, target, only=each_tile_once)
+    case = LayerCase(SHAPE, torch.bfloat16, routing="dropped")
+    for candidate in tables:
+        with table.using(candidate):
+            check_experts(case, "cuda", "triton")
+
+
+@on("cuda")
+def test_the_command(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "tuned.json"
+    monkeypatch.setenv(table.VARIABLE, str(out))
+    shape = ["--shape", "4096,512,256,8,2"]
+    assert main(["tune", *shape, "--gemm", "down", "--results", str(tmp_path)]) == 0
+    assert "down" in capsys.readouterr().out
+    document = json.loads(out.read_text())
+    assert document["device"] == torch.cuda.get_device_name()
+    target = target_of(torch.empty(1, device="cuda"))
+    assert len(table.tuned(target).rows) == len(document["entries"])
+    (kept,) = tmp_path.glob("*/*-tune.jsonl")
+    record = json.loads(kept.read_text())
+    assert len(record["candidates"]) > 3 and record["default_ms"] > 0
+    assert record["taken"] == bool(document["entries"])
