@@ -79,7 +79,9 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
-    items[:] = [item for item in items if _is_for_this_process(item)]
+    others = {item for item in items if not _is_for_this_process(item)}
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
     if part := config.getoption("--part"):
         items[:] = [item for i, item in enumerate(items) if (i % 24 == 0) == (part == "fast")]
     for item in items:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from devices import values_on
 from fp8_value_checks import check_fp8_values
 from helpers import ACTIVATIONS, Case, make_inputs, plain, relative_error, run
 
@@ -10,20 +11,35 @@ from sonicmoe import ActivationType
 from sonicmoe.bench.values import VALUES
 from sonicmoe.reference import fp8, quantize
 
-SHAPE = "256,1024,272,2,1"
+LARGE = ("2048,2048,768,4,2", "1024,2880,2880,2,2", "1024,7168,2048,4,2")
 
 
-@pytest.mark.parametrize("values", VALUES)
-def test_as_with_exact_maxima(values):
-    check_fp8_values(Case(SHAPE, values=values, routing="uniform"))
+@values_on(
+    "case",
+    cpu=[Case("256,1024,272,2,1", values=v, routing="uniform") for v in VALUES],
+    cuda=[Case(shape, values=v) for shape in LARGE for v in VALUES],
+)
+def test_as_with_exact_maxima(case, device, backend):
+    check_fp8_values(case, device, backend)
 
 
-@pytest.mark.parametrize("values", ["rows_100", "log_normal"])
+@values_on("case", cuda=[Case(LARGE[0], values=v) for v in VALUES])
+def test_with_z_in_fp8(case, device, backend):
+    check_fp8_values(case, device, backend, memory="e4m3")
+
+
+@values_on(
+    "shape, values",
+    cpu=[("320,512,272,2,1", v) for v in ("rows_100", "log_normal")],
+    cuda=[
+        ("1024,1040,400,3,2", v) for v in ("rows_100", "log_normal", "channels_30", "trained")
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU_CLAMPED, ActivationType.RELU_SQ])
-def test_other_activations(values, activation, gate_up):
-    case = Case("320,512,272,2,1", activation=activation, gate_up=gate_up, values=values)
-    check_fp8_values(case)
+def test_other_activations(shape, values, activation, gate_up, device, backend):
+    case = Case(shape, activation=activation, gate_up=gate_up, values=values)
+    check_fp8_values(case, device, backend)
 
 
 def in_fp8(case: Case, inputs) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""FP8 with memory policies, and with weight gradients in bf16, in plain PyTorch."""
+"""FP8 with memory policies, and with weight gradients in bf16."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Case, make_inputs, plain, relative_error, run, same_bits
+from devices import on, values_on
+from helpers import Case, make_inputs, plain, relative_error, run, run_poisoned, same_bits
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
@@ -26,19 +27,28 @@ CASES = [
     Case("40,64,48,5,2", activation=ActivationType.RELU_SQ),
     Case("0,64,48,5,2"),
 ]
+LARGE = [
+    Case("777,272,144,9,3", routing="dropped"),
+    Case("3000,2048,256,16,4", gate_up="concatenated", transposed=True),
+    Case("500,1024,512,4,2", activation=ActivationType.RELU_SQ, routing="empty_experts"),
+    Case("500,1024,512,4,2", activation=ActivationType.SWIGLU_CLAMPED),
+]
 
 
 def in_fp8(case: Case, memory, precision: str = "fp8"):
     return partial(sonicmoe.experts, precision=precision, memory=memory, **case.options)
 
 
+@values_on("case", cpu=CASES, cuda=LARGE[:3])
 @pytest.mark.parametrize("memory", EXACT, ids=str)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_recompute_and_slices_change_no_bit(case, precision, memory):
-    inputs = make_inputs(case)
-    keep = run(in_fp8(case, "keep", precision), inputs)
-    same_bits(keep, run(in_fp8(case, memory, precision), inputs))
+def test_recompute_and_slices_change_no_bit(case, precision, memory, device):
+    inputs = make_inputs(case, device)
+    keep, other = (
+        run_poisoned(partial(run, in_fp8(case, policy, precision), inputs), device)
+        for policy in ("keep", memory)
+    )
+    same_bits(keep, other)
 
 
 @pytest.mark.parametrize("needed", [("x",), ("w1",), ("w2",), ("scores",)])
@@ -84,6 +94,22 @@ def test_z_in_fp8_changes_gradients_alone(case, precision):
     for name in set(got) - {"out"}:
         error, before = (relative_error(t[name], exact[name]) for t in (got, keep))
         assert before < error < math.hypot(before, 0.055), (name, error, before)
+
+
+@on("cuda")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_z_in_fp8_errs_as_the_reference(case, precision):
+    """As exact as plain PyTorch; the output has the bits of memory="keep"."""
+    inputs = make_inputs(case, "cuda")
+    exact = run(plain(case), inputs.double())
+    layer = in_fp8(case, "e4m3", precision)
+    rough = run(partial(layer, backend="torch"), inputs)
+    got = run_poisoned(lambda: run(layer, inputs), "cuda")
+    assert torch.equal(got["out"], run(in_fp8(case, "keep", precision), inputs)["out"])
+    for name, t in got.items():
+        error, allowed = relative_error(t, exact[name]), relative_error(rough[name], exact[name])
+        assert error <= 1.1 * allowed + 1e-6, (name, error, allowed)
 
 
 def test_z_in_fp8_of_rows_of_other_sizes():

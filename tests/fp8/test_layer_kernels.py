@@ -309,53 +309,6 @@ def test_nothing_waits_for_the_device():
     same_bits(dict(enumerate(got)), dict(enumerate(want)))
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_bf16_dw"])
-@pytest.mark.parametrize(
-    "memory", ["recompute", MemoryPolicy(slices=2), MemoryPolicy("recompute", 5)], ids=str
-)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(ODD, routing="dropped"),
-        Case("3000,2048,256,16,4", gate_up="concatenated", transposed=True),
-        Case("500,1024,512,4,2", activation=ActivationType.RELU_SQ, routing="empty_experts"),
-    ],
-    ids=str,
-)
-def test_recompute_and_slices_change_no_bit(case, memory, precision):
-    inputs = make_inputs(case, CUDA)
-    layer = in_fp8 if precision == "fp8" else in_bf16_dw
-    keep, other = (
-        run_poisoned(partial(run, layer(case, memory=policy), inputs), CUDA)
-        for policy in ("keep", memory)
-    )
-    same_bits(keep, other)
-
-
-@pytest.mark.parametrize("precision", ["fp8", "fp8_bf16_dw"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(ODD, routing="dropped"),
-        Case("3000,2048,256,16,4", gate_up="concatenated", transposed=True),
-        Case("500,1024,512,4,2", activation=ActivationType.RELU_SQ, routing="empty_experts"),
-        Case("500,1024,512,4,2", activation=ActivationType.SWIGLU_CLAMPED),
-    ],
-    ids=str,
-)
-def test_z_in_fp8(case, precision):
-    """As exact as plain PyTorch; the output has the bits of memory="keep"."""
-    inputs = make_inputs(case, CUDA)
-    exact = run(plain(case), inputs.double())
-    layer = in_fp8 if precision == "fp8" else in_bf16_dw
-    rough = run(layer(case, memory="e4m3", backend="torch"), inputs)
-    got = run_poisoned(lambda: run(layer(case, memory="e4m3"), inputs), CUDA)
-    assert torch.equal(got["out"], run(layer(case), inputs)["out"])
-    for name, t in got.items():
-        error, allowed = relative_error(t, exact[name]), relative_error(rough[name], exact[name])
-        assert error <= MARGIN * allowed + 1e-6, (name, error, allowed)
-
-
 def in_bf16_dw(case: Case, memory="keep", backend: str | None = None):
     options = {"precision": "fp8_bf16_dw", "memory": memory, "backend": backend}
     return partial(sonicmoe.experts, **options, **case.options)
