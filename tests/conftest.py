@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 if devices.INTERPRETING:  # before any kernel is defined
+    import fast_interpreter  # noqa: F401
     import interpreter  # noqa: F401
 os.environ["SONICMOE_TUNED"] = ""  # the choices that are shipped, not those of this machine
 # PyTorch reads this once, at the first GEMM of a process: with it cuBLAS can repeat itself.

@@ -1,6 +1,6 @@
 """The candidates that only a GPU can run compile, use the tensor cores and fit into its memory.
 
-The plain ones run in the interpreter: test_candidates.py.
+The plain ones run in the interpreter: tests/tuning/test_candidates.py.
 """
 
 import pytest
@@ -19,7 +19,7 @@ GEMMS = ("up_kernel", "gemm_kernel", "dz_kernel", "wgrad_kernel")
 
 
 def short_blocks(config):
-    """Blocks of 64 are selected by default, so tests/test_machine_code.py compiles them."""
+    """Blocks of 64 are selected by default, so test_machine_code.py compiles them."""
     return config.hopper and config.block_k == 32 and config.stages > 3
 
 

@@ -14,7 +14,7 @@ from sonicmoe.launch import fp8, fp8_wgrad
 from sonicmoe.shapes import padded_rows
 from sonicmoe.tensors import NO_LORA, Fp8Weight, Permutation
 
-DRAW = Path(__file__).parents[1] / "docs" / "pictures" / "draw.py"
+DRAW = Path(__file__).parents[2] / "docs" / "pictures" / "draw.py"
 MEMORY = {memory.kernel: memory.size for memory in runpy.run_path(str(DRAW))["MEMORY"]}
 E4M3 = torch.float8_e4m3fn
 SWIGLU = ActivationType.SWIGLU
