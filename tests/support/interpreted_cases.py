@@ -38,7 +38,7 @@ def _operators_kernel(x, y, out, N: tl.constexpr, WIDE: tl.constexpr, INTEGER: t
     if INTEGER:
         tl.store(out + 3 * N + i, a // (b + (b == 0).to(b.dtype)) - b % 5)
     else:
-        tl.store(out + 3 * N + i, a / (b + 0.5) - tl.exp(b))
+        tl.store(out + 3 * N + i, a / (b + 0.5) - tl.exp(b.to(tl.float32)))
     tl.store(out + 4 * N + i, tl.trans(table).sum(0) + tl.sum(table, 1))
     if WIDE:
         for j in range(3):
@@ -109,7 +109,7 @@ def results() -> dict[str, torch.Tensor]:
         is_integer = not dtype.is_floating_point
         shift = 0 if is_integer else 4
         _operators_kernel[(1,)](x - shift, y - shift, out, 8, dtype.itemsize > 1, is_integer)
-        if is_integer:
+        if is_integer and dtype.itemsize > 1:
             bits, words = torch.zeros(3, 8, dtype=dtype), x * 12345
             _bits_kernel[(1,)](words, bits, 8)
             found[f"bits of {dtype}"] = bits
@@ -118,10 +118,8 @@ def results() -> dict[str, torch.Tensor]:
     _zeros_kernel[(1,)](found["zeros"])
     logits = torch.randn(5, 6, generator=seed).bfloat16()
     found["scores"], found["ids"] = topk_scores(logits, 2, backend="triton")
-    for dtype in (torch.bfloat16, torch.float32):
-        case = Case("3,16,8,2,1", dtype, bias=True)
-        layer = run(ours(case, "triton"), make_inputs(case))
-        found |= {f"{name} in {dtype}": t for name, t in layer.items()}
+    case = Case("3,16,8,2,1", bias=True)
+    found |= run(ours(case, "triton"), make_inputs(case))
     return found
 
 
