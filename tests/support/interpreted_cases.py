@@ -29,7 +29,7 @@ def _operators_kernel(x, y, out, N: tl.constexpr, WIDE: tl.constexpr, INTEGER: t
     a, b = tl.load(x + i), tl.load(y + i, mask=i < N - 1, other=1)
     larger, same = _device_function(a, b, 3)
     table = a[:, None] * b[None, :] + (a[:, None] - 1)
-    index = i.to(tl.int64)[:, None] * N + i[None, :]
+    index = i[None, :] + i.to(tl.int64)[:, None] * N
     tl.store(out + index, table, mask=(index % 3 == 0) | same[:, None])
     out += N * N
     tl.store(out + i, larger)
@@ -38,7 +38,9 @@ def _operators_kernel(x, y, out, N: tl.constexpr, WIDE: tl.constexpr, INTEGER: t
     if INTEGER:
         tl.store(out + 3 * N + i, a // (b + (b == 0).to(b.dtype)) - b % 5)
     else:
-        tl.store(out + 3 * N + i, a / (b + 0.5) - tl.exp(b.to(tl.float32)))
+        tl.store(
+            out + 3 * N + i, (a / (b + 5.3)).to(tl.float32) * 1000 - i * tl.exp(b.to(tl.float32))
+        )
     tl.store(out + 4 * N + i, tl.trans(table).sum(0) + tl.sum(table, 1))
     if WIDE:
         for j in range(3):
