@@ -1,0 +1,86 @@
+"""The loss of a head: logits exist for some rows at a time, in the dtype of the data alone."""
+
+import torch
+import torch.nn.functional as F
+
+_BLOCK = 4096  # logits that a program of the kernel reads at once
+
+
+def linear_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int = 0
+) -> torch.Tensor:
+    """The mean cross-entropy of `x @ weightᵀ`, x (N, H), weight (V, H), targets (N,) in [0, V).
+
+    The logits of `chunk` rows are alive at a time; 0: of all rows. Gradients are computed in the
+    forward pass, so logits are computed once: the backward pass multiplies by a number.
+    """
+    # Rounded like the operands of any GEMM under autocast; its gradient has the dtype of `weight`.
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    with torch.autocast(x.device.type, enabled=False):
+        return _LinearCrossEntropy.apply(x, weight, targets, chunk)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Kept: the gradients of x (N, H) and of the weight (V, H)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, chunk: int):
+        rows, (of_x, of_weight) = x.shape[0], ctx.needs_input_grad[:2]
+        w = weight.to(x.dtype)
+        total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        dx = torch.empty_like(x) if of_x else None
+        dw = torch.zeros_like(w, dtype=total.dtype) if of_weight else None
+        for start in range(0, rows, chunk or rows):
+            part = slice(start, start + (chunk or rows))
+            logits = F.linear(x[part], w)
+            losses, dlogits = _losses(logits, targets[part], of_x or of_weight)
+            total += losses.sum()
+            if dx is not None:
+                torch.mm(dlogits, w, out=dx[part])
+            if dw is not None:
+                _add_gemm(dw, dlogits.mT, x[part])
+        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
+        ctx.rows = rows
+        return total / rows
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss):
+        scale = dloss / ctx.rows
+        return (
+            *(None if t is None else (t * scale).to(t.dtype) for t in ctx.saved_tensors),
+            None,
+            None,
+        )
+
+
+def _losses(logits, targets, gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each row in fp32; with `gradient`, also its gradient, in the place of logits."""
+    if logits.is_cuda:
+        from ..kernels.cross_entropy import cross_entropy_kernel
+        from ..launch.launcher import launch
+
+        rows, size = logits.shape
+        losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        launch(
+            cross_entropy_kernel, (rows,), logits, targets, losses, rows, logits.stride(0),
+            V=size, GRADIENT=gradient, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
+        return losses, logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    lse = wide.logsumexp(1, keepdim=True)
+    losses = (lse - wide.gather(1, targets[:, None]))[:, 0]
+    if gradient:
+        p = (wide - lse).exp_()
+        p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))
+        logits.copy_(p)
+    return losses, logits
+
+
+def _add_gemm(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, summed in the dtype of `total`."""
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -1,0 +1,61 @@
+"""The loss of the head against fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sonicmoe.train.cross_entropy import linear_cross_entropy
+
+EPS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def _inputs(dtype, weight_dtype=None, rows=37, hidden=16, size=50):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, hidden, generator=generator).to(dtype)
+    weight = torch.randn(size, hidden, generator=generator).to(weight_dtype or dtype)
+    targets = torch.randint(size, (rows,), generator=generator)
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+def _error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+@pytest.mark.parametrize("chunk", [0, 8, 37, 100])
+def test_loss_and_gradients(chunk, dtype):
+    x, weight, targets = _inputs(dtype)
+    loss = linear_cross_entropy(x, weight, targets, chunk)
+    (0.3 * loss).backward()
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    want = F.cross_entropy(F.linear(*exact), targets)
+    (0.3 * want).backward()
+    assert _error(loss.detach(), want.detach()) < EPS[dtype]
+    for got, wanted in zip((x, weight), exact, strict=True):
+        assert got.grad.dtype == dtype
+        assert _error(got.grad, wanted.grad) < EPS[dtype]
+
+
+def test_under_autocast_the_weight_has_a_gradient_of_its_own_dtype():
+    x, weight, targets = _inputs(torch.bfloat16, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, targets, 8)
+    loss.backward()
+    exact = [t.detach().bfloat16().double().requires_grad_() for t in (x, weight)]
+    F.cross_entropy(F.linear(*exact), targets).backward()
+    assert loss.dtype == weight.grad.dtype == torch.float32
+    assert _error(weight.grad, exact[1].grad) < EPS[torch.bfloat16]
+
+
+def test_without_gradients_the_same_loss():
+    x, weight, targets = _inputs(torch.float32)
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, targets, 8)
+    assert loss == linear_cross_entropy(x, weight, targets, 8)
+
+
+def test_frozen_parts_have_no_gradient():
+    x, weight, targets = _inputs(torch.float32)
+    weight.requires_grad_(False)
+    linear_cross_entropy(x, weight, targets, 8).backward()
+    assert weight.grad is None and x.grad is not None
