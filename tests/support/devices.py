@@ -88,7 +88,9 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         names.append([name.strip() for name in each])
     for device in here:
         for chosen in itertools.product(*(values[device] for _, _, values in tables)):
-            row, word, marks = [], [device] if takes_device else [], []
+            row: list = []
+            word: list[str] = [device] if takes_device else []
+            marks: list = []
             for value, of_table, (_, ids, _) in zip(chosen, names, tables, strict=True):
                 if isinstance(value, ParameterSet):
                     marks, value = [*marks, *value.marks], value.values
