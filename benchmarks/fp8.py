@@ -45,8 +45,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=fp8.SECONDS, help=words)
     words = "call each layer once and end"
     parser.add_argument("--compile-only", action="store_true", help=words)
+    folder = results.RESULTS
     parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help=f"default: {results.RESULTS}"
+        "--results", type=Path, default=folder, metavar="FOLDER", help=f"default: {folder}"
     )
     parser.add_argument("--commit", help="of the source, where there is no git repository")
     parser.set_defaults(label="fp8")
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
         for case in cases:
             fp8.call_once(case, names, options)
         return 0
-    check_writable("--results", args.results or results.RESULTS)
+    check_writable("--results", args.results)
     command = shlex.join(["python", "benchmarks/fp8.py", *argv])
     origin = results.provenance(args.device, command, args.commit)
     if is_cuda(args.device) and len(cases) > 1:

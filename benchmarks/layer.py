@@ -24,7 +24,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     cli.add_selection(parser)
     cli.add_device(parser)
-    cli.add_results(parser)
+    cli.add_results(parser, default=results.RESULTS)
     parser.add_argument(
         "--peers",
         nargs="*",

@@ -23,6 +23,7 @@ def test_every_public_name_has_an_entry():
         "routing.RouterStatistics",
         "distributed.ExpertParallelMoE",
         "integrations.transformers.experts_forward",
+        "integrations.report.LayerReport",
         "integrations.torchtitan.Experts",
         "integrations.torchtitan.FusedExperts",
     }

@@ -184,7 +184,8 @@ WRONG = {
         _published, {"router_w": torch.randn(E, H).to(half)}, "router_w", "torch.bfloat16"),
     # names
     "activation by name": (_experts, {"activation": "swiglu"}, "activation", "swiglu"),
-    "activation of the layer": (_moe, {"activation_function": "gelu"}, "activation", "gelu"),
+    "activation of the layer": (
+        _moe, {"activation_function": "SwiGLU"}, "activation_function", "SwiGLU"),
     "gate_up": (_experts, {"gate_up": "blocked"}, "gate_up", "blocked"),
     "gate_up of the layer": (_moe, {"gate_up": "concat"}, "gate_up", "concat"),
     "router": (_moe, {"router": "sinkhorn"}, "router", "sinkhorn"),
@@ -203,7 +204,7 @@ WRONG = {
         _moe, {"call": {"kernel_backend_moe": KernelBackendMoE.scattermoe}}, "kernel_backend_moe",
         "scattermoe"),
     "backend of the layer by name": (
-        _moe, {"call": {"kernel_backend_moe": "sonicmoe"}}, "kernel_backend_moe", "sonicmoe"),
+        _moe, {"call": {"kernel_backend_moe": "triton"}}, "kernel_backend_moe", "triton"),
 }  # fmt: skip
 
 

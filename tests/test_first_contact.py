@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -219,15 +220,28 @@ def test_gpus_have_the_same_names_everywhere(capsys):
     assert "one of a100, h100" in refused(["cost", "--gpu", "h2000"], capsys)
 
 
-def test_a_missing_package_comes_with_its_oldest_version(monkeypatch):
+def test_a_missing_package_comes_with_its_oldest_version_and_our_extra(monkeypatch):
     declared = ["torch>=2.11", 'tokenizers>=0.20; extra == "train"', 'rich; extra == "bench"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: declared)
-    assert extras.requirement("tokenizers") == "tokenizers>=0.20"
-    assert extras.requirement("rich") == "rich"
-    assert extras.requirement("datasets") == "datasets"
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(extras.MissingExtra, match=r"pip install 'tokenizers>=0\.20'"):
-        extras.need("tokenizers", "Training on text")
+    assert extras.requirement("tokenizers") == ("tokenizers>=0.20", "sonicmoe[train]")
+    assert extras.requirement("rich") == ("rich", "sonicmoe[bench]")
+    assert extras.requirement("datasets") == ("datasets", None)
+    for package, words in (
+        ("tokenizers", "needs tokenizers>=0.20. Install it: pip install 'sonicmoe[train]'"),
+        ("datasets", "needs datasets. Install it: pip install 'datasets'"),
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(extras.MissingExtra, match=re.escape(words)):
+            extras.need(package, "Training on text")
+
+
+def test_the_extras_of_this_package_are_named_for_what_they_bring():
+    for package, extra in (
+        ("matplotlib", "train"),
+        ("transformers", "hf"),
+        ("torchtitan", "titan"),
+    ):
+        assert extras.requirement(package)[1] == f"sonicmoe[{extra}]"
 
 
 ROOT = Path(__file__).parents[1]
@@ -256,7 +270,8 @@ def test_an_integration_without_its_framework_says_what_to_install():
     assert len(said) == len(packages)
     for line, package in zip(said, packages, strict=True):
         assert line.startswith(f"sonicmoe.integrations.{package} needs {package}")
-        assert f"pip install '{package}" in line
+        extra = {"transformers": "hf", "torchtitan": "titan"}.get(package)
+        assert f"pip install '{f'sonicmoe[{extra}]' if extra else 'peft>=0.21'}'" in line
 
 
 def test_documents_install_from_a_clone_and_say_where_torchtitan_runs():

@@ -102,7 +102,10 @@ def test_torch_inference_mode():
 def test_backend_of_the_cpu():
     moe, x = _moe(), torch.randn(9, 16)
     out, _ = moe(x)
-    assert torch.equal(out, moe(x, kernel_backend_moe=KernelBackendMoE.torch)[0])
+    for backend in (KernelBackendMoE.torch, "torch"):
+        assert torch.equal(out, moe(x, kernel_backend_moe=backend)[0])
+    with pytest.raises(ValueError, match="backend: expected tensors on a GPU"):
+        moe(x, kernel_backend_moe="sonicmoe")
 
 
 def test_fp32_router_logits_choose_where_bf16_ties():

@@ -234,8 +234,16 @@ def test_gate_up_and_activation_reach_the_shared_expert(name, value):
     setattr(moe, name, value)
     x = torch.randn(9, 16)
     assert torch.equal(moe(x)[0], other(x)[0])
-    with pytest.raises(ValueError, match=r"gate_up|activation: expected"):
+    with pytest.raises(ValueError, match=f"{name}: expected"):
         setattr(moe, name, "both")
+
+
+def test_an_activation_by_its_name():
+    """To build the layer, and later to set it, also in the shared expert."""
+    moe = MoE(*SIZES, activation_function="geglu", shared_intermediate_size=24)
+    assert moe.activation_function is moe.shared_expert.activation is ActivationType.GEGLU
+    moe.activation_function = "swiglu"
+    assert moe.activation_function is moe.shared_expert.activation is ActivationType.SWIGLU
 
 
 @pytest.mark.parametrize(
@@ -250,3 +258,18 @@ def test_what_decided_the_weights_cannot_be_set(name, value):
         setattr(moe, name, value)
     setattr(moe, name, before)
     assert getattr(moe, name) == before
+
+
+def test_repr_shows_what_decides():
+    """Options that were set later too; an ungated layer has no order of gate and up."""
+    moe = MoE(8, 2, 32, 16, add_bias=True, precision="fp8", gate_up="concatenated")
+    moe.memory = MemoryPolicy("recompute", 4)
+    shown = repr(moe)
+    for words in (
+        "router=softmax_over_topk", "activation=swiglu", "gate_up=concatenated",
+        "precision=fp8", "memory=recompute in 4 slices",
+        "(c_fc): Experts(8, in=32, out=32, bias=True)",
+    ):  # fmt: skip
+        assert words in shown
+    plain = repr(MoE(8, 2, 32, 16, ActivationType.RELU_SQ))
+    assert "precision=None, memory=keep" in plain and "gate_up" not in plain

@@ -36,6 +36,7 @@ def test_public_names_are_frozen():
         "grouped_experts",
         "moe_TC_softmax_topk_layer",
         "moe_general_routing_inputs",
+        "report",
         "topk_scores",
         "warmup",
         "watch",

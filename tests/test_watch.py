@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import sonicmoe
 from sonicmoe import MoE
 from sonicmoe.routing import ROUTERS, TopK
-from sonicmoe.watch import JsonLines, Load, TensorBoard, Wandb
+from sonicmoe.watch import JsonLines, Load, TensorBoard, Wandb, summary
 
 
 class Plain(MoE):
@@ -270,6 +270,12 @@ def test_json_lines_every_few_steps(tmp_path):
     assert set(records[0]) == {"step", "layer", "rows", "violation", "dead", "entropy"}
 
 
+def test_writers_are_found_where_one_looks():
+    """`sonicmoe.watch` is a function, and also the name of the module."""
+    assert sonicmoe.watch.JsonLines is JsonLines and sonicmoe.watch.Wandb is Wandb
+    assert sonicmoe.watch.TensorBoard is TensorBoard
+
+
 def test_json_lines_makes_the_folder(tmp_path):
     JsonLines(tmp_path / "new" / "folder" / "load.jsonl").close()
     assert (tmp_path / "new" / "folder" / "load.jsonl").exists()
@@ -290,17 +296,40 @@ def test_tensorboard(tmp_path):
 
 
 def test_wandb():
-    logged = {}
+    """Over an axis of its own: a step that W&B has passed would be dropped."""
+    logged, axes = [], {}
 
     class Run:
-        def log(self, values, step):
-            logged[step] = values
+        def log(self, values):
+            logged.append(values)
+
+        def define_metric(self, names, step_metric):
+            axes[names] = step_metric
 
     moe = MoE(8, 2, 16, 8)
     with sonicmoe.watch(moe, Wandb(Run()), every=1) as watch:
-        moe(torch.randn(10, 16))
-        watch.step()
-    assert set(logged[1]) == {"load/MoE/violation", "load/MoE/dead", "load/MoE/entropy"}
+        for _ in range(2):
+            moe(torch.randn(10, 16))
+            watch.step()
+    assert [values["load/step"] for values in logged] == [1, 2] and axes == {"load/*": "load/step"}
+    names = {"load/MoE/violation", "load/MoE/dead", "load/MoE/entropy"}
+    assert all(set(values) == {"load/step", *names} for values in logged)
+
+
+def test_summary_of_all_layers():
+    loads = {"a": Load(torch.tensor([6, 0, 3, 3])), "b": Load(torch.full((4,), 5))}
+    entropy = 1.5 * math.log(2) / math.log(4)
+    want = {"load/max_violation": 1.0, "load/dead": 1.0, "load/min_entropy": entropy}
+    assert summary(loads) == pytest.approx(want)
+
+
+def test_layers_that_peft_wraps_count_once():
+    peft = pytest.importorskip("peft", reason="comes with the extra 'test'")
+    config = peft.LoraConfig(r=4, target_parameters=["experts.gate_up_proj"])
+    model = peft.get_peft_model(hugging_face("Mixtral"), config)
+    watch = sonicmoe.watch(model)
+    model(input_ids=torch.randint(1, 64, (1, 10)))
+    assert [int(load.rows.sum()) for load in watch.read().values()] == [20, 20]
 
 
 def test_missing_packages_are_named(monkeypatch, tmp_path):

@@ -8,15 +8,21 @@ from sonicmoe.bench.results import Record
 from sonicmoe.extras import need
 
 from . import kept
+from .fp8 import KIND
+from .fp8_candidates import OURS_FP8
 
 _INK, _MUTED, _GRID = "#1f2430", "#6b7280", "#e5e7eb"
 _COLOURS = {
     OURS: "#2563eb",
+    OURS_FP8: "#7c3aed",
     "published": "#f59e0b",
     "scattermoe": "#10b981",
     "grouped_mm": "#9ca3af",
 }
-_NAMES = {OURS: "this package"} | {key: name.replace("`", "") for key, name in kept.PEERS.items()}
+_NAMES = {OURS: "this package", OURS_FP8: "this package, FP8"} | {
+    key: name.replace("`", "") for key, name in kept.PEERS.items()
+}
+_MINE = (OURS, OURS_FP8)
 _BAR, _GAP = 0.34, 0.22  # in units of the vertical axis
 
 
@@ -28,19 +34,27 @@ def draw(path: Path, device: str, dtype: str, records: Sequence[Record]) -> bool
     need("matplotlib", "Drawing a chart").use("Agg")
     from matplotlib import pyplot
 
-    bars = [[OURS, *kept.peers_of(found)] for found in layers.values()]
+    in_fp8 = _in_fp8(records)
+    bars = [
+        [OURS, *([OURS_FP8] if layer in in_fp8 else []), *kept.peers_of(found)]
+        for layer, found in layers.items()
+    ]
     tops, height = [], 0.0
     for names in bars:
         tops.append(height)
         height += _BAR * len(names) + _GAP
-    size = (11, 0.74 * height + 1.7)
+    size = (11, 0.74 * height + 1.84)
     figure, (speed, memory) = pyplot.subplots(
         1, 2, figsize=size, dpi=150, sharey=True, gridspec_kw={"width_ratios": (1.25, 1)}
     )
     shown = dict.fromkeys(name for name in _NAMES if any(name in names for names in bars))
     for top, (layer, found), names in zip(tops, layers.items(), bars, strict=True):
         for i, name in enumerate(names):
-            at, record = top + i * _BAR, found[name]
+            at = top + i * _BAR
+            if name == OURS_FP8:
+                _bar(speed, at, *in_fp8[layer])
+                continue
+            record = found[name]
             _bar(speed, at, record["fwd_bwd_tflops"], name, _speed_label(found, name))
             if record.get("kept_mib"):
                 gib = record["kept_mib"] / 1024
@@ -63,15 +77,31 @@ def draw(path: Path, device: str, dtype: str, records: Sequence[Record]) -> bool
                 fontsize=15, fontweight="bold", color=_INK)  # fmt: skip
     figure.text(
         0.012, 1 - 0.45 / size[1], f"One {device}, {dtype}. Under each layer: tokens, hidden size, "
-        "intermediate size, experts, experts per token.", va="top", fontsize=9.5, color=_MUTED,
+        "intermediate size, experts, experts per token.\n"
+        "FP8 with cached weights is from another run, and compared with bf16 in that run.",
+        va="top", fontsize=9.5, color=_MUTED, linespacing=1.4,
     )  # fmt: skip
     figure.subplots_adjust(
-        left=0.175, right=0.985, top=1 - 1.08 / size[1], bottom=0.78 / size[1], wspace=0.06
+        left=0.175, right=0.985, top=1 - 1.22 / size[1], bottom=0.78 / size[1], wspace=0.06
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})
     pyplot.close(figure)
     return True
+
+
+def _in_fp8(records: Sequence[Record]) -> dict[kept.Layer, tuple[float, str, str]]:
+    """TFLOP/s, candidate and label of our layer in FP8, for each layer with its newest FP8 run."""
+    found = {}
+    measured = [r for r in records if r.get("kind") == KIND and "ms" in r]
+    for layer, run in kept.newest_runs(measured, candidate=OURS_FP8).items():
+        ms = {record["candidate"]: record["ms"] for record in run}
+        (ours,) = (record for record in run if record["candidate"] == OURS_FP8)
+        label = f"{ours['ms']:.1f} ms"
+        if OURS in ms:
+            label += f", {ms[OURS] / ours['ms']:.2f}× bf16"
+        found[layer] = ours["tflops"], OURS_FP8, label
+    return found
 
 
 def _speed_label(found: dict[str, Record], name: str) -> str:
@@ -86,7 +116,7 @@ def _bar(axes, at: float, value: float, name: str, label: str) -> None:
     axes.barh(at, value, 0.88 * _BAR, color=_COLOURS[name])
     axes.annotate(
         label, (value, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5,
-        color=_INK if name == OURS else _MUTED, fontweight="bold" if name == OURS else "normal",
+        color=_INK if name in _MINE else _MUTED, fontweight="bold" if name in _MINE else "normal",
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
     )  # fmt: skip
 

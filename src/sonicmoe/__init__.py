@@ -1,6 +1,7 @@
 """SonicMoE: Mixture-of-Experts layers for training language models on GPUs."""
 
 from . import enums as enums
+from . import installation as installation  # raises where files of sonic-moe are among ours
 from .enums import ActivationType, KernelBackendMoE
 from .functional import (
     experts,
@@ -9,6 +10,7 @@ from .functional import (
     moe_TC_softmax_topk_layer,
     topk_scores,
 )
+from .integrations.report import report
 from .layer.fp8_weights import Fp8Weights
 from .layer.memory import MemoryPolicy
 from .moe import Experts, MoE
@@ -28,6 +30,7 @@ __all__ = [
     "grouped_experts",
     "moe_TC_softmax_topk_layer",
     "moe_general_routing_inputs",
+    "report",
     "topk_scores",
     "warmup",
     "watch",

@@ -4,6 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .installation import documentation  # first: it raises where files of ours are missing
+
+# isort: split
 from . import __version__
 from .bench.cli import register as register_bench
 from .extras import MissingExtra
@@ -44,12 +47,23 @@ def parser() -> argparse.ArgumentParser:
     register_train(commands)
     about = "what is installed here, and what would run"
     doctor = commands.add_parser("doctor", help=about, description=f"Print {about}.")
+    flag = "what a report of a bug needs, to paste into it; also runs a small layer"
+    doctor.add_argument("--report", action="store_true", help=flag)
     doctor.set_defaults(run=_doctor)
+    about = "where the documentation is"
+    docs = commands.add_parser("docs", help=about, description=f"Print {about}.")
+    docs.set_defaults(run=_docs)
     return whole
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    from .tools.bug_report import bug_report
     from .tools.doctor import report
 
-    print(report())
+    print(bug_report() if args.report else report())
+    return 0
+
+
+def _docs(args: argparse.Namespace) -> int:
+    print(documentation())
     return 0

@@ -19,20 +19,28 @@ def need(module: str, purpose: str) -> ModuleType:
 
 def missing(package: str, purpose: str) -> MissingExtra:
     """The error for a package that is missing or too old; the caller raises it."""
-    wanted = requirement(package)
-    return MissingExtra(f"{purpose} needs {wanted}. Install it: pip install '{wanted}'")
+    wanted, extra = requirement(package)
+    return MissingExtra(f"{purpose} needs {wanted}. Install it: {install(extra or wanted)}")
 
 
-def requirement(package: str) -> str:
-    """`package` with the oldest version that the extras of this package accept, if they name it."""
+def install(package: str) -> str:
+    """The command that installs a package, a requirement or an extra such as sonicmoe[train]."""
+    return f"pip install '{package}'"
+
+
+def requirement(package: str) -> tuple[str, str | None]:
+    """`package` with the oldest version that works, and the extra of ours that has it, if any."""
     import importlib.metadata  # takes 20 ms; only errors need it
 
     try:
         declared = importlib.metadata.requires("sonicmoe") or []
     except importlib.metadata.PackageNotFoundError:  # a source tree that was not installed
         declared = []
-    named = (found[0] for line in declared if (found := re.match(r"[\w.-]+(>=[\w.]+)?", line)))
-    return next((r for r in named if r.partition(">=")[0] == package), package)
+    line = re.compile(r"""(?P<needs>(?P<name>[\w.-]+)[^;\s]*)\s*;.*extra == ["'](?P<extra>\w+)""")
+    found = [m for m in map(line.match, declared) if m and m["name"] == package]
+    ours = sorted((m["extra"] for m in found if m["extra"] not in ("test", "dev")), reverse=True)
+    needs = found[0]["needs"] if found else package
+    return needs, f"sonicmoe[{ours[0]}]" if ours else None  # train rather than bench
 
 
 def have(module: str) -> ModuleType | None:

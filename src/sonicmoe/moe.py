@@ -13,22 +13,23 @@ from .layer import prepare
 from .layer.fp8_weights import Fp8Weights
 from .layer.gate_up_order import check_order, note_order
 from .layer.lora import LowRank
-from .layer.memory import KEEP, MemoryPolicy, memory_policy
+from .layer.memory import KEEP, MemoryPolicy, in_words, memory_policy
 from .layer.options import OPTIONS, check_layer_precision
 from .layer.run import run
 from .layer.shared_expert import SharedExpert
 from .layer.weights import ExpertWeights, Projection
-from .routing import Router, Routing, auxiliary_loss, make_router
+from .routing import Router, RouterLike, Routing, auxiliary_loss, make_router
+from .routing.base import check_routing, name_of
 from .routing.plain_linear import is_linear, is_plain_linear
 from .routing.scores import router_logits
 from .shapes import check_size
 from .validation import (
-    check_activation,
     check_floating,
     check_gate_up,
     check_k,
     check_num_experts,
     check_router_dtype,
+    parse_activation,
 )
 
 
@@ -68,19 +69,21 @@ class Experts(nn.Module):
             self.bias.zero_()
 
     def extra_repr(self) -> str:
-        return f"{self.num_experts}, in={self.in_features}, out={self.out_features}"
+        bias = self.bias is not None
+        return f"{self.num_experts}, in={self.in_features}, out={self.out_features}, bias={bias}"
 
 
 class MoE(nn.Module):
     """A Mixture-of-Experts layer: router, experts and the weighted sum of their outputs.
 
-    `router` is a name in `sonicmoe.routing.ROUTERS`, or a `Router` with options; a forward
-    hook on `moe.routing` sees what it decides. With `shared_intermediate_size`, a dense MLP runs on
-    every token and is added; `shared_gate` multiplies it by a sigmoid. `forward` returns the output
-    and the auxiliary loss, aux_loss_coef · (Switch load-balancing loss) + z_loss_coef ·
-    mean(logsumexp(logits)²), for which `all_reduce_counts` may map a rank's rows of each expert to
-    those of the global batch; a constant zero if both coefficients are 0. `memory` is "keep",
-    "e4m3", "recompute" or a `MemoryPolicy`.
+    `router` is a name in `sonicmoe.routing.ROUTERS`, a `Router`, or a function from the logits to a
+    `Routing`; a forward hook on `moe.routing` sees what it decides. With
+    `shared_intermediate_size`, a dense MLP runs on every token and is added; `shared_gate`
+    multiplies it by a sigmoid. `forward` returns the output and the auxiliary loss, aux_loss_coef ·
+    (Switch load-balancing loss) + z_loss_coef · mean(logsumexp(logits)²), for which
+    `all_reduce_counts` may map a rank's rows of each expert to those of the global batch; a
+    constant zero if both coefficients are 0. `memory` is "keep", "e4m3", "recompute" or a
+    `MemoryPolicy`.
 
     `precision="fp8"` is that of `experts`. The weights are then quantized in every forward pass, or
     with `cache_fp8_weights` when they are seen to have changed: see `Fp8Weights`. A step of an
@@ -102,11 +105,11 @@ class MoE(nn.Module):
         num_experts_per_tok: int,
         hidden_size: int,
         intermediate_size: int,
-        activation_function: ActivationType = ActivationType.SWIGLU,
+        activation_function: ActivationType | str = ActivationType.SWIGLU,
         add_bias: bool = False,
         std: float | None = None,
         *,
-        router: str | Router = "softmax_over_topk",
+        router: RouterLike = "softmax_over_topk",
         gate_up: str = "interleaved",
         router_bias: bool = False,
         fp32_router_logits: bool = False,
@@ -122,7 +125,7 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_activation(activation_function)
+        activation_function = parse_activation(activation_function, "activation_function")
         check_gate_up(gate_up)
         check_num_experts(num_experts)
         check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
@@ -141,7 +144,6 @@ class MoE(nn.Module):
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.activation_function = activation_function
-        self.router_kind = router if isinstance(router, str) else type(router).__name__
         self.gate_up = gate_up
         self.fp32_router_logits = fp32_router_logits
         self.aux_loss_coef = aux_loss_coef
@@ -156,6 +158,7 @@ class MoE(nn.Module):
             hidden_size, num_experts, bias=router_bias, device=device, dtype=dtype
         )
         self.routing = make_router(router, num_experts, num_experts_per_tok)
+        self.router_kind = router if isinstance(router, str) else name_of(self.routing)
         if device is not None or dtype is not None:
             self.routing.to(device=device, dtype=dtype)
         self.c_fc = Experts(
@@ -214,7 +217,7 @@ class MoE(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        kernel_backend_moe: KernelBackendMoE | None = None,
+        kernel_backend_moe: KernelBackendMoE | str | None = None,
         is_inference_mode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map (…, H) to (…, H); also return the auxiliary loss, None in inference mode.
@@ -228,11 +231,17 @@ class MoE(nn.Module):
             # First, so that a checkpoint need not run the experts again to get at it.
             shared = None if self.shared_expert is None else self._shared_output(x)
             logits, x = self._router_logits(x)
-            r = self.routing(logits, backend=name)
+            r = self._route(logits, name)
             out, aux_loss = self._run_experts(x, r, logits, name, is_inference_mode)
             if shared is not None:
                 out = out + shared
         return out if is_flat else out.view(*hidden_states.shape), aux_loss
+
+    def _route(self, logits: torch.Tensor, backend: str | None) -> Routing:
+        r = self.routing(logits, backend=backend)
+        if not self.routing.trusted:
+            check_routing(r, self.routing, logits)
+        return r
 
     def _run_experts(
         self,
@@ -250,7 +259,7 @@ class MoE(nn.Module):
             self._weights(),
             slot_token=r.slot_token,
             token_start=r.token_start,
-            trusted=r.token_start is not None,  # which our own routers know
+            trusted=self.routing.trusted and r.token_start is not None,
             lora=self._adapters(),
             precision=self.precision,
             memory=self.memory,
@@ -263,7 +272,7 @@ class MoE(nn.Module):
         return run(call), loss
 
     def _checked_backend(
-        self, hidden_states: torch.Tensor, backend: KernelBackendMoE | None
+        self, hidden_states: torch.Tensor, backend: KernelBackendMoE | str | None
     ) -> str | None:
         """The name of the backend, once the arguments of `forward` are checked."""
         if hidden_states.shape[-1:] != (self.hidden_size,):
@@ -370,8 +379,10 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"hidden={self.hidden_size}, intermediate={self.intermediate_size}, "
-            f"experts={self.num_experts}, top_k={self.top_k}, router={self.router_kind}"
-            + (f", precision={self.precision}" if self.precision else "")
+            f"experts={self.num_experts}, top_k={self.top_k}, router={self.router_kind}, "
+            f"activation={self.activation_function.value}"
+            + (f", gate_up={self.gate_up}" if self.activation_function.is_gated else "")
+            + f", precision={self.precision}, memory={in_words(self.memory)}"
         )
 
 
@@ -396,16 +407,16 @@ def _refresh_fp8_weights(moe: MoE, incompatible_keys: Any) -> None:
         moe.refresh_fp8_weights()
 
 
-def _backend_name(backend: KernelBackendMoE | None) -> str | None:
+def _backend_name(backend: KernelBackendMoE | str | None) -> str | None:
     if backend is None:
         return None
-    if backend is KernelBackendMoE.sonicmoe:
+    if backend in (KernelBackendMoE.sonicmoe, "sonicmoe"):
         return "triton"
-    if backend is KernelBackendMoE.torch:
+    if backend in (KernelBackendMoE.torch, "torch"):
         return "torch"
     raise bad_argument(
         "kernel_backend_moe",
-        "KernelBackendMoE.sonicmoe, KernelBackendMoE.torch or None",
+        "KernelBackendMoE.sonicmoe, KernelBackendMoE.torch, their names or None",
         backend,
         "ScatterMoE is a package of its own and not part of this layer.",
     )

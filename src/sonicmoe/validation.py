@@ -149,16 +149,18 @@ def check_activation(activation: ActivationType) -> None:
         )
 
 
-def parse_activation(activation_type: ActivationType | str) -> ActivationType:
-    """The activation, or the one with that value: the published functions accept both."""
-    if isinstance(activation_type, ActivationType):
-        return activation_type
+def parse_activation(
+    activation: ActivationType | str, argument: str = "activation_type"
+) -> ActivationType:
+    """The activation, or the one with that value; `argument` is its name in an error."""
+    if isinstance(activation, ActivationType):
+        return activation
     values = [a.value for a in ActivationType]
-    if activation_type in values:
-        return ActivationType(activation_type)
+    if activation in values:
+        return ActivationType(activation)
     expected = f"an ActivationType or one of {', '.join(values)}"
     remedy = "Import it: from sonicmoe.enums import ActivationType."
-    raise bad_argument("activation_type", expected, repr(activation_type), remedy)
+    raise bad_argument(argument, expected, repr(activation), remedy)
 
 
 def check_gate_up(gate_up: str) -> None:

@@ -26,7 +26,7 @@ from .routing import Routing
 from .shapes import check_size
 from .validation import check_writable, resolve_backend
 
-__all__ = ["JsonLines", "Load", "TensorBoard", "Wandb", "Watch", "watch"]
+__all__ = ["JsonLines", "Load", "TensorBoard", "Wandb", "Watch", "summary", "watch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Watch:
         self._rows: dict[str, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._layer_of: dict[nn.Module, str] = {}  # of each router of `MoE`: the layer that runs
-        for name, layer in _layers(model) if isinstance(model, nn.Module) else ():
+        for name, layer in layers_of(model) if isinstance(model, nn.Module) else ():
             self._watch(name, layer)
         if not self._hooks:
             expected = "a model with sonicmoe.MoE or experts of transformers in it"
@@ -139,7 +139,7 @@ class Watch:
                 self._add(layer.routing.register_forward_hook, self._after_routing)
             # Layers may share a router, so each notes its name before it calls the router.
             self._add(layer.register_forward_pre_hook, partial(self._before_layer, name))
-        elif _receives_ids(layer):
+        elif receives_ids(layer):
             hook = partial(self._before_experts, name, _num_experts(layer))
             self._add(layer.register_forward_pre_hook, hook, with_kwargs=True)
         else:
@@ -187,21 +187,21 @@ class _Hook:
         return _Hook, ()
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Name of each layer, and the module to hook: a `MoE`, its experts, or its router."""
     for name, module in model.named_modules():
         kind = type(module)
         if isinstance(module, MoE):
             yield name or kind.__name__, module
-        elif _receives_ids(module):
+        elif receives_ids(module):
             yield name, module
         elif kind.__name__.endswith(("Router", "Gating")) and hasattr(module, "top_k"):
-            siblings = model.get_submodule(name.rpartition(".")[0]).children()
-            if not any(_receives_ids(sibling) for sibling in siblings):
+            block = model.get_submodule(name.rpartition(".")[0])
+            if not any(receives_ids(part) for part in block.modules()):  # PEFT may wrap them
                 yield name, module
 
 
-def _receives_ids(module: nn.Module) -> bool:
+def receives_ids(module: nn.Module) -> bool:
     return "top_k_index" in inspect.signature(type(module).forward).parameters
 
 
@@ -256,13 +256,31 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs scalars to a run of Weights & Biases, by default the current one."""
+    """Logs scalars over `load/step` to a run of Weights & Biases, by default the current one."""
 
     def __init__(self, run: Any = None) -> None:
         self._run = run or need("wandb", "sonicmoe.watch.Wandb")
+        self._defined = False
 
     def __call__(self, step: int, loads: dict[str, Load]) -> None:
-        self._run.log(_scalars(loads), step=step)
+        # Not `step=`: W&B drops what has a smaller step than the last call, which may be another's.
+        if not self._defined:
+            self._run.define_metric("load/*", step_metric="load/step")
+            self._defined = True
+        self._run.log({"load/step": step, **_scalars(loads)})
+
+
+# The module is hidden by the function of its name: sonicmoe.watch.JsonLines is found here.
+vars(watch).update(JsonLines=JsonLines, TensorBoard=TensorBoard, Wandb=Wandb)
+
+
+def summary(loads: dict[str, Load]) -> dict[str, float]:
+    """Three numbers about all layers: the largest violation, dead experts, the smallest entropy."""
+    return {
+        "load/max_violation": max(load.violation for load in loads.values()),
+        "load/dead": float(sum(len(load.dead) for load in loads.values())),
+        "load/min_entropy": min(load.entropy for load in loads.values()),
+    }
 
 
 def _scalars(loads: dict[str, Load]) -> dict[str, float]:

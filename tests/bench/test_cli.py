@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import sonicmoe.functional
-from sonicmoe.bench import results, run
+from sonicmoe.bench import cli, results, run
+from sonicmoe.bench.cases import ON_CPU, Case
 from sonicmoe.bench.values import TRAINED
 from sonicmoe.cli import main
 from sonicmoe.layer.memory import MemoryPolicy
@@ -185,6 +186,25 @@ def test_cost_refuses_what_the_layer_refuses(capsys):
     assert main(["cost", "--case", "olmoe", "--memory", "e4m3", "--gpu", "b200"]) == 0
 
 
+def test_cost_of_a_card_by_its_numbers(capsys):
+    """The same as of a GPU in the table with these numbers; FP8 is not known of it."""
+    tables = []
+    for gpu in ("h100", "989,3350"):
+        assert main(["cost", "--case", "olmoe", "--gpu", gpu]) == 0
+        *table, rates = capsys.readouterr().out.splitlines()
+        tables.append(table)
+    assert tables[0] == tables[1] and rates == "on one card (989 TFLOP/s, 3350 GB/s, as given)"
+    for arguments, complaint in (
+        (["--gpu", "rtx4090"], "Any other card: its dense TFLOP/s and GB/s"),
+        (["--gpu", "165,1TB"], "gpu: expected TFLOP/s,GB/s, got '165,1TB'"),
+        (["--gpu", "165,0"], "gpu: expected two numbers above 0"),
+        (["--gpu", "165,1008", "--precision", "fp8"], "Omit --precision"),
+        (["--gpu", "165,1008", "--memory", "e4m3"], "Omit --precision and --memory e4m3"),
+    ):
+        assert main(["cost", "--case", "olmoe", *arguments]) == 2
+        assert complaint in capsys.readouterr().err
+
+
 def test_cost_knows_the_tiles_of_each_dtype(capsys):
     for dtype, tiles in (("bfloat16", 1 + 4), ("float32", 4 + 4)):  # 128 rows, 4 experts
         assert main(["cost", "--shape", "64,32,16,4,2", "--dtype", dtype]) == 0
@@ -219,9 +239,28 @@ def test_bad_arguments_are_explained(arguments, complaint, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_a_missing_gpu_is_explained(capsys):
-    assert main(["bench", "--shape", "64,32,16,4,2"]) == 2
+@pytest.mark.parametrize("command", ["bench", "verify"])
+def test_without_a_gpu(command, quick, tmp_path, monkeypatch, capsys):
+    """A small layer on the CPU, nothing in the user's folder; a GPU that was named is missed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "ON_CPU", Case.of_shape("64,32,16,4,2"))
+    assert main([command]) == 0
+    said = capsys.readouterr()
+    note = "No GPU can be used: plain PyTorch on the CPU, one small layer (64,32,16,4,2).\n"
+    assert said.err.startswith(note) and "64,32,16,4,2, swiglu" in said.out
+    assert list(tmp_path.iterdir()) == []
+    assert main([command, "--shape", "32,32,16,4,2"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("No GPU can be used: plain PyTorch on the CPU.\n")
+    assert "\n32,32,16,4,2, swiglu" in said.out
+    assert main([command, "--device", "cuda"]) == 2
     assert "Without a GPU: --device cpu" in capsys.readouterr().err
+
+
+def test_the_small_layer_takes_seconds_on_a_cpu():
+    """Its FLOPs with those of the fp64 reference and the fp32 one, at 1 GFLOP/s."""
+    p = ON_CPU.problem
+    assert 3 * (cost.forward_flops(p) + cost.backward_flops(p)) < 5e9
 
 
 def script(monkeypatch, *flags: str) -> int | str | None:
@@ -276,7 +315,6 @@ def test_modes(quick, tmp_path, capsys, monkeypatch):
 
 
 def test_a_mode_that_is_wrong_is_not_timed(monkeypatch):
-    from sonicmoe.bench.cases import Case
     from sonicmoe.bench.modes import measure_modes
     from sonicmoe.layer import checkpoint
 
@@ -286,7 +324,6 @@ def test_a_mode_that_is_wrong_is_not_timed(monkeypatch):
 
 
 def test_cold_start_in_a_process_of_its_own():
-    from sonicmoe.bench.cases import Case
     from sonicmoe.bench.cold import measure_cold
 
     found = measure_cold(Case.of_shape("64,32,16,4,2"), "cpu", "float32")

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from sonicmoe import ActivationType, MoE
 from sonicmoe.distributed import dispatch, experts, parallelize
 from sonicmoe.distributed.plan import Traffic
+from sonicmoe.routing import Router, Routing
 
 
 def mine(rank: int, tokens: list[int]) -> slice:
@@ -95,6 +96,18 @@ def nothing_of_size_h_is_kept_but_the_rows(rank: int, case: Case) -> None:
     shapes = {tuple(t.shape) for t in of_pairs}
     pairs = len(of_pairs[0])
     assert len(of_pairs) == 2 and shapes == {(pairs, p.N), (pairs,)}
+
+
+class Tempered(Router):
+    """A user's router, with a parameter whose gradient depends on a rank's tokens."""
+
+    def __init__(self, num_experts, k):
+        super().__init__(num_experts, k)
+        self.temperature = torch.nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, logits, *, backend=None):
+        scores, ids = (logits / self.temperature).softmax(-1).topk(self.k)
+        return Routing(logits, ids, scores)
 
 
 def _layer(**options) -> MoE:

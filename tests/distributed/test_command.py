@@ -1,12 +1,14 @@
-"""The script and the command of docs/distributed.md as they stand there."""
+"""The script and the command of docs/distributed.md as they stand there, and the example alone."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-TEXT = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "distributed.md").read_text()
 
 
 def test_command_of_the_document_runs(tmp_path):
@@ -19,3 +21,12 @@ def test_command_of_the_document_runs(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
+
+
+def test_example_runs_in_one_process(monkeypatch, capsys):
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    runpy.run_path(str(ROOT / "examples" / "expert_parallel.py"), run_name="__main__")
+    assert "step 30: loss 0." in capsys.readouterr().out

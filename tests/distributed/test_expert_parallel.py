@@ -60,6 +60,13 @@ def test_layer(two, tokens, router):
     two.run(ranks.layer_equals_one_process, tokens, {"router": router})
 
 
+def test_layer_with_a_router_that_has_a_parameter(two, four):
+    """Also beside FSDP2: its gradient is summed over the ranks, as that of `router.weight`."""
+    two.run(ranks.layer_equals_one_process, [7, 5], {"router": ranks.Tempered(8, 3)})
+    options = {"router": ranks.Tempered(8, 3)}
+    four.run(ranks.layer_with_fsdp_on_the_other_dimension, [3, 4, 5, 2], options)
+
+
 def test_layer_with_other_options(two):
     options = {"fp32_router_logits": True, "z_loss_coef": 0.1, "gate_up": "concatenated"}
     two.run(ranks.layer_equals_one_process, [7, 0], options)

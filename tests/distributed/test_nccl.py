@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from sonicmoe import MoE
-from sonicmoe.distributed import experts, parallelize
+from sonicmoe.distributed import clip_grad_norm_, experts, parallelize, parallelize_model
 
 pytestmark = pytest.mark.gpu
 
@@ -55,3 +55,32 @@ def test_layer_under_fsdp(expert_parallel):
     fully_shard(many, mesh=mesh["data"], mp_policy=policy)
     x = torch.randn(3000, 512, device="cuda", dtype=torch.bfloat16)
     same_bits(_gradients(one, x), _gradients(many, x))
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)
+        self.moe = MoE(16, 4, 512, 256, device="cuda")
+
+    def forward(self, x):
+        out, aux = self.moe(self.before(x))
+        return self.after(out).square().mean() + aux
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["foreach", "fused"])
+def test_whole_model(options):
+    """On two meshes, each of one rank: clipped and stepped as the model alone."""
+    one = _Model().to("cuda")
+    many = copy.deepcopy(one)
+    parallelize_model(many, init_device_mesh("cuda", (1, 1), mesh_dim_names=("data", "expert")))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, **options) for m in (one, many)]
+    for _ in range(3):
+        x = torch.randn(3000, 512, device="cuda")
+        for model, optimizer in zip((one, many), optimizers, strict=True):
+            model(x).backward()
+            clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(one.parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(q.full_tensor(), p, rtol=1e-3, atol=1e-5)

@@ -26,6 +26,16 @@ def test_what_does_not_drift_is_not_refused(two, four):
     assert set(two.run(ranks.model_on_the_same_tokens)) == {"no error"}
 
 
+def test_experts_that_would_drift_between_their_copies_are_refused(four):
+    for rank, message in enumerate(four.run(ranks.experts_that_would_drift)):
+        assert f"got a MoE over ranks {[[0, 1], [2, 3]][rank // 2]} only" in message
+
+
+def test_sums_beside_means_are_refused(four):
+    for message in four.run(ranks.sums_beside_means):
+        assert "got sums over the ranks that share experts" in message
+
+
 def test_a_model_over_all_ranks(four):
     four.run(ranks.model_over_all_ranks)
 

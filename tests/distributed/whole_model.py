@@ -64,10 +64,35 @@ def model_on_the_same_tokens(rank: int) -> str:
     return model_that_would_drift(rank, (1, 2), ["before"], same_tokens=True)
 
 
+def _error_of_a_step(model: _Model) -> str:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(5, 16)).backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def experts_that_would_drift(rank: int) -> str:
+    """The model is averaged over all ranks, the layer over those that share its experts only."""
+    model = _Model()
+    parallelize(model.moe, _mesh(2, 2)["expert"])
+    for module in (model.before, model.after):
+        fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
+    return _error_of_a_step(model)
+
+
+def sums_beside_means(rank: int) -> str:
+    return _error_of_a_step(_spread(_mesh(2, 2), init_device_mesh("cpu", (4,))))
+
+
 def model_over_all_ranks(rank: int) -> None:
-    """As the trainer does it: allowed, and after some steps every rank has the same weights."""
+    """By hand: allowed, and after some steps every rank has the same weights."""
     mesh = _mesh(2, 2)
     model = _spread(mesh, init_device_mesh("cpu", (4,)))
+    cast(Any, model.moe).set_gradient_divide_factor(4)
+    cast(Any, model.moe).set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         torch.manual_seed(10 * step + rank)

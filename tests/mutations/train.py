@@ -53,8 +53,8 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients are not clipped", "train/loop.py",
-        "parallel.clip_gradients(self.model.parameters(), c.gradient_clip)",
-        "parallel.clip_gradients(self.model.parameters(), math.inf)",
+        "clip_grad_norm_(self.model, c.gradient_clip)",
+        "clip_grad_norm_(self.model, math.inf)",
         "tests/train/test_step.py -k clipped",
     ),
     Mutation(

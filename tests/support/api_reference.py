@@ -18,7 +18,16 @@ DOCUMENT = ROOT / "docs" / "api.md"
 PACKAGE = ROOT / "src" / "sonicmoe"
 USAGE: dict[str, Any] = tomllib.loads((SUPPORT / "api_usage.toml").read_text())
 MODULES = ["sonicmoe", "enums", "routing", "watch", "distributed"]
-ADAPTERS = ("transformers", "convert", "lora", "peft", "checkpointing", "torchtitan")
+ADAPTERS = (
+    "transformers",
+    "convert",
+    "lora",
+    "peft",
+    "trainer",
+    "report",
+    "checkpointing",
+    "torchtitan",
+)
 MODULES += [f"integrations.{module}" for module in ADAPTERS]
 INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}

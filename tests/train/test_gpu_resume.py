@@ -30,6 +30,7 @@ def _cublas_can_repeat():
     "how",
     [
         {"precision": "bf16"},
+        {"precision": "bf16_fp8"},
         {"precision": "bf16", "router": "token_rounding"},
         {"precision": "bf16", "router": "expert_choice"},
         {"precision": "autocast", "compile": True},

@@ -42,7 +42,8 @@ def test_accumulation_gives_the_same_gradient_steps(tiny, cache, tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"precision": "autocast"}, {"precision": "bf16"},
-                                    {"precision": "fp8"}, {"precision": "fp8", "recompute": True},
+                                    {"precision": "fp8"}, {"precision": "bf16_fp8"},
+                                    {"precision": "fp8", "recompute": True},
                                     {"recompute": True}, {"loss_chunk": 16},
                                     {"memory": "e4m3"}, {"memory": "recompute"},
                                     {"backend": "grouped_mm"}, {"backend": "torch"}])  # fmt: skip

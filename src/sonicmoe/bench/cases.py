@@ -102,6 +102,8 @@ MODELS = (
 
 HOST = _case("host", "64,128,64,8,2", "so small that only host time matters")
 
+ON_CPU = Case.of_shape("1024,256,128,8,2")  # seconds in plain PyTorch on two cores
+
 SUITES = {"grid": GRID, "models": MODELS, "all": GRID + MODELS}
 CASES = {case.name: case for case in SUITES["all"]}
 

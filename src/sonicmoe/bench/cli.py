@@ -15,7 +15,7 @@ from ..layer.operands import precisions
 from ..shapes import check_size
 from ..tools import cost
 from ..validation import LAYOUTS, check_writable
-from .cases import CASES, HOST, ROUTERS, SUITES, Case, find_case
+from .cases import CASES, HOST, ON_CPU, ROUTERS, SUITES, Case, find_case
 from .gemms import NAMES
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def register(subparsers) -> None:
     costs.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     fp8 = "of the experts' GEMMs; default: that of --dtype"
     costs.add_argument("--precision", choices=precisions(), help=fp8)
-    costs.add_argument("--gpu", default="h200", help=f"one of {', '.join(cost.GPUS)}")
+    cards = f"one of {', '.join(cost.GPUS)}, or dense TFLOP/s and GB/s as in 165,1008"
+    costs.add_argument("--gpu", default="h200", help=cards)
     policies = f"of Z: {', '.join(Z_POLICIES)}; default: {KEEP.z}"
     costs.add_argument("--memory", metavar="POLICY", default=KEEP.z, help=policies)
     costs.add_argument("--slices", type=int, default=1, help="of H in Y and dX; default: 1")
@@ -98,23 +99,27 @@ def add_selection(parser: argparse.ArgumentParser, routings: bool = True) -> Non
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, … or cpu; default: cuda")
+    device = "cuda, cuda:1, … or cpu; default: the GPU, or the CPU if there is none"
+    parser.add_argument("--device", help=device)
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on a GPU, float32 elsewhere")
     order = "order of the gate and up rows of W1; default: interleaved"
     parser.add_argument("--gate-up", choices=LAYOUTS, default=LAYOUTS[0], help=order)
 
 
-def add_results(parser: argparse.ArgumentParser) -> None:
+def add_results(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
     parser.add_argument("--kernels", action="store_true", help="also each operator and each kernel")
     parser.add_argument("--no-verify", action="store_true", help="skip the checks; nothing is kept")
-    folder = "where records are kept; default: benchmarks/results"
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help=folder)
+    folder = f"keep the records there; default: {default or 'keep none'}"
+    parser.add_argument("--results", type=Path, default=default, metavar="FOLDER", help=folder)
     parser.add_argument("--commit", help="of the source, where there is no git repository")
     parser.add_argument("--label", default="layer", help="end of the name of the results file")
 
 
 def selected_cases(args: argparse.Namespace) -> list[Case]:
-    """Suites, named cases, shapes, in this order; the grid if nothing was named."""
+    """Suites, named cases, shapes, in this order.
+
+    If nothing was named: the grid, or on a CPU one layer that takes seconds there.
+    """
     given = [name for name in ("activation", "bias", "router") if getattr(args, name)]
     if given and not args.shape:
         remedy = "A named case has its own; pass its sizes with --shape to change them."
@@ -124,27 +129,38 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
     activation = ActivationType(args.activation or "swiglu")
     router = args.router or "softmax_over_topk"
     cases += [Case.of_shape(text, activation, args.bias, router) for text in args.shape]
+    if not cases and getattr(args, "device", None) == "cpu":
+        return [ON_CPU]
     return cases or list(SUITES["grid"])
 
 
 def options_of(args: argparse.Namespace, **more) -> "Options":
-    """Device, dtype and layout; checks all arguments before anything is measured."""
+    """Device, dtype and layout; checks all arguments before anything is measured.
+
+    Without --device it is chosen here, and `args` then has it.
+    """
     import torch
 
     from .inputs import ROUTINGS
-    from .results import RESULTS
     from .run import Options
     from .timing import is_cuda
 
+    chosen = args.device is None
+    if chosen:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_device(args.device)
     for routing in getattr(args, "routing", ()):
         if routing not in ROUTINGS:
             known = f"one of {', '.join(ROUTINGS)}"
             raise bad_argument("--routing", known, repr(routing), "Choose one.")
-    selected_cases(args)
-    if more.get("check"):
-        check_writable("--results", args.results or RESULTS)
+    cases = selected_cases(args)
+    if more.get("check") and args.results is not None:
+        check_writable("--results", args.results)
     dtype = args.dtype or ("bfloat16" if is_cuda(args.device) else "float32")
+    if chosen and args.device == "cpu":
+        note = "No GPU can be used: plain PyTorch on the CPU"
+        note += f", one small layer ({ON_CPU.name})." if cases == [ON_CPU] else "."
+        print(note, file=sys.stderr)
     options = {"dtype": getattr(torch, dtype), "gate_up": args.gate_up}
     return Options(device=args.device, **options, **more)
 
@@ -304,6 +320,7 @@ def run_tune(args: argparse.Namespace) -> int:
     from . import results, tune_run
     from .timing import is_cuda
 
+    args.device = args.device or "cuda"
     if not (is_cuda(args.device) and torch.cuda.is_available()):
         remedy = "Run it on the GPU that will use the configurations. "
         remedy += "`sonicmoe doctor` says what this machine lacks."
@@ -328,7 +345,6 @@ def run_cost(args: argparse.Namespace) -> int:
     from ..tuning.config import tile_m
     from .cost_report import cost_report
 
-    gpu = cost.find_gpu(args.gpu)
     itemsize = 4 if args.dtype == "float32" else 2
     m = tile_m(itemsize) if args.tile_m is None else args.tile_m
     check_size("--tile-m", m)
@@ -336,9 +352,19 @@ def run_cost(args: argparse.Namespace) -> int:
         expected = f"bfloat16 with --precision {args.precision}"
         raise bad_argument("--dtype", expected, args.dtype, "Omit one of the two.")
     policy = memory_policy(MemoryPolicy(args.memory, args.slices))
+    gpu = _gpu(args.gpu, fp8=args.precision is not None or policy.in_e4m3)
     cases = selected_cases(args)
     print(*(cost_report(c, gpu, itemsize, m, policy, args.precision) for c in cases), sep="\n")
     return 0
+
+
+def _gpu(text: str, fp8: bool) -> cost.Gpu:
+    """A GPU by its name or its numbers, which do not say whether it has FP8."""
+    gpu = cost.gpu_of_numbers(text)
+    if gpu is not None and fp8:
+        remedy = "Omit --precision and --memory e4m3, or name a GPU."
+        raise bad_argument("--gpu", f"one of {', '.join(cost.GPUS)} with FP8", text, remedy)
+    return gpu or cost.find_gpu(text)
 
 
 # --- shared ---------------------------------------------------------------------------------------
@@ -347,9 +373,12 @@ def command(args: argparse.Namespace) -> str:
 
 
 def keep(records: list[dict], args: argparse.Namespace) -> None:
+    """Append the records to a file below --results, if it was given."""
     from . import results
 
-    path = results.write(records, args.results or results.RESULTS, args.label)
+    if args.results is None:
+        return
+    path = results.write(records, args.results, args.label)
     if path is not None:
         print(f"kept {len(records)} records in {path}", file=sys.stderr)
 

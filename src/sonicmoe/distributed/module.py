@@ -14,9 +14,12 @@ from ..enums import KernelBackendMoE
 from ..errors import bad_argument
 from ..layer.weights import ExpertWeights, Projection
 from ..moe import MoE
+from ..routing import Routing
+from ..routing.base import check_routing
 from ..routing.plain_linear import is_linear
 from .agreement import raise_on_all_ranks
 from .drift import note_training
+from .guards import guard
 from .layer import experts
 
 
@@ -27,8 +30,9 @@ class ExpertParallelMoE(MoE):
     dimension: they are those of one layer on the tokens of all these ranks. The auxiliary loss
     counts a rank's own tokens.
 
-    Weights of a model around it must be sharded over these ranks too: else the first step of an
-    optimizer raises a ValueError.
+    Weights of a model around it must be sharded over these ranks too, and gradients must all be
+    means or all be sums: `parallelize_model` sees to it, and else the first step of an optimizer
+    raises a ValueError.
     """
 
     mesh: DeviceMesh
@@ -38,13 +42,14 @@ class ExpertParallelMoE(MoE):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        kernel_backend_moe: KernelBackendMoE | None = None,
+        kernel_backend_moe: KernelBackendMoE | str | None = None,
         is_inference_mode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, aux_loss = super().forward(hidden_states, kernel_backend_moe, is_inference_mode)
         if out.requires_grad:
             note_training(self)
-        return out, aux_loss
+        # Autograd must not see a view: after `out += x`, FSDP2 would not gather for the backward.
+        return torch.ops.aten._unsafe_view(out, out.shape), aux_loss
 
     def _run_experts(self, x, r, logits, backend, is_inference_mode):
         # Counts of this rank's tokens, which its own experts do not know.
@@ -108,6 +113,15 @@ class ExpertParallelMoE(MoE):
             copies = {name: t.to(dtype) for name, t in copies.items()}
         return functional_call(self.router, copies, (x,))
 
+    def _route(self, logits: torch.Tensor, backend: str | None) -> Routing:
+        with self._raise_on_all_ranks():
+            copies = self._replicated(self.routing)
+            if not copies:
+                return super()._route(logits, backend)
+            r = functional_call(self.routing, copies, (logits,), {"backend": backend})
+            check_routing(r, self.routing, logits)
+            return r
+
     def _shared_output(self, x: torch.Tensor) -> torch.Tensor:
         module = self.shared_expert
         assert module is not None
@@ -127,7 +141,7 @@ def parallelize(
 
     Parameters become DTensors with the values of the first rank: the experts' sharded by expert,
     those of the router and the shared expert replicated. Their names, and so checkpoints, do not
-    change.
+    change. For the layers of a model, call `parallelize_model`.
 
     `same_tokens` says that outside of the layer all these ranks compute on the same tokens, as
     under tensor parallelism. Else optimizers refuse parameters sharded over other ranks only.
@@ -151,6 +165,8 @@ def parallelize(
             "Every rank holds the same number of experts.",
         )
     _distribute(moe.router, mesh, Replicate())
+    for module in moe.routing.modules():
+        _distribute(module, mesh, Replicate())
     if moe.shared_expert is not None:
         for module in moe.shared_expert.children():
             _distribute(module, mesh, Replicate())
@@ -161,6 +177,7 @@ def parallelize(
     parallel.mesh = mesh
     parallel.ranks = tuple(mesh.mesh.tolist())
     parallel.same_tokens = same_tokens
+    guard(parallel)
     return parallel
 
 

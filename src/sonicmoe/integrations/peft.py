@@ -26,6 +26,8 @@ try:
 except ImportError as error:
     raise missing("peft", "sonicmoe.integrations.peft") from error
 
+__all__ = ["use_lora_experts"]
+
 _NAME = "sonicmoe_experts"
 
 
@@ -98,15 +100,35 @@ def _wraps_experts(wrapper: Any) -> bool:
 
 def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """In place of `ParamWrapper.forward` of the outermost wrapper of the experts."""
-    experts = self.get_base_layer()
-    wrappers = list(_chain(self))
-    plain = self.disable_adapters or any(w.merged for w in wrappers)
-    if plain or kwargs.get("adapter_names") or not _is_ours(experts):
+    found = None if kwargs.get("adapter_names") else adapters_of(self)
+    if found is None:
         return ParamWrapper.forward(self, x, *args, **kwargs)
     self._check_forward_args(x, *args, **kwargs)
+    lora1, lora2 = found
+    return self.get_base_layer()(x, *args, **kwargs, lora1=lora1, lora2=lora2)
+
+
+def adapters_of(wrapper: Any) -> tuple[LowRank | None, LowRank | None] | None:
+    """The adapters of both weights, for our experts; None if PEFT's own forward pass runs.
+
+    `wrapper` is the outermost one of an experts module of transformers.
+    """
+    experts, wrappers = wrapper.get_base_layer(), list(_chain(wrapper))
+    if is_plain(wrapper) or not _is_ours(experts):
+        return None
     found = {w.parameter_name: _low_rank(w) for w in wrappers}
     first, second = _weights(experts)
-    return experts(x, *args, **kwargs, lora1=found.get(first), lora2=found.get(second))
+    return found.get(first), found.get(second)
+
+
+def is_plain(wrapper: Any) -> bool:
+    """Whether the adapters are disabled, or merged into the weights."""
+    return wrapper.disable_adapters or any(w.merged for w in _chain(wrapper))
+
+
+def uses_lora_experts(wrapper: Any) -> bool:
+    """Whether `use_lora_experts` has replaced the forward pass of this outermost wrapper."""
+    return getattr(vars(wrapper).get("forward"), "func", None) is _forward
 
 
 def _chain(wrapper: Any) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from ..layer.fp8_weights import Fp8Weights
 from ..layer.lora import LowRank
 from ..layer.memory import KEEP, MemoryPolicy, memory_policy
 from ..layer.operands import kind_of
+from ..layer.weights import ExpertWeights, Projection
 from .recognition import activation_of, gate_up_of
 
 try:
@@ -88,7 +89,7 @@ def calls_ours(function: Any) -> bool:
     return getattr(function, "func", function) is experts_forward
 
 
-def _options_of(function: Any) -> tuple[str | None, bool, MemoryPolicy]:
+def options_of(function: Any) -> tuple[str | None, bool, MemoryPolicy]:
     """`precision`, `cache_fp8_weights` and `memory` of what `register` made."""
     options = getattr(function, "keywords", {})
     cached = options.get("cache_fp8_weights", False)
@@ -96,8 +97,8 @@ def _options_of(function: Any) -> tuple[str | None, bool, MemoryPolicy]:
 
 
 def _check_same_options(name: str, current: Any, wanted: Any) -> None:
-    if _options_of(current) != _options_of(wanted):
-        precision, cached, memory = _options_of(current)
+    if options_of(current) != options_of(wanted):
+        precision, cached, memory = options_of(current)
         raise bad_argument(
             "name",
             "one that is not registered yet, for other options",
@@ -123,7 +124,26 @@ def experts_forward(
     Under expert parallelism, ids of experts on other ranks are outside [0, E) and are dropped.
     Adapters come from `sonicmoe.integrations.peft`; the weights of the experts are then frozen.
     """
-    name = "gate_up_proj" if module.has_gate else "up_proj"
+    (w1, b1, *_), (w2, b2, *_), activation, gate_up = weights_of(module)
+    options: dict[str, Any] = {"activation": activation, "gate_up": gate_up}
+    options |= {"lora1": lora1, "lora2": lora2, "precision": precision, "memory": memory}
+    if cache_fp8_weights:
+        options["fp8_weights"] = _fp8_weights(module, _first_weight(module))
+
+    def run(x, ids, scores):
+        return experts(x, ids, scores, w1, w2, b1, b2, **options)
+
+    if getattr(module, "has_post_expert_norm", False):
+        norm = module.post_expert_norm
+        out = _normed(run, norm, len(w1), hidden_states, top_k_index, top_k_weights)
+    else:
+        out = run(hidden_states, top_k_index, top_k_weights)
+    return out.to(hidden_states.dtype)
+
+
+def weights_of(module: Any) -> ExpertWeights:
+    """The weights of an experts module of transformers on this rank, as `experts` takes them."""
+    name = _first_weight(module)
     w1, w2 = _local(module, name), _local(module, "down_proj")
     b1 = _local(module, f"{name}_bias") if module.has_bias else None
     b2 = _local(module, "down_proj_bias") if module.has_bias else None
@@ -136,20 +156,12 @@ def experts_forward(
         )
     if module.is_transposed:
         w1, w2 = w1.mT, w2.mT
-    options: dict[str, Any] = {"activation": activation_of(module), "gate_up": gate_up_of(module)}
-    options |= {"lora1": lora1, "lora2": lora2, "precision": precision, "memory": memory}
-    if cache_fp8_weights:
-        options["fp8_weights"] = _fp8_weights(module, name)
+    up, down = Projection(w1, b1), Projection(w2, b2)
+    return ExpertWeights(up, down, activation_of(module), gate_up_of(module))
 
-    def run(x, ids, scores):
-        return experts(x, ids, scores, w1, w2, b1, b2, **options)
 
-    if getattr(module, "has_post_expert_norm", False):
-        norm = module.post_expert_norm
-        out = _normed(run, norm, len(w1), hidden_states, top_k_index, top_k_weights)
-    else:
-        out = run(hidden_states, top_k_index, top_k_weights)
-    return out.to(hidden_states.dtype)
+def _first_weight(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 def _normed(run, norm, num_experts: int, x, ids, scores) -> torch.Tensor:
@@ -173,6 +185,22 @@ def _fp8_weights(module: Any, name: str) -> Fp8Weights | None:
 def _local(module: Any, name: str) -> torch.Tensor:
     weight = getattr(module, name)
     return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def implementation_of(module: Any) -> tuple[str | None, Any]:
+    """The name and the function that transformers calls for an experts module in its next call.
+
+    The function is None for the module's own loop; the name is None if the class of the module does
+    not use transformers' experts interface, or its `forward` was replaced.
+    """
+    forward = type(module).forward
+    cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
+    interface = next((c.cell_contents for name, c in cells if name == "experts_interface"), None)
+    if interface is not ALL_EXPERTS_FUNCTIONS or "forward" in vars(module):
+        return None, None
+    assert interface is not None
+    name = module.config._experts_implementation
+    return name or "eager", interface.get(name)
 
 
 # --- models without the interface -----------------------------------------------------------------

@@ -63,7 +63,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
 
     `args` come first in the kernel's signature, the compile-time `options` after them; a `Bound`
     kernel brings its options. A descriptor is passed as (tensor, Boxes). The first argument tells
-    the device. On the meta device a launch compiles the kernel and runs nothing.
+    the device. On the meta device a launch compiles the kernel, or notes it in a dry run.
     """
     bound = kernel if type(kernel) is Bound else _bind(kernel, options)
     first = args[0][0] if type(args[0]) is tuple else args[0]
@@ -86,7 +86,10 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
                 return None
     own = [a[1].of(a[0]) if type(a) is tuple else a for a in args]
     if first.is_meta:
-        bound.kernel.warmup(*own, grid=grid, **bound.options)
+        if thread_state.dry_run is None:
+            bound.kernel.warmup(*own, grid=grid, **bound.options)
+        else:
+            thread_state.dry_run.append(bound.kernel)
         return None
     found = bound.kernel[grid](*own, **bound.options)
     if signature is not None:

@@ -45,6 +45,11 @@ class MemoryPolicy(NamedTuple):
 KEEP = MemoryPolicy()
 
 
+def in_words(policy: MemoryPolicy) -> str:
+    """The policy as `repr` and reports show it."""
+    return policy.z if policy.slices == 1 else f"{policy.z} in {policy.slices} slices"
+
+
 def memory_policy(memory: str | MemoryPolicy) -> MemoryPolicy:
     """The policy that `memory` names, checked."""
     policy = MemoryPolicy(memory) if isinstance(memory, str) else memory

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..errors import bad_argument
 from ..shapes import check_size
-from ..validation import check_activation, check_gate_up
+from ..validation import check_gate_up, parse_activation
 from .memory import memory_policy
 from .operands import kind_of
 
@@ -29,7 +29,7 @@ def _new_gate_up(moe: Any, name: str, value: Any) -> Any:
 
 
 def _new_activation(moe: Any, name: str, value: Any) -> Any:
-    check_activation(value)
+    value = parse_activation(value, name)
     if value.is_gated != moe.activation_function.is_gated:
         kind = "a gated" if moe.activation_function.is_gated else "an ungated"
         remedy = "It decides the shape of c_fc.weight: build another MoE."

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from ..errors import bad_argument
-from .base import Router, Routing
+from .base import FunctionRouter, Router, Routing, check_router, check_routing
 from .expert_choice import ExpertChoice
 from .losses import auxiliary_loss, switch_loss, z_loss
 from .sigmoid import Sigmoid
@@ -43,9 +43,16 @@ ROUTERS: dict[str, Callable[..., Router]] = {
 """Constructors of routers by the names that `MoE` and `route` accept."""
 
 
-def make_router(router: str | Router, num_experts: int, k: int) -> Router:
-    """Return the router with this name, or `router` itself after checking its E and K."""
+RouterLike = str | Router | Callable[[torch.Tensor], Routing]
+
+
+def make_router(router: RouterLike, num_experts: int, k: int) -> Router:
+    """Return the router with this name, or `router` itself after checking its E and K.
+
+    A function of the logits (T, E) that returns a `Routing` becomes a router.
+    """
     if isinstance(router, Router):
+        check_router(router)
         if (router.num_experts, router.k) != (num_experts, k):
             raise bad_argument(
                 "router",
@@ -54,12 +61,14 @@ def make_router(router: str | Router, num_experts: int, k: int) -> Router:
                 "Build it with the sizes of the layer.",
             )
         return router
-    if router not in ROUTERS:
+    if callable(router) and not isinstance(router, type):
+        return FunctionRouter(router, num_experts, k)
+    if not isinstance(router, str) or router not in ROUTERS:
         raise bad_argument(
             "router",
-            f"one of {', '.join(ROUTERS)} or a sonicmoe.routing.Router",
+            f"one of {', '.join(ROUTERS)}, a sonicmoe.routing.Router or a function of the logits",
             repr(router),
-            "A name uses the defaults; pass an object to set options.",
+            "A name uses the defaults; pass an object, not its class, to set options.",
         )
     return ROUTERS[router](num_experts, k)
 
@@ -67,9 +76,13 @@ def make_router(router: str | Router, num_experts: int, k: int) -> Router:
 def route(
     logits: torch.Tensor,
     k: int,
-    router: str | Router = "softmax_over_topk",
+    router: RouterLike = "softmax_over_topk",
     *,
     backend: str | None = None,
 ) -> Routing:
     """Run a router on logits (T, E) and return its `Routing`: expert ids, scores and slot maps."""
-    return make_router(router, logits.shape[-1], k)(logits, backend=backend)
+    module = make_router(router, logits.shape[-1], k)
+    r = module(logits, backend=backend)
+    if not module.trusted:
+        check_routing(r, module, logits)
+    return r

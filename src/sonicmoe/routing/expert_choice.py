@@ -14,6 +14,8 @@ class ExpertChoice(Router):
     ones included, so in `eval()` this router is top-K over a softmax instead.
     """
 
+    trusted = True
+
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
         self.check(logits)
         if not self.training:

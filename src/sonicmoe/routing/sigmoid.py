@@ -25,6 +25,8 @@ class Sigmoid(Router):
     training, `load` adds up each expert's rows for `update_bias`. Layers cannot share one.
     """
 
+    trusted = True
+
     selection_bias: torch.Tensor
     load: torch.Tensor
 

@@ -34,6 +34,8 @@ class TokenRounding(Router):
                 graphs and `torch.compile` support. Numbers can also be passed to `forward`.
     """
 
+    trusted = True
+
     def __init__(
         self,
         num_experts: int,

@@ -4,6 +4,7 @@ Pure Python; the formulas are nowhere else. Sizes come as a `Problem`; `itemsize
 the bytes of one activation or weight element (2 for bf16). Indices are int32, scores fp32 or wider.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -380,4 +381,19 @@ def find_gpu(name: str) -> Gpu:
     for word in words:
         if word in GPUS:
             return GPUS[word]
-    raise bad_argument("gpu", f"one of {', '.join(GPUS)}", repr(name), "Add a row to cost.GPUS.")
+    remedy = "Any other card: its dense TFLOP/s and GB/s, for example --gpu 165,1008."
+    raise bad_argument("gpu", f"one of {', '.join(GPUS)}", repr(name), remedy)
+
+
+def gpu_of_numbers(text: str) -> Gpu | None:
+    """A card by its dense TFLOP/s, at the dtype in question, and GB/s; None for a name."""
+    rate, comma, bandwidth = text.partition(",")
+    try:
+        flops, moved = float(rate) * 1e12, float(bandwidth) * 1e9
+    except ValueError:
+        if comma:
+            raise bad_argument("gpu", "TFLOP/s,GB/s", repr(text), "Write --gpu 165,1008.") from None
+        return None
+    if not all(0 < n < math.inf for n in (flops, moved)):
+        raise bad_argument("gpu", "two numbers above 0", repr(text), "Write --gpu 165,1008.")
+    return Gpu("card", flops, flops, moved, f"{rate} TFLOP/s, {bandwidth} GB/s, as given")

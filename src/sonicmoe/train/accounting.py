@@ -8,8 +8,8 @@ from ..tools import cost
 from .config import ModelConfig, TrainConfig
 
 # Bytes per parameter: weights, gradient, moments; under autocast also a bf16 copy of the weights.
-STATE_BYTES = {"fp32": 16, "autocast": 18, "bf16": 8, "fp8": 18}
-ELEMENT_BYTES = {"fp32": 4, "autocast": 2, "bf16": 2, "fp8": 2}
+STATE_BYTES = {"fp32": 16, "autocast": 18, "bf16": 8, "fp8": 18, "bf16_fp8": 8}
+ELEMENT_BYTES = {"fp32": 4, "autocast": 2, "bf16": 2, "fp8": 2, "bf16_fp8": 2}
 # Elements per token and unit of H that a block keeps outside the MoE layer: its two inputs, the
 # normalized ones, q, k, v (before and after their norm and rotation) and the attention's output.
 BLOCK_ELEMENTS = 14
@@ -52,7 +52,7 @@ def layer_bytes(m: ModelConfig, tokens: int, precision: str, policy: str = KEEP.
     p = Problem(tokens, m.hidden_size, m.intermediate_size, m.num_experts, m.experts_per_token)
     router, element = m.router.partition(":")[0], ELEMENT_BYTES[precision]
     x = cost.caller_bytes(p, element)
-    fp8, memory = "fp8" if precision == "fp8" else None, memory_policy(policy)
+    fp8, memory = "fp8" if precision in ("fp8", "bf16_fp8") else None, memory_policy(policy)
     kept = cost.kept_bytes(p, element, router=router, memory=memory, precision=fp8)
     ours = x + sum(kept.values())
     whole = x + sum(cost.kept_bytes(p, element, router=router).values())
@@ -89,8 +89,8 @@ def memory(config: TrainConfig, shards: int = 1) -> Memory:
     else:
         kept = m.num_layers * layer
     at_once = min(config.loss_chunk or tokens, tokens)
-    # Logits in the compute dtype and in fp32, and the gradient of both.
-    head = at_once * m.vocab_size * 2 * (element + 4)
+    # Logits, whose gradient replaces them; the gradient of the head, summed in fp32, and rounded.
+    head = at_once * m.vocab_size * element + m.vocab_size * m.hidden_size * (4 + element)
     # dZ, A' and the rows of dX of one layer.
     transient = element * rows * (3 * m.intermediate_size + m.hidden_size) + gathered_weights
     return Memory(state, kept, head, transient)

@@ -33,7 +33,7 @@ def check_backend(backend: str, config: TrainConfig) -> None:
         raise bad_argument("backend", f"one of {', '.join(BACKENDS)}", repr(backend), "See --help.")
     only_ours = {
         f"router={config.model.router}": config.model.router != "softmax_over_topk",
-        "precision=fp8": config.precision == "fp8",
+        f"precision={config.precision}": config.fp8_experts,
         f"memory={config.memory}": config.memory != KEEP.z,
         f"z_loss_coef={config.model.z_loss_coef:g}": config.model.z_loss_coef != 0,
     }

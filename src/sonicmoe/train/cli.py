@@ -21,6 +21,7 @@ _FLAGS = (
     ("precision", str, "fp32, autocast, bf16 or fp8"),
     ("expert-parallel", int, "ranks that share the experts"),
 )
+_SHORT = {"learning-rate": ("--lr",)}
 
 
 def register(subparsers: Any) -> None:
@@ -46,7 +47,8 @@ def _configuration_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
     parser.add_argument("--data", nargs="+", metavar="PATH", help=texts)
     for name, kind, help_text in _FLAGS:
-        parser.add_argument(f"--{name}", type=kind, help=help_text)
+        flags = [f"--{name}", *_SHORT.get(name, ())]
+        parser.add_argument(*flags, type=kind, help=help_text)
     either = argparse.BooleanOptionalAction
     parser.add_argument("--compile", action=either, default=None, help="torch.compile")
     others = "any other setting, repeatable; an unknown key lists all of them"
@@ -101,10 +103,16 @@ def _train(args: argparse.Namespace) -> int:
         saved = f"and saved. Continue: sonicmoe train --resume {shlex.quote(str(folder))}"
         print(f"Stopped after step {numbers['steps']} {saved if config.keep else '(keep=0).'}")
         return 130
+    if not numbers["trained"]:
+        print(f"The run in {folder} has all its {numbers['steps']} steps. To go on: --steps N.")
+        return 0
     reached, sentence = summary.verdict(numbers)
     notes = filter(None, (summary.overfitting(numbers), sentence))
     print("", summary.text(numbers), *notes, sep="\n")
-    print(f"Kept in {folder}: loss.png, log.jsonl, summary.md, checkpoints.")
+    print(f"Finished: all {numbers['steps']} steps are done.")
+    kept = ("loss.png", "log.jsonl", "summary.md", "checkpoints", "tensorboard", "wandb")
+    there = ", ".join(name for name in kept if (folder / name).exists())
+    print(f"Kept in {folder}: {there}.")
     print(f"Next: sonicmoe generate {folder}")
     return 0 if reached else 1
 

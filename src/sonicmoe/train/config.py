@@ -17,6 +17,7 @@ PRECISIONS = {
     "autocast": "float32 weights, bfloat16 arithmetic",
     "bf16": "bfloat16 weights and optimizer state",
     "fp8": "as autocast, experts in FP8",
+    "bf16_fp8": "as bf16, experts in FP8",
 }
 
 
@@ -75,7 +76,8 @@ class TrainConfig:
 
     `data` is "local" (text of this installation), files and folders, or a Hugging Face
     dataset. `memory` is keep, e4m3 or recompute, as in `MoE`. `target_loss` is checked against the
-    validation loss at the end. `keep` checkpoints are kept; 0 writes none. `init_from` is the
+    validation loss at the end. `keep` checkpoints are kept; 0 writes none. `wandb` also logs to
+    Weights & Biases, in the project sonicmoe or $WANDB_PROJECT. `init_from` is the
     folder of a run whose weights and tokenizer this one starts with.
     """
 
@@ -116,6 +118,7 @@ class TrainConfig:
     checkpoint_every: int = 100
     keep: int = 2
     tensorboard: bool = True
+    wandb: bool = False
     target_loss: float | None = None
 
     def __post_init__(self) -> None:
@@ -137,7 +140,7 @@ class TrainConfig:
         if self.precision not in PRECISIONS:
             remedy = "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
             raise bad_argument("precision", " or ".join(PRECISIONS), self.precision, f"{remedy}.")
-        if self.precision == "fp8":
+        if self.fp8_experts:
             for name in ("hidden_size", "intermediate_size"):
                 _multiple(name, getattr(self.model, name), FP8_ALIGNMENT)
         memory_policy(self.memory)
@@ -147,6 +150,14 @@ class TrainConfig:
         if not 0 < self.validation_fraction < 0.5:
             got, remedy = self.validation_fraction, "0.05 holds out every twentieth document."
             raise bad_argument("validation_fraction", "between 0 and 0.5", got, remedy)
+
+    @property
+    def fp8_experts(self) -> bool:
+        return self.precision in ("fp8", "bf16_fp8")
+
+    @property
+    def bf16_weights(self) -> bool:
+        return self.precision in ("bf16", "bf16_fp8")
 
     @property
     def is_autocast(self) -> bool:

@@ -28,7 +28,7 @@ from . import text
 from .config import TrainConfig
 
 END_OF_TEXT = "<|endoftext|>"
-_FORMAT = 2
+_FORMAT = 3
 _SMALLEST_VOCABULARY = 257
 _SAMPLE_BYTES = 32 * 2**20  # the tokenizer's training sample; more text hardly changes its merges
 _DUPLICATE = 100  # characters: shorter paragraphs, such as headings, may repeat
@@ -195,6 +195,20 @@ def held_out(document: text.Document, fraction: float) -> bool:
     return int.from_bytes(_digest(document.text), "big") < fraction * 2**64
 
 
+def _fill(splits: dict[str, list[str]]) -> None:
+    """Move documents to a split with too little, as chance leaves it with few documents.
+
+    Validation gets 4096 characters or a fifth of the text, training at least one document.
+    """
+    train, held = splits["train"], splits["validation"]
+    least = min(4096, sum(map(len, train + held)) // 5)
+    while sum(map(len, held)) < least and len(train) > 1:
+        held.append(min(train, key=_digest))
+        train.remove(held[-1])
+    if not train and len(held) > 1:
+        train.append(held.pop())
+
+
 def _build(config: TrainConfig, folder: Path, given: Path | None) -> Corpus:
     budget = config.data_megabytes * 1e6
     splits: dict[str, list[str]] = {"train": [], "validation": []}
@@ -214,11 +228,12 @@ def _build(config: TrainConfig, folder: Path, given: Path | None) -> Corpus:
         taken += size
         if taken >= budget:
             break
+    _fill(splits)
     for name, documents in splits.items():
         if not documents:
             raise TooLittleText(
                 f"data: expected several documents, got {taken / 1e6:.3f} MB and nothing for "
-                f"{name}. Pass more text with --data."
+                f"{name}. Pass more text with --data, or the file itself, which is then split."
             )
 
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
@@ -307,7 +322,7 @@ def _check_enough(config: TrainConfig, corpus: Corpus) -> None:
             raise TooLittleText(
                 f"data: expected at least {least} tokens for {split} ({windows} windows of "
                 f"{config.model.context}), got {have}. Pass more text with --data, or lower the "
-                "context or the batch."
+                "context or the batch (--preset demo has small ones)."
             )
 
 

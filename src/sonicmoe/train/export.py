@@ -43,7 +43,7 @@ def export(folder: Path, output: Path) -> None:
     check_writable("output", output.parent)
     safetensors = need("safetensors.torch", "Exporting")
     config = load_config(folder)
-    dtype = "bfloat16" if config.precision == "bf16" else "float32"
+    dtype = "bfloat16" if config.bf16_weights else "float32"
     description = hf_config(config.model, dtype, load_tokenizer(folder)[1])
     weights = checkpoint.load_latest(folder / "checkpoints")["model"]
     output = output.resolve()

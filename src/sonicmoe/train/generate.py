@@ -21,7 +21,7 @@ def load_model(folder: Path, device: torch.device) -> Decoder:
     state = checkpoint.load_latest(folder / "checkpoints")
     with device:
         model = Decoder(config.model, "auto")
-    if config.precision == "bf16":
+    if config.bf16_weights:
         model.to(torch.bfloat16)
     model.load_state_dict(state["model"])
     return model.eval()

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..distributed import clip_grad_norm_
 from ..errors import bad_argument
 from ..moe import MoE
 from . import accounting, checkpoint, hardware, optim, parallel
@@ -71,7 +72,7 @@ class Trainer:
         elif config.init_from:
             found = checkpoint.load_latest(Path(config.init_from) / "checkpoints", display.say)
             checkpoint.restore_weights(found, self.model)
-        self.log = RunLog(folder, config.tensorboard, self.step) if world.first else None
+        self.log = RunLog(folder, config, self.step) if world.first else None
 
     # --- the loop ---------------------------------------------------------------------------------
     def train(self) -> bool:
@@ -128,8 +129,7 @@ class Trainer:
                 loss, aux_loss = self.model(x, y, loss_chunk=c.loss_chunk)
             ((loss + aux_loss) / len(pieces)).backward()
             total += torch.stack([loss.detach().float(), aux_loss.detach().float()]) / len(pieces)
-        parallel.average_over_experts(self.model, c.expert_parallel)
-        norm = parallel.clip_gradients(self.model.parameters(), c.gradient_clip)
+        norm = clip_grad_norm_(self.model, c.gradient_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = optim.learning_rate(c, self.step)
         self.optimizer.step()
@@ -141,7 +141,7 @@ class Trainer:
         """Read the losses since the last report, the only place where the host waits for a GPU."""
         c, steps = self.config, len(self.pending)
         pending = self._read_pending()
-        self.last_loss, aux_loss, _ = pending.mean(0).tolist()
+        self.last_loss, aux_loss, norm = pending.mean(0).tolist()
         if math.isnan(self.first_loss):
             self.first_loss = pending[0, 0].item()
         self.pending.clear()
@@ -156,6 +156,7 @@ class Trainer:
             "tokens": self.step * c.tokens_per_step,
             "loss": self.last_loss,
             "learning_rate": optim.learning_rate(c, self.step - 1),
+            "gradient_norm": norm,  # before it is clipped
             "seconds": self.seconds,
             "tokens_per_second": tokens / elapsed,
             "flops_per_second": flops,
@@ -287,9 +288,9 @@ def peak_memory(device: torch.device) -> int:
 
 def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
     with world.device:
-        fp8 = config.precision == "fp8"
+        fp8 = config.fp8_experts
         model = Decoder(config.model, config.backend, config.recompute, config.memory, fp8)
-    if config.precision == "bf16":
+    if config.bf16_weights:
         model.to(torch.bfloat16)
     if config.compile:
         for block in model.blocks:  # one block compiles once for all of them

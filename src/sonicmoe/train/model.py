@@ -17,6 +17,7 @@ from ..moe import MoE
 from ..routing import Router, TokenRounding
 from .backends import run_layer
 from .config import ModelConfig, TrainConfig
+from .cross_entropy import linear_cross_entropy
 
 Cache = list[tuple[torch.Tensor, torch.Tensor] | None]  # keys and values of each layer
 
@@ -94,7 +95,7 @@ def _layer(c: ModelConfig, memory: str, fp8: bool, device: str | None = None) ->
 
 def check_layer(config: TrainConfig) -> None:
     """Raise a ValueError if `MoE` rejects the sizes, the router or FP8; uses no memory."""
-    _layer(config.model, config.memory, config.precision == "fp8", device="meta")
+    _layer(config.model, config.memory, config.fp8_experts, device="meta")
 
 
 class Block(nn.Module):
@@ -183,18 +184,5 @@ class Decoder(nn.Module):
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.embed.weight)
-        return self._cross_entropy(x.flatten(0, 1), targets.flatten(), loss_chunk), sum(aux_losses)
-
-    def _cross_entropy(self, x, targets, chunk: int):
-        """The mean over all tokens. In chunks, the logits of one chunk at a time are alive."""
-        if not chunk or x.shape[0] <= chunk:
-            return _summed_loss(x, self.embed.weight, targets) / x.shape[0]
-        losses = [
-            checkpoint(_summed_loss, part, self.embed.weight, goal, use_reentrant=False)
-            for part, goal in zip(x.split(chunk), targets.split(chunk), strict=True)
-        ]
-        return sum(losses) / x.shape[0]
-
-
-def _summed_loss(x, weight, targets):
-    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+        given = (x.flatten(0, 1), self.embed.weight, targets.flatten())
+        return linear_cross_entropy(*given, loss_chunk), sum(aux_losses)

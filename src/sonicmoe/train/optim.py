@@ -5,28 +5,22 @@ import math
 import torch
 from torch import nn
 
-from ..moe import MoE
+from .adamw import StochasticAdamW
 from .config import TrainConfig
 
 
-def build(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Weight decay on matrices, none on the scales of the norms.
-
-    The MoE layers have their own group: with expert parallelism they are on another mesh, and a
-    fused step takes one mesh at a time.
-    """
-    layers = [p for m in model.modules() if isinstance(m, MoE) for p in m.parameters()]
-    mine = set(layers)
-    matrices = [p for p in model.parameters() if p.dim() > 1 and p not in mine]
+def build(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Weight decay on matrices, none on the scales of the norms."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
     scales = [p for p in model.parameters() if p.dim() <= 1]
     groups = [
-        {"params": layers, "weight_decay": config.weight_decay},
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": scales, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True
-    )
+    rate, betas = config.learning_rate, (config.beta1, config.beta2)
+    if config.bf16_weights:
+        return StochasticAdamW(groups, lr=rate, betas=betas, seed=config.seed)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -1,6 +1,5 @@
 """One process or the group that torchrun starts, and a model sharded over it."""
 
-import itertools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,10 +8,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..errors import bad_argument
-from ..moe import MoE
 from .backends import LAYER_BACKENDS
 from .config import TrainConfig
 
@@ -102,64 +99,28 @@ def stop(world: World) -> None:
 def shard(model: nn.Module, blocks: Iterable[Any], world: World, config: TrainConfig) -> None:
     """Shard every block, and then the rest, over all ranks (FSDP2). In place.
 
-    With expert parallelism, `expert_parallel` ranks share the experts of a layer; over the other
-    dimension of the mesh FSDP2 shards each rank's experts further.
+    With expert parallelism, `expert_parallel` ranks share the experts of a layer.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from ..distributed import parallelize
+    from ..distributed import parallelize_model
 
-    kind, together = world.device.type, config.expert_parallel
-    everyone = init_device_mesh(kind, (world.size,))
+    kind, together, blocks = world.device.type, config.expert_parallel, list(blocks)
     policy = MixedPrecisionPolicy()
     if config.is_autocast:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if together > 1:
         shape = (world.size // together, together)
         grid = init_device_mesh(kind, shape, mesh_dim_names=("data", "expert"))
+        parallelize_model(model, grid, blocks=blocks, mp_policy=policy)
         for block in blocks:
-            parallelize(block.moe, grid["expert"])
             # It synchronizes to learn the sizes of its exchanges, which no graph can capture.
             block.moe.forward = torch.compiler.disable(block.moe.forward)
-            fully_shard(block.moe, mesh=grid["data"], mp_policy=policy)
-    for block in blocks:
-        fully_shard(block, mesh=everyone, mp_policy=policy)
-    fully_shard(model, mesh=everyone, mp_policy=policy)
-
-
-def average_over_experts(model: nn.Module, expert_parallel: int) -> None:
-    """Divide the MoE layers' gradients, which are sums over the ranks that share experts.
-
-    FSDP2's own division is wrong on gloo, or over a dimension of one rank, in some versions.
-    """
-    if expert_parallel > 1:
-        layers = (m for m in model.modules() if isinstance(m, MoE))
-        gradients = _gradients(p for layer in layers for p in layer.parameters())
-        torch._foreach_mul_(gradients, 1 / expert_parallel)
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
-    """Scale all gradients to a norm of at most `limit` over all ranks; returns the norm before.
-
-    PyTorch handles one mesh at a time; norms on different meshes are combined here.
-    """
-    by_mesh: dict[Any, list[nn.Parameter]] = {}
-    for p in parameters:
-        if p.grad is not None:
-            by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    if len(by_mesh) < 2:
-        norm = nn.utils.clip_grad_norm_(itertools.chain(*by_mesh.values()), limit)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    norms = [nn.utils.get_total_norm(_gradients(group)) for group in by_mesh.values()]
-    total = torch.stack([cast(DTensor, norm).full_tensor() for norm in norms]).norm()
-    for group in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(group, limit, total)
-    return total
-
-
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
+        return
+    everyone = init_device_mesh(kind, (world.size,))
+    for module in (*blocks, model):
+        fully_shard(module, mesh=everyone, mp_policy=policy)
 
 
 def synchronise_gradients(model: nn.Module, wanted: bool) -> None:

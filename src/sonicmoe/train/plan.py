@@ -161,16 +161,15 @@ def _compute(config: TrainConfig, tokens: int, device: Gpu, eff: Efficiency) -> 
     # Weights are read in fp32 and written in bf16, gradients the other way; those of the experts
     # leave their GEMM in fp32.
     cast_bytes = 12 * (count.total - count.experts) + 8 * count.experts
-    # bf16 logits, their fp32 copy, its log-softmax and both gradients pass through memory; in
-    # chunks the logits are computed twice.
-    head_flops, head_bytes = (8, 54) if config.loss_chunk else (6, 40)
+    # Logits are written and read twice, their gradient is written and read by two GEMMs.
+    head_bytes = 12
     attention = eff.attention(m.head_dim) * device.half
     return {
         "MoE layers": m.num_layers * moe_seconds(m, tokens, device, eff),
         "attention GEMMs": m.num_layers * 6 * tokens * projections / dense,
         "attention": m.num_layers * 6 * tokens * m.context * width / attention,
         "norms, rotation, residuals": m.num_layers * 2 * elements / copy,
-        "head and loss": head_flops * logits * m.hidden_size / dense + head_bytes * logits / copy,
+        "head and loss": 6 * logits * m.hidden_size / dense + head_bytes * logits / copy,
         "casts of weights and gradients": cast_bytes / copy,
     }
 
@@ -185,7 +184,7 @@ def _transfers(
     group = layout.shard
     share = (group - 1) / group
     link = _collective_link(group, device, eff)
-    gradient = 2 if config.precision == "bf16" else 4
+    gradient = 2 if config.bf16_weights else 4
     copies = layout.gpus // layout.shard
     across = eff.network * device.network_link if layout.gpus > device.per_node else link
     sent = 2 * tokens * m.experts_per_token * m.hidden_size
@@ -323,11 +322,10 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
         f"hidden by its GEMMs; {eff.layer_fixed * 1e3:.1f} ms per layer for the router and "
         "launches (fitted to nine shapes measured on one H200, within 2%; an H100 is assumed "
         "to reach the same fractions of its own data sheet)"
-        + ("; FP8 is faster, but the times are those of bf16" * (config.precision == "fp8")),
+        + ("; FP8 is faster, but the times are those of bf16" * config.fp8_experts),
         f"attention reaches {eff.attention(m.head_dim):.0%} of peak (flash with a deterministic "
         "backward pass; from published rates of its forward pass on an H100, not measured)",
-        f"the head moves {54 if config.loss_chunk else 40} bytes per logit"
-        + (" and computes logits twice (loss_chunk)" if config.loss_chunk else ""),
+        "the head moves 12 bytes per logit (not measured)",
         f"links reach {eff.node:.0%} (node) and {eff.network:.0%} (network) of their speed; FSDP's "
         f"transfers overlap with at most {eff.overlap:.0%} of the computation, the all-to-all "
         "with none of it",
@@ -372,7 +370,7 @@ def from_arguments(args: Any) -> str:
         raise bad_argument("backend", ours, repr(config.backend), remedy)
     check_layer(config)
     device = gpu(args.gpu)
-    device.check(memory_policy(config.memory), "fp8" if config.precision == "fp8" else None)
+    device.check(memory_policy(config.memory), "fp8" if config.fp8_experts else None)
     shard = args.gpus if args.shard is None else args.shard
     ranks = config.expert_parallel if args.expert_parallel is None else args.expert_parallel
     layout = Layout(args.gpus, shard, ranks, args.accumulate)

@@ -35,7 +35,7 @@ def describe(record: dict[str, Any]) -> str:
     ]
     if record.get("peak_share") is not None:
         parts[-1] += f" ({record['peak_share']:.1%} of peak)"
-    parts.append(human_bytes(record["memory"]))
+    parts += [human_bytes(record["memory"]), f"gradient norm {record['gradient_norm']:.2f}"]
     if record.get("balance") is not None:
         parts.append(f"balance {record['balance']:.2f}")
     return "  ".join(parts)

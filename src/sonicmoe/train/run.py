@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import bad_argument
+from ..extras import install, need, requirement
 from ..validation import check_writable
 from . import checkpoint, loop, parallel, plots, progress, runlog, summary
 from . import corpus as corpora
@@ -23,7 +24,8 @@ from .presets import preset
 # optimizer's state (weight_decay, beta1, beta2) and comes from the checkpoint.
 _SCHEDULE = {"steps", "learning_rate", "final_learning_rate_ratio", "warmup_steps"}
 # Settings that do not affect whether a preset reaches its target loss.
-_HARMLESS = {"device", "tensorboard", "log_every", "validate_every", "checkpoint_every", "keep"}
+_HARMLESS = {"device", "tensorboard", "wandb", "log_every", "validate_every", "checkpoint_every"}
+_HARMLESS |= {"keep"}
 # Settings that decide the shapes of the weights.
 _WEIGHT_SIZES = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads",
                  "head_dim", "num_experts", "intermediate_size")  # fmt: skip
@@ -57,6 +59,8 @@ def check(config: TrainConfig, world: parallel.World, resume: bool = False) -> N
     """Check everything before any text is prepared and any folder is created."""
     loop.check(config, world)
     corpora.check(config)
+    if config.wandb:
+        need("wandb", "wandb=true")
     if config.init_from and not resume:
         _check_initial(config, Path(config.init_from))
 
@@ -115,22 +119,25 @@ def _train(config, folder, cache, corpus, resume, picture, world, display) -> di
     if world.first:  # not before the trainer has accepted the configuration
         shutil.copy(corpus.tokenizer_path, folder / "tokenizer.json")
         _write_record(folder, config, corpus.key, cache)
-    if resume:
-        display.say(f"Continuing after step {trainer.step}.")
-    finished = trainer.train()
+    first, steps = trainer.step, config.steps
+    if resume and first < steps:
+        display.say(f"Continuing after step {first}.")
+    finished = first == steps or trainer.train()
     numbers = summary.summarise(trainer) | {
         "finished": finished,
+        "trained": trainer.step - first,
         "rank": world.rank,
         "folder": str(folder),
     }
-    if world.first:
+    if world.first and numbers["trained"]:
         summary.write(folder, numbers)
         if picture and plots.available():
             texts, sizes = (head, line.replace("; ", "\n", 1)), config.model.vocab_size
             log = runlog.read(folder)
             plots.loss_curve(folder / "loss.png", log, *texts, sizes, config.target_loss)
         elif picture:
-            display.say("No picture: pip install matplotlib draws loss.png.")
+            command = install(requirement("matplotlib")[1] or "matplotlib")
+            display.say(f"No loss.png, which matplotlib draws: {command}")
     return numbers
 
 

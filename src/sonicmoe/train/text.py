@@ -34,6 +34,8 @@ LARGEST_UNPACKED = 4 * 2**30  # bytes of one gzip file; presets take at most 2 G
 _LONGEST_DOCUMENT = 64 * 2**20  # characters; a longer file is cut into sections
 _SECTION = 16384  # characters
 _LONGEST_SECTION = 2**20  # characters; a paragraph that goes on for longer is cut at a line end
+_SECTIONS = 20  # that a short file is cut into, so that one can be held out
+_SHORTEST_SECTION = 1024  # characters
 _PIECE = 2**20  # bytes read at a time
 _SHORTEST = 200  # characters; shorter documents are left out
 
@@ -98,11 +100,11 @@ def files(path: Path, not_text: list[str] | None = None) -> Iterator[Document]:
     Raises ValueError for a file that cannot be read or unpacked.
     """
     if path.is_file():
-        yield from _read_documents("files", path, longest=0)
+        yield from _read_documents("files", path, alone=True)
         return
     for file in walk(path):
         if _stem_suffix(file) in _PROSE | _CODE or _is_prose_name(file):
-            found = _read_documents("files", file, _LONGEST_DOCUMENT)
+            found = _read_documents("files", file)
             try:
                 first = list(itertools.islice(found, 1))
             except NotText:
@@ -175,24 +177,32 @@ def _not_text(path: Path) -> NotText:
     return NotText(*message.args)
 
 
-def _read_documents(kind: str, path: Path, longest: int) -> Iterator[Document]:
-    """A file as one document, or as sections if it has more than `longest` characters."""
+def _read_documents(kind: str, path: Path, alone: bool = False) -> Iterator[Document]:
+    """A file as one document; a very long one, or one that is `alone`, as sections."""
+    most = _SECTIONS * _SECTION if alone else _LONGEST_DOCUMENT
     pieces = read_pieces(path)
-    head: list[str] = []
+    head, length = [], 0
     for piece in pieces:
         head.append(piece)
-        if sum(map(len, head)) > longest:
-            for i, section in enumerate(_sections(itertools.chain(head, pieces))):
-                yield from _document(kind, f"{path}#{i}", section)
+        length += len(piece)
+        if length > most:
+            sections = _sections(itertools.chain(head, pieces))
+            break
+    else:
+        if not alone:
+            yield from _document(kind, path, "".join(head))
             return
-    yield from _document(kind, path, "".join(head))
+        size = max(_SHORTEST_SECTION, length // _SECTIONS)
+        sections = _sections(head, size, 2 * size)
+    for i, section in enumerate(sections):
+        yield from _document(kind, f"{path}#{i}", section)
 
 
 def _read_installed(path: Path) -> str | None:
     """The text of a file of this machine; None if it is unreadable, damaged, not text or longer
     than a document may be."""
     try:
-        found = list(itertools.islice(_read_documents("", path, _LONGEST_DOCUMENT), 2))
+        found = list(itertools.islice(_read_documents("", path), 2))
     except ValueError:
         return None
     return found[0].text if len(found) == 1 else None
@@ -212,20 +222,21 @@ def _document(kind: str, path: Path | str, text: str | None) -> Iterator[Documen
         yield Document(kind, str(path), text)
 
 
-def _sections(pieces: Iterable[str]) -> Iterator[str]:
-    """The text cut at the first paragraph end after every `_SECTION` characters.
+def _sections(pieces: Iterable[str], size: int = 0, longest: int = 0) -> Iterator[str]:
+    """The text cut at the first paragraph end after every `size` characters.
 
-    Where there is none in `_LONGEST_SECTION`, at the last line end within, or else right there.
+    Where there is none in `longest`, at the last line end within, or else right there.
     """
+    size, longest = size or _SECTION, longest or _LONGEST_SECTION
     rest = ""
     for piece in pieces:
         rest += piece
         start = 0
         while True:
-            limit = start + _LONGEST_SECTION
-            end, gap = rest.find("\n\n", start + _SECTION, limit), 2
+            limit = start + longest
+            end, gap = rest.find("\n\n", start + size, limit), 2
             if end < 0 and len(rest) >= limit:
-                end, gap = rest.rfind("\n", start + _SECTION, limit), 1
+                end, gap = rest.rfind("\n", start + size, limit), 1
                 if end < 0:
                     end, gap = limit, 0
             if end < 0:

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from ..enums import ActivationType
-from ..errors import bad_argument
-from ..layer.gate_up_order import check_order, metadata_of, with_order
-from ..reference.activation import join_gate_up, split_gate_up
-from ..routing import Router, Sigmoid
-from ..validation import check_gate_up
+from ...enums import ActivationType
+from ...errors import bad_argument
+from ...layer.gate_up_order import check_order, metadata_of, with_order
+from ...reference.activation import join_gate_up, split_gate_up
+from ...routing import Router, Sigmoid
+from ...validation import check_gate_up
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class Family:
     """Names and layouts of one model type.
 
     A checkpoint has either `experts.{e}.{gate}.weight` and so on for every expert e (`per_expert`
@@ -40,23 +40,23 @@ class _Family:
     intermediate_size: str = "moe_intermediate_size"
 
 
-_QWEN_SHARED = _Family(shared="shared_expert", shared_gate="shared_expert_gate")
+_QWEN_SHARED = Family(shared="shared_expert", shared_gate="shared_expert_gate")
 _FAMILIES = {
-    "mixtral": _Family(
+    "mixtral": Family(
         per_expert=("w1", "w3", "w2"),
         num_experts="num_local_experts",
         intermediate_size="intermediate_size",
     ),
     "qwen2_moe": _QWEN_SHARED,
-    "qwen3_moe": _Family(),
+    "qwen3_moe": Family(),
     "qwen3_next": _QWEN_SHARED,
-    "olmoe": _Family(intermediate_size="intermediate_size"),
-    "deepseek_v3": _Family(
+    "olmoe": Family(intermediate_size="intermediate_size"),
+    "deepseek_v3": Family(
         selection_bias="gate.e_score_correction_bias",
         shared="shared_experts",
         num_experts="n_routed_experts",
     ),
-    "gpt_oss": _Family(
+    "gpt_oss": Family(
         router="router",
         per_expert=None,
         gate_up="interleaved",
@@ -74,7 +74,7 @@ _GATED = {
 }
 
 # Of a `MoE`. The first weight with a letter sets its size; the others are compared with it.
-_DIMENSIONS = {
+DIMENSIONS = {
     "router.weight": ("E", "H"),
     "router.bias": ("E",),
     "routing.selection_bias": ("E",),
@@ -102,7 +102,7 @@ def from_hf(
     in the modules of transformers 5, or separate, as in checkpoints. Results may share memory with
     `state_dict`.
     """
-    f = _find(family, gate_up)
+    f = find_family(family, gate_up)
     rest = {key.removeprefix(prefix): t for key, t in state_dict.items() if key.startswith(prefix)}
 
     def take(key: str) -> torch.Tensor:
@@ -111,7 +111,7 @@ def from_hf(
             raise _absent(prefix + key, family, state_dict, remedy)
         return rest.pop(key)
 
-    made = {ours: take(theirs) for ours, theirs in _renamed(f).items()}
+    made = {ours: take(theirs) for ours, theirs in renamed(f).items()}
     if f.per_expert is None or "experts.gate_up_proj" in rest:
         w1, w2 = take("experts.gate_up_proj"), take("experts.down_proj")
         w1, w2 = (w1.mT, w2.mT) if f.transposed else (w1, w2)
@@ -149,7 +149,7 @@ def to_hf(
     The inverse of `from_hf`. `fused=False` gives each expert keys of its own, as checkpoints have
     them; transformers 5 loads both.
     """
-    f = _find(family, gate_up)
+    f = find_family(family, gate_up)
     if f.per_expert is None and not fused:
         raise bad_argument("fused", f"True for {family}", fused, "It has no per-expert keys.")
     check_order(metadata_of(state_dict), gate_up, "Pass the gate_up of the MoE.")
@@ -162,7 +162,7 @@ def to_hf(
         return rest.pop(key)
 
     _check_shapes(rest, family)
-    made = {theirs: take(ours) for ours, theirs in _renamed(f).items()}
+    made = {theirs: take(ours) for ours, theirs in renamed(f).items()}
     w1, w2 = take("c_fc.weight"), take("c_proj.weight")
     if f.per_expert is None or fused:
         w1 = _reordered(w1, gate_up, f.gate_up)
@@ -188,7 +188,7 @@ def moe_options(config: Any) -> dict[str, Any]:
     coefficients of the auxiliary loss stay those of `MoE`. Call it for each layer: layers must not
     share a router with a bias, such as that of DeepSeek-V3.
     """
-    f = _find(config.model_type)
+    f = find_family(config.model_type)
     if noise := getattr(config, "router_jitter_noise", 0.0):
         raise bad_argument("router_jitter_noise", "0", noise, "MoE has no jitter: set it to 0.")
     options = {
@@ -211,7 +211,7 @@ def moe_options(config: Any) -> dict[str, Any]:
     return options
 
 
-def _find(family: str, gate_up: str = "interleaved") -> _Family:
+def find_family(family: str, gate_up: str = "interleaved") -> Family:
     check_gate_up(gate_up)
     if family not in _FAMILIES:
         raise bad_argument(
@@ -223,7 +223,7 @@ def _find(family: str, gate_up: str = "interleaved") -> _Family:
     return _FAMILIES[family]
 
 
-def _renamed(f: _Family) -> dict[str, str]:
+def renamed(f: Family) -> dict[str, str]:
     """Our keys and theirs, for the weights that are only renamed."""
     keys = {"router.weight": f"{f.router}.weight"}
     if f.biases:
@@ -235,6 +235,14 @@ def _renamed(f: _Family) -> dict[str, str]:
     if f.shared_gate:
         keys["shared_expert.gate.weight"] = f"{f.shared_gate}.weight"
     return keys
+
+
+def by_expert(family: str) -> frozenset[str]:
+    """The names, ours and theirs, of weights with a row for each expert."""
+    ours = {key for key, dimensions in DIMENSIONS.items() if dimensions[0] == "E"}
+    theirs = {name for key, name in renamed(find_family(family)).items() if key in ours}
+    fused = {f"experts.{w}{b}" for w in ("gate_up_proj", "down_proj") for b in ("", "_bias")}
+    return frozenset(ours | theirs | fused)
 
 
 def _activation(config: Any) -> ActivationType:
@@ -251,7 +259,7 @@ def _activation(config: Any) -> ActivationType:
     return ActivationType.clamped_swiglu(limit, alpha=alpha, offset=1.0)
 
 
-def _router(config: Any, f: _Family) -> str | Router:
+def _router(config: Any, f: Family) -> str | Router:
     if f.selection_bias:
         return Sigmoid(
             getattr(config, f.num_experts),
@@ -284,7 +292,7 @@ def _reordered(w1: torch.Tensor, before: str, after: str) -> torch.Tensor:
 def _check_shapes(ours: Mapping[str, torch.Tensor], family: str) -> None:
     """Raise unless the shapes of the given weights agree on E, H, I and S."""
     sizes = {"1": 1}
-    for name, dims in _DIMENSIONS.items():
+    for name, dims in DIMENSIONS.items():
         if name not in ours:
             continue
         shape = tuple(ours[name].shape)
