@@ -29,14 +29,14 @@ pytest:
 	$(BIN)/pytest -n $(JOBS) --dist worksteal $(SELECTED) $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, with the Python at hand; a process per core, since they compile
-	grep -rl 'mark\.gpu' tests --include='test_*.py' | PYTHONPATH=src xargs $(PYTHON) -m pytest \
-	  -m gpu -n $(shell nproc) --dist worksteal -q -o addopts= -p no:cacheprovider $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m pytest tests -m gpu -n $(shell nproc) --dist worksteal -q \
+	  -o addopts= -p no:cacheprovider $(ARGS)
 
 compatibility: .venv/test  ## run what docs/integrations.md claims; write its table with the versions here
 	$(BIN)/pytest -n $(JOBS) -m tries --compatibility $(ARGS)
 
 api: .venv/test  ## write docs/api.md from the source
-	$(BIN)/python tests/api_reference.py
+	$(BIN)/python tests/support/api_reference.py
 
 features: .venv/test  ## write docs/features.md from tests/features/feature_list.py
 	$(BIN)/python tests/features/feature_table.py

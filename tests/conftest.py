@@ -1,16 +1,18 @@
-"""One marker, one place where it is decided what can run here."""
+"""One place where it is decided what runs here: see support/devices.py."""
 
 import os
 from collections import Counter
 from pathlib import Path
 
 import compatibility
+import devices
 import pytest
 import torch
 from hypothesis import settings
 
-# Kernels under Triton's interpreter need a process of their own: test_interpreter_kernels.py.
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+if devices.INTERPRETING:  # before any kernel is defined
+    import fast_interpreter  # noqa: F401
+    import interpreter  # noqa: F401
 os.environ["SONICMOE_TUNED"] = ""  # the choices that are shipped, not those of this machine
 # PyTorch reads this once, at the first GEMM of a process: with it cuBLAS can repeat itself.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -23,7 +25,6 @@ if not torch.cuda.is_available():
 elif "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the cores, for compiling too
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["PYTEST_XDIST_WORKER_COUNT"]
-collect_ignore = [] if INTERPRETING else ["interpreted"]
 
 TESTS = Path(__file__).parent
 # Folders and files that `make test-fast` leaves out: compilers, frameworks, other processes.
@@ -57,6 +58,8 @@ settings.load_profile("sonicmoe")
 def pytest_addoption(parser):
     words = "write the table of docs/integrations.md from what passes"
     parser.addoption("--compatibility", action="store_true", help=words)
+    words = "in Triton's interpreter: every 24th test, or the others; without it all"
+    parser.addoption("--part", choices=("fast", "slow"), help=words)
 
 
 def pytest_configure(config):
@@ -64,8 +67,24 @@ def pytest_configure(config):
         config.pluginmanager.register(compatibility.Recorder())
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Do not import what has no test for the interpreter, or with `-m gpu` none for a GPU."""
+    only = "interpreter" if devices.INTERPRETING else "cuda"
+    is_all = not devices.INTERPRETING and config.option.markexpr != "gpu"
+    return None if is_all or devices.has_tests_for(only, collection_path) else True
+
+
+def pytest_generate_tests(metafunc):
+    devices.parametrize(metafunc)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    others = {item for item in items if not _is_for_this_process(item)}
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
+    if part := config.getoption("--part"):
+        items[:] = [item for i, item in enumerate(items) if (i % 24 == 0) == (part == "fast")]
     for item in items:
         if not SLOW.isdisjoint(item.path.relative_to(TESTS).parts):
             item.add_marker(pytest.mark.slow)
@@ -79,9 +98,48 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
 
 
+def _is_for_this_process(item) -> bool:
+    for device in set(devices.devices_of(item)) - {"cpu"}:
+        # Else another process would not find it.
+        assert devices.has_tests_for(device, item.path), f"{item.nodeid}: name {device!r} here"
+    device = devices.device_of(item)
+    if device == "cuda":
+        item.add_marker(pytest.mark.gpu)
+    return device is not None
+
+
+@pytest.fixture
+def on_device(request):
+    """One of "cpu", "interpreter" and "cuda"."""
+    return request.param
+
+
+@pytest.fixture
+def device(on_device):
+    return "cuda" if on_device == "cuda" else "cpu"
+
+
+@pytest.fixture
+def backend(on_device):
+    return "torch" if on_device == "cpu" else "triton"
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _honest_gemms(request):
+    """On a GPU, plain PyTorch is as exact as it can be at each dtype."""
+    if "gpu" not in request.node.keywords:
+        yield
+        return
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_what_is_named_exists(document):
 def test_kernels_name_what_exists():
     """Files, functions and arguments in docs/kernels.md."""
     text = (ROOT / "docs" / "kernels.md").read_text()
-    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").glob("*.py")]
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     words = set(re.findall(r"\w+", "".join(file.read_text() for file in files)))
     for name in re.findall(r"`([A-Za-z_][\w.]*)(?=[`\[(: ])", text):
         if name.endswith(".py"):

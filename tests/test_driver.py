@@ -13,7 +13,7 @@ import pytest
 
 from sonicmoe.launch import descriptors, launcher
 
-STAND_IN = Path(__file__).with_name("driver_stand_in.c")
+STAND_IN = Path(__file__).parent / "support" / "driver_stand_in.c"
 COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
 PARAMETERS = 10  # of the kernel below: a map, two sizes, two strides, the five others
 

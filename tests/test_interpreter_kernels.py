@@ -1,8 +1,4 @@
-"""Every kernel on tiny shapes under Triton's interpreter, which needs no GPU.
-
-Triton decides when a kernel is defined whether it will be interpreted. So that the other tests see
-the compiler, the interpreted ones live in a folder of their own and run in another process.
-"""
+"""Starts the process for the tests in Triton's interpreter: see support/devices.py."""
 
 import os
 import subprocess
@@ -12,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
-FOLDER = Path(__file__).parent / "interpreted"
+TESTS = Path(__file__).parent
 PARTS = ["fast", pytest.param("slow", marks=pytest.mark.slow)]
 
 
@@ -21,7 +17,7 @@ PARTS = ["fast", pytest.param("slow", marks=pytest.mark.slow)]
 def test_kernels_under_the_interpreter(part):
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [*command, str(FOLDER), "--part", part],
+        [*command, str(TESTS), "--part", part],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

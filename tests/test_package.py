@@ -241,6 +241,7 @@ def test_source_file_is_short(path):
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.broken)
 def test_mutation_finds_its_place(mutation):
     assert mutation.old in (ROOT / "src" / "sonicmoe" / mutation.file).read_text()
+    assert (ROOT / mutation.tests.split(" -k ")[0]).is_file()
 
 
 # --- the doctor -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Draw the pictures of docs/kernels.md: `python docs/pictures/draw.py`.
 
-`MEMORY` is the map of shared memory; `tests/test_machine_code_memory.py` compares it with what the
-compiler reports.
+`MEMORY` is the map of shared memory; `tests/kernels/test_machine_code_memory.py` compares it with
+what the compiler reports.
 """
 
 from html import escape

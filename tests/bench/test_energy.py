@@ -1,13 +1,17 @@
 """The arithmetic of energy; what it says where there is no counter."""
 
 import itertools
+import json
 import threading
 import time
 
 import layer
 import pytest
+from devices import on
 from research.energy import Energy, Watch, watts
 from research.layer import energy_table
+
+from sonicmoe.bench.gemms import NAMES
 
 
 def test_power_is_taken_between_the_moments_at_which_the_counter_moved():
@@ -69,3 +73,18 @@ def test_without_a_gpu_energy_is_refused_before_anything_is_measured(tmp_path):
     with pytest.raises(ValueError, match=r"--energy: expected an NVIDIA GPU.*Leave it out"):
         layer.main([*arguments, "--results", str(tmp_path)])
     assert not list(tmp_path.iterdir())
+
+
+@on("cuda")
+def test_every_product_and_its_dense_counterpart_have_an_energy(tmp_path):
+    shape = "16384,2048,1024,16,4"
+    assert layer.main(["--shape", shape, "--energy", "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("**/*.jsonl")
+    record = json.loads(path.read_text())
+    for side in ("gemms", "dense_gemms"):
+        assert tuple(gemm["name"] for gemm in record[side]) == NAMES
+        for gemm in record[side]:
+            picojoules = 1e9 * gemm["watts"] * gemm["ms"] / gemm["flops"]
+            assert 30 < gemm["watts"] < 3000, gemm  # an idle board, a board on fire
+            assert 0.05 < picojoules < 20, gemm
+            assert 100 < gemm["mhz"] < 4000, gemm

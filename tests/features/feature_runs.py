@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from adapters import adapter, written_out
 from feature_list import Case
+from fp8_cases import KINKS, LIMITS
 from helpers import SLACK, budget, captured, relative_error, same_bits
 from packed_weights import NF4
-from test_fp8 import KINKS, LIMITS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from value_checks import activate_three_bits

@@ -31,8 +31,8 @@ PROVED = """
 | test | where | what it runs |
 |---|---|---|
 | `test_pair` | `tests/features/test_features.py` | every pair; on a CPU, CUDA graphs on a GPU |
-| `test_product` | `tests/gpu/test_gpu_features.py` | every combination of the groups {product} |
-| `test_every_triple` | `tests/gpu/test_gpu_features.py` | combinations in which any three meet |
+| `test_product` | `tests/features/test_features.py` | every combination of the groups {product} |
+| `test_every_triple` | `tests/features/test_features.py` | combinations in which any three meet |
 
 Output and gradients are compared with fp64 within the [error budget](numerics.md#the-error-budget).
 With recompute, slices, kept FP8 weights, checkpoint, compile and CUDA graph they must have the bits

@@ -3,6 +3,8 @@
 import feature_table
 import pytest
 import torch.distributed as dist
+from devices import on
+from feature_combinations import Combination, calls, covering, kernels, name_of
 from feature_list import BAD_ARGUMENT, ERRORS, Feature, case_of, pairs, reasons
 from feature_runs import check, results, start
 
@@ -41,3 +43,31 @@ def test_pair(one: Feature, other: Feature):
 
 def test_document_is_up_to_date():
     assert feature_table.DOCUMENT.read_text() == feature_table.text(), "run `make features`"
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+# All combinations of precision, memory, biases, LoRA, activation, order of gate and up, frozen
+# parts and entry point; every triple of all features. A test has the cases with the same kernels.
+def _failures(combinations: list[Combination]) -> list[str]:
+    found = []
+    for features in combinations:
+        try:
+            check(case_of(features), "cuda")
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}".splitlines()[0]
+            found.append(f"{name_of(features)}: {words[:300]}")
+    return found
+
+
+@on("cuda")
+@pytest.mark.parametrize("of_kernels", kernels(), ids=name_of)
+def test_product(of_kernels):
+    combinations = calls(of_kernels)
+    found = _failures(combinations)
+    assert not found, f"{len(found)} of {len(combinations)} failed:\n" + "\n".join(found)
+
+
+@on("cuda")
+@pytest.mark.parametrize("combination", covering(strength=3), ids=name_of)
+def test_every_triple(combination):
+    check(case_of(combination), "cuda")

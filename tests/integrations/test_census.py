@@ -91,7 +91,7 @@ def test_classes_of_experts_in_files_with_the_interface_use_it():
 def test_table_in_the_document_is_current():
     if version("transformers") not in census.written():
         pytest.skip(f"the table is that of another version than {version('transformers')}")
-    assert census.written() == census.table(), "run `python tests/census.py`"
+    assert census.written() == census.table(), "run `python tests/support/census.py`"
 
 
 # --- asking for it --------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import Case, compare, make_inputs, plain, run, same_bits
+from devices import on, values_on
+from helpers import Case, compare, make_inputs, ours, plain, run, same_bits
 from hub_builds import load
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +24,7 @@ import sonicmoe
 from sonicmoe.integrations import hub
 
 PACKAGE = Path(sonicmoe.__file__).parent
-TESTS = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def in_fresh_python(program: str, folder: Path, *, by_hand: bool = True, **envir
     if by_hand:
         lines += ["from hub_builds import load", "kernel = load(folder)"]
     source = "\n".join([*lines, textwrap.dedent(program)])
-    folders = [str(PACKAGE.parent), str(TESTS), os.environ.get("PYTHONPATH")]
+    folders = [str(PACKAGE.parent), str(SUPPORT), os.environ.get("PYTHONPATH")]
     path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, "-c", source, str(folder)],
@@ -88,20 +90,24 @@ def train(package: ModuleType, state: dict, x: torch.Tensor) -> dict[str, torch.
     return {"out": out.detach(), "aux": aux.detach(), "dx": x.grad, **gradients}
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype"),
-    [
-        ("cpu", torch.float32),
-        ("cpu", torch.bfloat16),
-        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
-    ],
-)
+@values_on("dtype", cpu=[torch.float32, torch.bfloat16], cuda=[torch.bfloat16])
 def test_same_bits(kernel, device, dtype):
     state = sonicmoe.MoE(8, 2, 64, 32, add_bias=True).to(device, dtype).state_dict()
     x = torch.randn(200, 64, device=device, dtype=dtype)
     want = train(sonicmoe, state, x)
     same_bits(want, train(kernel, state, x))
     same_bits(want, train(sonicmoe, state, x))  # the second build has not changed the first
+
+
+@on("interpreter")
+def test_kernels_of_two_builds(kernel):
+    """The same bits, from modules of its own."""
+    case = Case("33,24,8,3,2", torch.bfloat16, bias=True, routing="dropped")
+    given = make_inputs(case)
+    same_bits(
+        run(ours(case, "triton"), given), run(partial(kernel.experts, backend="triton"), given)
+    )
+    assert f"{kernel.__name__}.kernels.triton.gemm" in sys.modules
 
 
 @pytest.mark.parametrize("dispatched", ["ours", "theirs"])
@@ -242,7 +248,7 @@ def test_models_of_transformers(integration, name):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("concatenated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on("cpu", "cuda")
 def test_experts_of_transformers(integration, device, dtype, concatenated, transposed):
     """Biases, both layouts, and ids of experts on other ranks: the call for any experts module."""
     gate_up = "concatenated" if concatenated else "interleaved"

@@ -3,13 +3,15 @@
 import pytest
 import torch
 from adapters import LAYOUTS, TENSORS, adapter, check_layout, check_lora, written_out
-from helpers import Case, make_inputs, poisoned, same_bits
+from devices import on, values_on
+from helpers import ACTIVATIONS, Case, make_inputs, poisoned, same_bits
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.integrations.lora import LowRank, lora_experts
+from sonicmoe.launch import grouped_gemm
 from sonicmoe.tensors import DzResults, Lora, Permutation
 from sonicmoe.tuning import Target, tile_m
 
@@ -45,10 +47,34 @@ def test_equals_the_layer_written_out(case, rank):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("case", "rank"),
-    [
+TINY = "33,24,8,3,2"
+OF_ACTIVATIONS = [
+    Case(TINY, torch.bfloat16, activation, not transposed, gate_up, transposed, "dropped")
+    for activation in ACTIVATIONS
+    for gate_up in ("interleaved", "concatenated")
+    if activation.is_gated or gate_up == "interleaved"
+    for transposed in [gate_up == "concatenated"]
+]
+
+
+@values_on(
+    "case, rank",
+    interpreter=[
+        *((case, 16) for case in OF_ACTIVATIONS),
+        *(  # less than a block, one that is no power of two, more than a block
+            (Case("40,24,16,3,2", dtype, bias=True), rank)
+            for rank in (3, 24, 40)
+            for dtype in (torch.float16, torch.float32)
+        ),
+        (Case("0,16,8,3,2", bias=True, routing="uniform"), 8),
+        (Case("6,16,8,3,2", bias=True, routing="all_dropped"), 8),
+        (Case("13,40,16,5,2", bias=True, routing="empty_experts"), 8),
+        *(  # H and N past the widest tile, neither a multiple of it
+            (Case("24,264,136,4,2", bias=True, gate_up=gate_up), 16)
+            for gate_up in ("interleaved", "concatenated")
+        ),
+    ],
+    cuda=[
         (Case("600,264,136,40,2", bias=True, routing="dropped"), 16),
         (Case("600,264,136,40,2", bias=True, gate_up="concatenated", routing="dropped"), 16),
         (Case("3000,512,384,5,2", transposed=True), 8),
@@ -59,24 +85,25 @@ def test_equals_the_layer_written_out(case, rank):
         (Case("777,136,1096,6,3", activation=ActivationType.SWIGLU_CLAMPED, bias=True), 128),
         (Case("0,264,136,4,2"), 16),
     ],
-    ids=str,
 )
-def test_every_gradient_is_within_the_budget_on_a_gpu(case, rank):
+def test_every_gradient_is_within_the_budget(case, rank, device):
     """Ranks below, at and above the blocks in which they are multiplied."""
-    check_lora(case, rank, "cuda")
+    check_lora(case, rank, device, "triton")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("arch", [80, 100])
-def test_configurations_of_other_devices_on_a_gpu(arch, monkeypatch):
+@values_on(
+    "shape, routing, target",
+    interpreter=[(TINY, "dropped", Target(arch, 4)) for arch in (80, 86)],
+    cuda=[("600,264,136,40,2", "zipf", Target(arch, 132)) for arch in (80, 100)],
+)
+def test_configurations_of_other_devices(shape, routing, target, device, monkeypatch):
     """Plain Triton's kernels, on tiles that a Hopper GPU has memory for as well."""
-    from sonicmoe.launch import grouped_gemm
+    monkeypatch.setattr(grouped_gemm, "target_of", lambda t: target)
+    case = Case(shape, bias=True, gate_up="concatenated", routing=routing)
+    check_lora(case, 16, device, "triton")
 
-    monkeypatch.setattr(grouped_gemm, "target_of", lambda t: Target(arch, 132))
-    check_lora(Case("600,264,136,40,2", bias=True, gate_up="concatenated"), 16, "cuda")
 
-
-@pytest.mark.gpu
+@on("cuda")
 def test_bitwise_the_same_every_time():
     first, second = (
         check_lora(Case("600,264,136,40,2", gate_up="concatenated"), 16, "cuda") for _ in range(2)
@@ -199,10 +226,13 @@ def test_factors_must_fit():
         lora_experts(**given.arguments(), lora1=lora2, lora2=lora1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tensor", TENSORS)
-def test_tensors_in_any_layout(tensor, layout):
-    check_layout((tensor,), layout)
+@values_on(
+    "tensors, layout",
+    cpu=[((tensor,), layout) for tensor in TENSORS for layout in LAYOUTS],
+    interpreter=[(TENSORS, layout) for layout in ("strided", "expanded", "first dimension last")],
+)
+def test_tensors_in_any_layout(tensors, layout, backend):
+    check_layout(tensors, layout, backend)
 
 
 @pytest.mark.parametrize("without", ["lora1", "lora2", "both"])

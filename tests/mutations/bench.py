@@ -14,7 +14,7 @@ MUTATIONS = [
     Mutation(
         "results that overflow in ours alone are left out", "bench/slices.py",
         "overflow = ~plain.isfinite()", "overflow = ~(plain + got.to(plain)).isfinite()",
-        "tests/test_trained_values.py -k alone",
+        "tests/experts/test_trained_values.py -k alone",
     ),
     Mutation(
         "all experts have their outlier in one row", "bench/values.py",

@@ -6,7 +6,7 @@ MUTATIONS = [
     Mutation(
         "an adapter without its scale", "kernels/transpose.py",
         "tile.to(tl.float32) * scale", "tile.to(tl.float32)",
-        "tests/interpreted/test_interpreted_lora.py -k ranks", interpreted=True,
+        "tests/integrations/test_lora.py -k budget", interpreted=True,
     ),
     Mutation(
         "other options of a registered name are ignored", "integrations/transformers.py",

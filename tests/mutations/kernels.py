@@ -2,7 +2,7 @@
 
 from mutations.mutation import Mutation
 
-_LAYER = "tests/interpreted/test_interpreted_layer.py"
+_LAYER = "tests/experts/test_gradients.py"
 
 MUTATIONS = [
     Mutation(
@@ -23,27 +23,27 @@ MUTATIONS = [
     Mutation(
         "the rows past the last whole band are left out", "kernels/tile_order.py",
         "tl.where(band == bands - 1, tl.maximum(m_tiles - first, 1), HIGH)", "HIGH",
-        "tests/interpreted/test_interpreted_tiles.py", interpreted=True,
+        "tests/kernels/test_tile_order.py", interpreted=True,
     ),
     Mutation(
         "gathered rows at 32 bits", "kernels/hopper/ring.py",
         "upper.to(gl.int64) * K", "upper * K",
-        "tests/gpu/test_gpu_large.py -k more_elements", gpu=True,
+        "tests/experts/test_large.py -k more_elements", gpu=True,
     ),
     Mutation(
         "combined rows at 32 bits", "kernels/combine.py",
         "y + row.to(tl.int64) * H + h", "y + row * H + h",
-        "tests/gpu/test_gpu_large.py -k more_elements", gpu=True,
+        "tests/experts/test_large.py -k more_elements", gpu=True,
     ),
     Mutation(
         "another expert's rows in a weight gradient on Hopper", "kernels/hopper/wgrad.py",
         "            ok = k + r < rows.end\n", "            ok = k + r < rows.end + BLOCK_K\n",
-        "tests/gpu/test_gpu_promises.py -k nan", gpu=True,
+        "tests/experts/test_promises.py -k nan", gpu=True,
     ),
     Mutation(
         "main_grad of the wrong columns", "kernels/hopper/wgrad.py",
         "        column = n0 + i * QUARTER\n        if out_fp32",
         "        column = n0\n        if out_fp32",
-        "tests/gpu/test_gpu_stages.py -k buffer", gpu=True,
+        "tests/experts/test_gradients.py -k buffer", gpu=True,
     ),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ _SYNC = (
     "    gated, target = activation.is_gated, target_of(x)\n",
     "    int(p.expert_start[-1])\n    gated, target = activation.is_gated, target_of(x)\n",
 )
-_LAYER = "tests/interpreted/test_interpreted_layer.py"
+_LAYER = "tests/experts/test_gradients.py"
 
 MUTATIONS = [
     Mutation(
@@ -36,11 +36,11 @@ MUTATIONS = [
     ),
     Mutation(
         "the host waits", "launch/grouped_gemm.py", *_SYNC,
-        "tests/gpu/test_gpu_promises.py -k never_wait", gpu=True,
+        "tests/experts/test_streams_and_graphs.py -k never_wait", gpu=True,
     ),
     Mutation(
         "the host waits in a graph", "launch/grouped_gemm.py", *_SYNC,
-        "tests/gpu/test_gpu_promises.py -k cuda_graph", gpu=True,
+        "tests/experts/test_streams_and_graphs.py -k cuda_graph", gpu=True,
     ),
     Mutation(
         "a tuned table may hold values of other types", "tuning/table.py",

@@ -22,7 +22,7 @@ MUTATIONS = [
     ),
     Mutation(
         "main_grad is overwritten", "reference/grouped_gemm.py",
-        "main_grad.add_(weight", "main_grad.copy_(weight", "tests/test_main_grad.py",
+        "main_grad.add_(weight", "main_grad.copy_(weight", "tests/experts/test_main_grad.py",
     ),
     Mutation(
         "a checkpoint computes the output again", "layer/checkpoint.py",
@@ -61,23 +61,24 @@ MUTATIONS = [
     ),
     Mutation(
         "cost: rows of dX are read once, whatever the slices", "tools/cost.py",
-        'slices * q["z"] + q["w1"]', 'q["z"] + q["w1"]', "tests/test_memory_policies.py -k stages",
+        'slices * q["z"] + q["w1"]', 'q["z"] + q["w1"]',
+        "tests/experts/test_memory_policies.py -k stages",
     ),
     Mutation(
         "cost: slices of dX share one reading of the map", "tools/cost.py",
         's["y"] + slices * s["index"], s["x"])', 's["y"] + s["index"], s["x"])',
-        "tests/test_memory_policies.py -k stages",
+        "tests/experts/test_memory_policies.py -k stages",
     ),
     Mutation(
         "cost: slices of Y share one reading of scores and map", "tools/cost.py",
         's["y"] + slices * (s["scores"] + s["index"])', 's["y"] + (s["scores"] + s["index"])',
-        "tests/test_memory_policies.py -k stages",
+        "tests/experts/test_memory_policies.py -k stages",
     ),
     Mutation(
         "cost: all of dX's rows exist at once", "tools/cost.py",
         "second = total + recomputed + rows_i, later + tokens_h + max(rows_h, dw1)",
         "second = total + recomputed + rows_i, later + tokens_h + "
         "max(p.R * p.H * itemsize, dw1)",
-        "tests/test_memory_policies.py -k peak",
+        "tests/experts/test_memory_policies.py -k peak",
     ),
 ]  # fmt: skip

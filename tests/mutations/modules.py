@@ -6,7 +6,7 @@ MUTATIONS = [
     Mutation(
         "token_start need not ascend", "validation.py",
         "fits = (inside | absent).all() & (token_start.diff() >= 0).all()",
-        "fits = (inside | absent).all()", "tests/test_experts.py -k token_start",
+        "fits = (inside | absent).all()", "tests/experts/test_experts.py -k token_start",
     ),
     Mutation(
         "backward hooks of the router do not fire", "routing/plain_linear.py",

@@ -2,7 +2,7 @@
 
 from mutations.mutation import Mutation
 
-INTERPRETED = "tests/interpreted/test_interpreted_packed.py"
+INTERPRETED = "tests/packed/test_packed_interpreted.py"
 MUTATIONS = [
     Mutation(
         "the low nibble of NF4 is the even weight", "kernels/packed.py",
@@ -10,7 +10,7 @@ MUTATIONS = [
     ),
     Mutation(
         "plain PyTorch: the low nibble of NF4 is the even weight", "reference/packed.py",
-        "(high, low) if", "(low, high) if", "tests/test_packed.py -k dequantize",
+        "(high, low) if", "(low, high) if", "tests/packed/test_packed.py -k dequantize",
     ),
     Mutation(
         "the high nibble of MXFP4 is the even weight", "kernels/packed.py",
@@ -26,7 +26,8 @@ MUTATIONS = [
     ),
     Mutation(
         "plain PyTorch: MXFP4 with scales that are off by one", "reference/packed.py",
-        "(scale.double() - 127)", "(scale.double() - 128)", "tests/test_packed.py -k dequantize",
+        "(scale.double() - 127)", "(scale.double() - 128)",
+        "tests/packed/test_packed.py -k dequantize",
     ),
     Mutation(
         "the largest scales of MXFP4 overflow", "kernels/packed.py",
@@ -66,6 +67,6 @@ MUTATIONS = [
     ),
     Mutation(
         "MXFP4 whose exponents span 15 counts as exact", "packed.py",
-        "_MXFP4_SPAN = 14", "_MXFP4_SPAN = 15", "tests/test_packed_experts.py -k wide",
+        "_MXFP4_SPAN = 14", "_MXFP4_SPAN = 15", "tests/packed/test_packed_experts.py -k wide",
     ),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from mutations.mutation import Mutation
 
-_ROUTING = "tests/interpreted/test_interpreted_routing.py"
+_TOPK, _ROUTERS = "tests/routing/test_topk.py", "tests/routing/test_router_kernels.py"
 
 MUTATIONS = [
     Mutation(
@@ -13,33 +13,33 @@ MUTATIONS = [
     ),
     Mutation(
         "ties go to the higher index", "kernels/topk.py",
-        "| (0xFFFF - column)", "| column", _ROUTING, interpreted=True,
+        "| (0xFFFF - column)", "| column", _TOPK, interpreted=True,
     ),
     Mutation(
         "the bias reaches the weights", "kernels/sigmoid.py",
         "    score = a * scale\n", "    score = (a + tl.load(bias + chosen)) * scale\n",
-        _ROUTING, interpreted=True,
+        _ROUTERS, interpreted=True,
     ),
     Mutation(
         "a softmax without its other experts", "kernels/balance.py",
-        "s[None, :] - inner[:, None] +", "s[None, :] +", _ROUTING, interpreted=True,
+        "s[None, :] - inner[:, None] +", "s[None, :] +", _ROUTERS, interpreted=True,
     ),
     Mutation(
         "a slot whose expert is not here gets a row", "kernels/permute.py",
         "    here = (expert >= 0) & (expert < num_experts)\n", "    here = expert < num_experts\n",
-        _ROUTING, interpreted=True,
+        _TOPK, interpreted=True,
     ),
     Mutation(
         "logits at 32 bits", "kernels/topk.py",
         "    ptr = logits + token.to(tl.int64)[:, None] * logits_stride + e[None, :]\n    NARROW",
         "    ptr = logits + token[:, None] * logits_stride + e[None, :]\n    NARROW",
-        "tests/gpu/test_gpu_large.py -k logits", gpu=True,
+        "tests/experts/test_large.py -k logits", gpu=True,
     ),
     Mutation(
         "rows in the order of arrival", "kernels/permute.py",
         "i + tl.load(to_row + p.to(tl.int64) * num_experts + expert, mask=here, other=0)",
         "tl.atomic_add(to_row + expert, 1, mask=here)",
-        "tests/gpu/test_gpu_promises.py -k bitwise", gpu=True,
+        "tests/experts/test_streams_and_graphs.py -k bitwise", gpu=True,
     ),
     Mutation(
         "the statistics count added pairs as dropped", "routing/statistics.py",

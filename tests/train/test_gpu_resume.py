@@ -35,7 +35,7 @@ def _cublas_can_repeat():
         {"precision": "bf16", "router": "expert_choice"},
         {"precision": "autocast", "compile": True},
     ],
-    ids=["bf16", "bf16-token-rounding", "bf16-expert-choice", "autocast-compiled"],
+    ids=["bf16", "bf16-fp8", "bf16-token-rounding", "bf16-expert-choice", "autocast-compiled"],
 )
 def test_a_run_continues_bit_for_bit(tiny, cache, tmp_path, stop_after, how):
     config = tiny.override({**SHAPE, **how})

@@ -1,0 +1,100 @@
+"""The trainer's kernels: the loss of the head, and AdamW in bfloat16; bits of plain PyTorch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from devices import on
+from torch import nn
+
+from sonicmoe.kernels.adamw import adamw_kernel
+from sonicmoe.kernels.cross_entropy import cross_entropy_kernel
+from sonicmoe.launch.launcher import launch
+from sonicmoe.train import adamw
+from sonicmoe.train.cross_entropy import _losses, linear_cross_entropy
+
+CUDA = "cuda"
+
+
+@on("interpreter")
+@pytest.mark.parametrize("count", [5, 64, 200])
+def test_bits_of_adamw(count):
+    w, g, m = (torch.randn(count).bfloat16() for _ in range(3))
+    v = torch.rand(count).bfloat16()
+    w[0], w[1], g[2], g[3] = torch.inf, 0, torch.nan, 1e30
+    numbers = (1e-2, 0.999, 0.9, 0.95, 0.1, 0.05, 1e-8)
+    given = [t.clone() for t in (w, g, m, v)]
+    launch(adamw_kernel, (-(-count // 64),), *given, count, 123456789, *numbers, BLOCK=64)
+    adamw.update(w, g, m, v, 123456789, *numbers)
+    # The interpreter computes some of the products in another order: bits of 99%, the rest nearby.
+    for got, want in zip(given, (w, g, m, v), strict=True):
+        assert torch.equal(got.isnan(), want.isnan())
+        same = (got == want) | got.isnan()
+        assert same.float().mean() >= 0.97
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=0, equal_nan=True)
+
+
+@on("interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 31, 64, 200])
+def test_losses_of_rows(size, dtype):
+    logits = (8 * torch.randn(5, size)).to(dtype)
+    targets = torch.randint(size, (5,))
+    for gradient in (False, True):
+        given, got = logits.clone(), torch.full((5,), torch.nan)
+        launch(
+            cross_entropy_kernel, (5,), given, targets, got, 5, given.stride(0),
+            V=size, GRADIENT=gradient, BLOCK=64,
+        )  # fmt: skip
+        losses, dlogits = _losses(logits.clone(), targets, gradient)
+        torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-5)
+        step = torch.finfo(dtype).eps
+        torch.testing.assert_close(given, dlogits, rtol=2 * step, atol=1e-6)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+@on("cuda")
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1000, 50304])
+def test_cross_entropy(size, weight_dtype):
+    x = torch.randn(3000, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(size, 256, device=CUDA) / 16).to(weight_dtype).requires_grad_()
+    targets = torch.randint(size, (3000,), device=CUDA)
+    with torch.autocast(CUDA, torch.bfloat16, enabled=weight_dtype != torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, targets, 1024)
+    found = [loss.detach(), *torch.autograd.grad(0.3 * loss, (x, weight))]
+    exact = [t.detach().bfloat16().double().requires_grad_() for t in (x, weight)]
+    want = F.cross_entropy(F.linear(*exact), targets)
+    wanted = [want.detach(), *torch.autograd.grad(0.3 * want, exact)]
+    for got, right in zip(found, wanted, strict=True):
+        assert (got.double() - right).norm() <= 0.01 * right.norm()
+    assert found[2].dtype == weight_dtype
+
+
+@on("cuda")
+def test_adamw():
+    count = 5000
+    tensors = [torch.randn(count).bfloat16() for _ in range(3)] + [torch.rand(count).bfloat16()]
+    tensors[0][0], tensors[1][1] = torch.inf, torch.nan
+    there = [t.to(CUDA) for t in tensors]
+    numbers = (123456789, 1e-2, 0.999, 0.9, 0.95, 0.1, 0.05, 1e-8)
+    for given in (tensors, there):
+        adamw.update(*given, *numbers)
+    for here, got in zip(tensors, there, strict=True):
+        got = got.cpu()
+        torch.testing.assert_close(got, here, rtol=2**-7, atol=0, equal_nan=True)
+        assert ((got == here) | here.isnan()).float().mean() > 0.97  # the same noise
+
+
+@on("cuda")
+def test_adamw_repeats():
+    def trained():
+        weight = nn.Parameter(torch.ones(300, 70, device=CUDA).bfloat16())
+        optimizer = adamw.StochasticAdamW([weight], lr=1e-5, weight_decay=0.0)
+        for _ in range(100):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return weight
+
+    weight = trained()
+    assert torch.equal(weight, trained())
+    assert weight.float().mean().item() == pytest.approx(1 - 1e-3, abs=1e-4)
