@@ -101,7 +101,7 @@ def for_tma(t: torch.Tensor) -> torch.Tensor:
 
     The first stride of a contiguous tensor is arbitrary where its first size is 1.
     """
-    if t.shape[0] == 1:
+    if t.dim() and t.shape[0] == 1:
         t = t.view(-1).view(t.shape)
     if t.data_ptr() % 16 == 0:
         return t
