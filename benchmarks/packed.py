@@ -1,10 +1,11 @@
-"""LoRA on packed experts beside LoRA on bf16: a step of one layer, interleaved, as JSON lines.
+"""LoRA on frozen experts in bf16, FP8 and packed: a step of one layer, interleaved, as JSON lines.
 
     python benchmarks/packed.py
 
-A step is forward and backward with gradients for X, the scores and both adapters. Packed weights
-are decoded to bf16 or to e4m3 before every GEMM. Output and gradients are compared first: they have
-the bits of the same step on weights that were decoded before.
+A step is forward and backward with gradients for X, the scores and both adapters. FP8 quantizes
+weights in bf16 in every call, or keeps them. Packed weights are decoded to bf16 or to e4m3 before
+every GEMM. Their output and gradients are compared first: they have the bits of the same step on
+weights that were decoded before.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from packed_random import FORMATS, random_packed
 
-from sonicmoe import ActivationType, experts
+from sonicmoe import ActivationType, Fp8Weights, experts
 from sonicmoe.integrations.lora import LowRank
 
 STEPS, WARMUP = 4, 4  # of a round, and before the first round
@@ -106,7 +107,12 @@ def measure(name: str, tokens: int, rank: int, rounds: int, formats: list[str]) 
     dense = [
         torch.randn(shape, device="cuda").mul_(shape[2] ** -0.5).bfloat16() for shape in shapes
     ]
-    steps: dict[str, Callable[[], Any]] = {"bf16": lambda: step(*dense)}
+    of_dense = Fp8Weights()
+    steps: dict[str, Callable[[], Any]] = {
+        "bf16": lambda: step(*dense),
+        "FP8": lambda: step(*dense, precision="fp8"),
+        "FP8, weights kept": lambda: step(*dense, precision="fp8", fp8_weights=of_dense),
+    }
     for format, weights in packed.items():
         steps[f"{format} to bf16"] = lambda w=weights: step(*w)
         steps[f"{format} to e4m3"] = lambda w=weights: step(*w, precision="fp8")

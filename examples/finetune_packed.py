@@ -1,7 +1,6 @@
 """LoRA on MXFP4 experts that stay packed: makes a small gpt-oss checkpoint, loads and trains it."""
 
 import tempfile
-from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -42,4 +41,4 @@ with tempfile.TemporaryDirectory() as folder:
         optimizer.zero_grad()
         if step % 10 == 0 or step == 39:
             print(f"step {step}: loss {loss.item():.3f}")
-    model.save_pretrained(Path(folder) / "adapter")  # also loads on the model in bf16
+    model.save_pretrained(f"{folder}/adapter")  # also loads on the model in bf16

@@ -162,9 +162,6 @@ class _Mxfp4(_PackedExperts, Mxfp4HfQuantizer):
             model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
         )
 
-    def get_load_operations(self):
-        return {}
-
     def get_weight_conversions(self):
         return []
 
