@@ -15,8 +15,9 @@ from sonicmoe.reference.fp8 import to_e4m3
 
 def bits(t: torch.Tensor) -> torch.Tensor:
     """NaN in one encoding, zeros with their sign."""
+    t = t.cpu()  # a GPU encodes NaN otherwise
     t = torch.where(t.float().isnan(), torch.nan, t.float()).to(t.dtype)
-    return t.cpu().contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.itemsize])
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.itemsize])
 
 
 def check_decoded(w: PackedWeight, device: str, dtype=torch.bfloat16, first: int = 1) -> None:

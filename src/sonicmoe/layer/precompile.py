@@ -20,6 +20,7 @@ import torch
 from .. import ops
 from ..enums import ActivationType
 from ..errors import say_once
+from ..tensors import Packed
 from .main_grad import with_main_grad
 from .memory import KEEP, MemoryPolicy
 from .nodes import run_backward
@@ -66,6 +67,8 @@ def precompile_step(
     `logits` is the dtype of the router's logits where the auxiliary loss follows.
     """
     (w1, b1, *_), (w2, b2, *_), activation, gate_up = weights
+    if isinstance(w1, Packed) or isinstance(w2, Packed):
+        return
     training = torch.is_grad_enabled() and w1.requires_grad
     if not training or not x.is_cuda or backend != "triton":
         return
