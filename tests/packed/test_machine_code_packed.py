@@ -13,8 +13,8 @@ from packed_weights import random_packed
 from sonicmoe.launch import packed as launch
 
 SHAPE = (1, 2880, 2880)
-KERNELS = ["dequantize_kernel", "quantize_packed_kernel", "quantize_transposed_kernel"]
-WEIGHTS = 64  # of a thread, in each of them
+# And the weights of a thread.
+KERNELS = {"dequantize_kernel": 64, "quantize_packed_kernel": 64, "quantize_transposed_kernel": 128}
 LIMIT = 15 * 16  # bytes of code per weight; an instruction of Hopper has 16
 
 
@@ -25,11 +25,11 @@ def test_decoders(format):
         launch.dequantize_weight(w, 0, 1, torch.bfloat16)
         launch.quantize_packed(w, 0, 1)
         launch.quantize_packed(w.mT, 0, 1)
-    assert [k.metadata.name for k in kernels] == KERNELS
+    assert [k.metadata.name for k in kernels] == list(KERNELS)
     for kernel in kernels:
         name, found = kernel.metadata.name, report(kernel)
         assert found["spills"] == 0, (name, found)
-        assert found["bytes"] <= WEIGHTS * LIMIT, (name, found)
+        assert found["bytes"] <= KERNELS[name] * LIMIT, (name, found)
         stores = re.findall(r"st\.global\S*", kernel.asm["ptx"])
         assert stores and all(".v4.b32" in store for store in stores), (name, stores)
         if name != "quantize_transposed_kernel":  # no exchange between threads

@@ -17,12 +17,16 @@ _TILES = 256  # that a program copies
 
 
 class Config(NamedTuple):
-    """Words per program and warps; for the transpose, rows and columns of a tile and warps."""
+    """Words per program and warps; for the transpose, rows and columns of a tile and warps.
 
-    block: int = 1024
-    warps: int = 4
-    tile: tuple[int, int] = (128, 128)
-    tile_warps: int = 8
+    H200: the transpose of 4-bit weights takes 0.61–0.73 times as long as with 128×128 and 8 warps,
+    of FP8 1.03–1.05 times; other choices differ by less than 3%.
+    """
+
+    block: int = 512
+    warps: int = 2
+    tile: tuple[int, int] = (64, 256)
+    tile_warps: int = 4
 
 
 _CONFIG = Config()
