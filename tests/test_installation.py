@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sonicmoe import cli, installation
+from sonicmoe import cli, extras
 from sonicmoe.tools import bug_report
 
 CURE = "pip uninstall -y sonic-moe sonicmoe, then install sonicmoe again."
@@ -19,7 +19,7 @@ CURE = "pip uninstall -y sonic-moe sonicmoe, then install sonicmoe again."
 def site(tmp_path):
     """A folder as pip leaves it after installing the published package, then this one."""
     without = shutil.ignore_patterns("*.bin", "__pycache__")
-    shutil.copytree(installation.PACKAGE, tmp_path / "sonicmoe", ignore=without)
+    shutil.copytree(extras.PACKAGE, tmp_path / "sonicmoe", ignore=without)
     theirs = tmp_path / "sonicmoe" / "functional"
     theirs.mkdir()
     (theirs / "__init__.py").write_text("import quack")
@@ -50,17 +50,17 @@ def test_the_command_after_the_published_package_was_uninstalled(site):
 
 
 def test_this_installation_is_sound():
-    assert installation.problem() is None
+    assert extras.problem() is None
 
 
 # --- documentation --------------------------------------------------------------------------------
 def test_where_the_documentation_is(monkeypatch, tmp_path, capsys):
     """The folder of a clone, the address of a released wheel, or the README."""
-    clone = installation.PACKAGE.parents[1]
+    clone = extras.PACKAGE.parents[1]
     assert cli.main(["docs"]) == 0
     assert capsys.readouterr().out == f"{clone / 'docs'}\n"
 
-    monkeypatch.setattr(installation, "PACKAGE", tmp_path / "site" / "sonicmoe")
+    monkeypatch.setattr(extras, "PACKAGE", tmp_path / "site" / "sonicmoe")
     about = tmp_path / "sonicmoe-0.1.0.dist-info"
     about.mkdir()
     head = "Metadata-Version: 2.4\nName: sonicmoe\nVersion: 0.1.0\n"
@@ -72,7 +72,7 @@ def test_where_the_documentation_is(monkeypatch, tmp_path, capsys):
     ):
         (about / "METADATA").write_text(f"{head}{lines}\n# SonicMoE\n")
         (about / "direct_url.json").write_text(json.dumps(source))
-        assert installation.documentation().strip() == expected
+        assert extras.documentation().strip() == expected
 
 
 # --- reporting a bug ------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """SonicMoE: Mixture-of-Experts layers for training language models on GPUs."""
 
 from . import enums as enums
-from . import installation as installation  # raises where files of sonic-moe are among ours
+from . import extras as extras  # raises where files of sonic-moe are among ours
 from .enums import ActivationType, KernelBackendMoE
 from .functional import (
     experts,

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .installation import documentation  # first: it raises where files of ours are missing
+from .extras import documentation  # first: it raises where files of ours are missing
 
 # isort: split
 from . import __version__

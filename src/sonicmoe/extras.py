@@ -1,10 +1,14 @@
-"""Imports of optional packages; the error for a missing one says how to install it."""
+"""What is installed: our own files, which importing checks, and optional packages."""
 
 import importlib
 import re
+from pathlib import Path
 from types import ModuleType
 
+PACKAGE = Path(__file__).resolve().parent
 
+
+# --- optional packages ----------------------------------------------------------------------------
 class MissingExtra(ImportError):
     """An optional package is needed and not installed; the message is the pip command."""
 
@@ -49,3 +53,41 @@ def have(module: str) -> ModuleType | None:
         return importlib.import_module(module)
     except ImportError:
         return None
+
+
+# --- our own files --------------------------------------------------------------------------------
+def problem() -> str | None:
+    """What is wrong with the files of this package, and the cure; None if nothing is.
+
+    `sonic-moe`, the published package, is imported by the same name: each overwrites files of the
+    other, and uninstalling one removes files of both. Its `functional` is a folder.
+    """
+    again = "pip uninstall -y sonic-moe sonicmoe, then install sonicmoe again."
+    if (PACKAGE / "functional/__init__.py").exists():
+        return f"Files of sonic-moe and of sonicmoe are mixed in {PACKAGE}: {again}"
+    if not (PACKAGE / "__init__.py").exists():
+        return f"Files of {PACKAGE} are missing, as after uninstalling sonic-moe: {again}"
+    return None
+
+
+def documentation() -> str:
+    """Folder or address of the documentation; the README, where the wheel names neither."""
+    import importlib.metadata
+    import json
+
+    clone = PACKAGE.parents[1]
+    if not (clone / "docs/api.md").exists():
+        about = importlib.metadata.distribution("sonicmoe")
+        for line in about.metadata.get_all("Project-URL") or ():
+            name, _, address = line.partition(", ")
+            if name == "Documentation":
+                return address
+        source = json.loads(about.read_text("direct_url.json") or "{}").get("url", "")
+        clone = Path(source.removeprefix("file://"))
+        if not (clone / "docs/api.md").exists():
+            return (about.read_text("METADATA") or "").partition("\n\n")[2]
+    return str(clone / "docs")
+
+
+if (_why := problem()) is not None:
+    raise ImportError(_why)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ..extras import PACKAGE
 from ..functional import experts, topk_scores
-from ..installation import PACKAGE
 from ..moe import MoE
 from .doctor import report
 
