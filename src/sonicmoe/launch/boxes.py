@@ -14,7 +14,7 @@ _GL_DTYPE = {
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
-ENDLESS = 0x7FFF0000
+UNBOUNDED = 0x7FFF0000
 ORIGIN = 1 << 30
 
 
@@ -25,7 +25,7 @@ def laid_out(dtype: torch.dtype, shape, strides, block) -> Boxes:
 
 @lru_cache(maxsize=1024)
 def ragged_boxes(dtype, columns, strides, block) -> Boxes:
-    shape = (ENDLESS, ENDLESS, ORIGIN, *columns)
+    shape = (UNBOUNDED, UNBOUNDED, ORIGIN, *columns)
     return laid_out(dtype, shape, (2**34 - strides[0], strides[0], *strides), (1, 1, *block))
 
 

@@ -11,7 +11,7 @@ from ..kernels.hopper.fp8_dz import hopper_fp8_dz_kernel
 from ..shapes import ceil_div, padded_rows
 from ..tensors import E4M3, Fp8DzResults, Fp8Weight, Packed, Permutation
 from . import grouped_gemm, memory
-from .boxes import ENDLESS, ORIGIN, laid_out, low_rank, ragged_boxes, z_boxes
+from .boxes import UNBOUNDED, ORIGIN, laid_out, low_rank, ragged_boxes, z_boxes
 from .launcher import Bound, launch
 from .packed import fp8_parts
 
@@ -45,7 +45,7 @@ def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DzResults, gather, ra
     width = 2 * _WIDTH if gate_up == "interleaved" else _WIDTH
     z = z_boxes(z_dtype, columns, width, gate_up)
     if gate_up == "concatenated":
-        size = (ENDLESS, ENDLESS, 2, ORIGIN, inner)  # gates and ups of a row: `ragged_boxes`
+        size = (UNBOUNDED, UNBOUNDED, 2, ORIGIN, inner)  # gates and ups of a row: `ragged_boxes`
         strides = (2**34 - columns, columns, inner, columns, 1)
         dz = laid_out(E4M3, size, strides, (1, 1, 2, _ROWS, _WIDTH))
     else:

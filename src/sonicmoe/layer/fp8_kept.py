@@ -46,7 +46,7 @@ class KeptWeight:
         offset = (address - owner.untyped_storage().data_ptr()) // dtype.itemsize
         return owner.detach().as_strided(shape, strides, offset)
 
-    def as_it_lies(self, w: torch.Tensor) -> tuple:
+    def in_storage_order(self, w: torch.Tensor) -> tuple:
         """A dense weight, its copy in e4m3 in the same order of memory, and the scales."""
         q = self.quantized
         return (w, q.w8, q.w_scale) if w.stride(2) == 1 else (w.mT, q.w8_t, q.w_scale)
@@ -110,7 +110,7 @@ class Kept:
         """What is kept; scales of experts that are seen to have changed are NaN."""
         first, second, alarm = self.first, self.second, self.alarm
         with torch.no_grad():
-            weights = (*first.as_it_lies(w1), *second.as_it_lies(w2))
+            weights = (*first.in_storage_order(w1), *second.in_storage_order(w2))
             scale1, scale2 = ops.checked_scales(
                 *weights, alarm.sample, alarm.generation, alarm.flags, self.backend
             )
