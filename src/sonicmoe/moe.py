@@ -235,7 +235,10 @@ class MoE(nn.Module):
             out, aux_loss = self._run_experts(x, r, logits, name, is_inference_mode)
             if shared is not None:
                 out = out + shared
-        return out if is_flat else out.view(*hidden_states.shape), aux_loss
+        if not is_flat:
+            # Autograd must not see a view: after `out += x`, FSDP2 would not gather for the backward.
+            out = torch.ops.aten._unsafe_view(out, hidden_states.shape)
+        return out, aux_loss
 
     def _route(self, logits: torch.Tensor, backend: str | None) -> Routing:
         r = self.routing(logits, backend=backend)

@@ -48,8 +48,7 @@ class ExpertParallelMoE(MoE):
         out, aux_loss = super().forward(hidden_states, kernel_backend_moe, is_inference_mode)
         if out.requires_grad:
             note_training(self)
-        # Autograd must not see a view: after `out += x`, FSDP2 would not gather for the backward.
-        return torch.ops.aten._unsafe_view(out, out.shape), aux_loss
+        return out, aux_loss
 
     def _run_experts(self, x, r, logits, backend, is_inference_mode):
         # Counts of this rank's tokens, which its own experts do not know.

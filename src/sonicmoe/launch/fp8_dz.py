@@ -11,7 +11,7 @@ from ..kernels.hopper.fp8_dz import hopper_fp8_dz_kernel
 from ..shapes import ceil_div, padded_rows
 from ..tensors import E4M3, Fp8DzResults, Fp8Weight, Packed, Permutation
 from . import grouped_gemm, memory
-from .boxes import UNBOUNDED, ORIGIN, laid_out, low_rank, ragged_boxes, z_boxes
+from .boxes import ORIGIN, UNBOUNDED, laid_out, low_rank, ragged_boxes, z_boxes
 from .launcher import Bound, launch
 from .packed import fp8_parts
 
