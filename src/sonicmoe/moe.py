@@ -236,7 +236,7 @@ class MoE(nn.Module):
             if shared is not None:
                 out = out + shared
         if not is_flat:
-            # Autograd must not see a view: after `out += x`, FSDP2 would not gather for the backward.
+            # Autograd must not see a view: FSDP2 would not gather for the backward after `out += x`
             out = torch.ops.aten._unsafe_view(out, hidden_states.shape)
         return out, aux_loss
 
