@@ -92,14 +92,14 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
     flags = torch.zeros(2, dtype=torch.int32, pin_memory=device != "cpu")
 
     def checked(sample: int) -> dict[int, torch.Tensor]:
-        given: list = []
-        for w, (q, _, scale, _) in zip(weights, quantized, strict=True):
-            given += [w, q, scale]
+        (w1, w2), ((q1, _, scale1, _), (q2, _, scale2, _)) = weights, quantized
         flags.zero_()
 
         def step() -> dict[int, torch.Tensor]:
             now = (sample % samples).expand(2, 3).to(device, torch.int32).contiguous()
-            found = quantize.checked_scales(*given, now, generation, flags.data_ptr())
+            found = quantize.checked_scales(
+                w1, q1, scale1, w2, q2, scale2, now, generation, flags.data_ptr()
+            )
             after = ((sample + 1) % samples).expand(2, 3).to(torch.int32).contiguous()
             same(now, after, "sample")
             return dict(enumerate(found))

@@ -58,7 +58,7 @@ def test_without_a_sound_checkpoint_the_advice_is_to_start_again(command, tmp_pa
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ("weights", "router.weight is not finite after step 3"),
+        ("weights", "embed.weight is not finite after step 3"),
         ("optimizer", "exp_avg_sq of .* is not finite after step 3"),
         ("validation", "validation loss is nan after step 3"),
     ],

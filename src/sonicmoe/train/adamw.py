@@ -44,10 +44,10 @@ class StochasticAdamW(Optimizer):
             for p in group["params"]:
                 place += 1
                 if p.grad is not None:
-                    self._update(p, group, place)
+                    self._update(p, p.grad, group, place)
         return loss
 
-    def _update(self, p: torch.Tensor, group: dict, place: int) -> None:
+    def _update(self, p: torch.Tensor, g: torch.Tensor, group: dict, place: int) -> None:
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros(())
@@ -56,9 +56,9 @@ class StochasticAdamW(Optimizer):
         state["step"] += 1
         step, lr, (beta1, beta2) = int(state["step"]), float(group["lr"]), group["betas"]
         key = key_of(self.seed, step, place)
-        tensors = [_local(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+        w, g, m, v = (_local(t) for t in (p, g, state["exp_avg"], state["exp_avg_sq"]))
         update(
-            *tensors, key, lr, 1 - lr * group["weight_decay"], beta1, beta2, 1 - beta1**step,
+            w, g, m, v, key, lr, 1 - lr * group["weight_decay"], beta1, beta2, 1 - beta1**step,
             1 - beta2**step, group["eps"],
         )  # fmt: skip
 
