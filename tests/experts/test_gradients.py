@@ -86,7 +86,7 @@ def test_every_gradient_is_within_the_budget(case, device):
     ],
 )  # fmt: skip
 def test_configurations_of_other_devices(case, target, device, monkeypatch):
-    """Less shared memory, or no copy engine that the kernels use: other tiles, plain loads."""
+    """Less shared memory, or no TMA that the kernels use: other tiles, plain loads."""
     monkeypatch.setattr(grouped_gemm, "target_of", lambda t: target)
     check_experts(case, device, "triton")
 

@@ -1,6 +1,6 @@
 /* A CUDA driver without a GPU: what is launched is written to the file $LAUNCHES, a line each.
 
-   A map of the copy engine, the first of a kernel's parameters, is written out whole; of the others,
+   A TMA descriptor, the first of a kernel's parameters, is written out whole; of the others,
    $PARAMETERS in all, the first 32 bits. */
 #include <stdint.h>
 #include <stdio.h>

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from sonicmoe.train import adamw
 from sonicmoe.train.adamw import StochasticAdamW, hashed, key_of, rounded_stochastically
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -44,6 +45,17 @@ def test_updates_that_rounding_to_the_nearest_loses_arrive():
     assert (weights["nearest"] == 1).all()
     # 100 steps of 1e-5; one weight scatters by sqrt(100 · 1e-5 · 2⁻⁸), their mean by 1/64 of that.
     assert weights["mine"].mean(dtype=torch.float32).item() == pytest.approx(1 - 1e-3, abs=1.5e-4)
+
+
+def test_autograd_sees_the_update(monkeypatch):
+    """Kernels write without it, as `.data` does."""
+    monkeypatch.setattr(adamw, "update", lambda w, *others: w.data.add_(1))
+    weight = _weights()
+    product = weight * weight
+    weight.grad = _weights(1).detach()
+    StochasticAdamW([weight], **OPTIONS).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
 
 
 def test_a_run_repeats_and_goes_on_from_its_state():

@@ -3,16 +3,22 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import LAYOUTS, laid_out
 
 from sonicmoe.train.cross_entropy import linear_cross_entropy
 
 EPS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-def _inputs(dtype, weight_dtype=None, rows=37, hidden=16, size=50):
+def _inputs(dtype, weight_dtype=None, rows=37, hidden=16, size=50, outliers=False):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, hidden, generator=generator).to(dtype)
-    weight = torch.randn(size, hidden, generator=generator).to(weight_dtype or dtype)
+    x = torch.randn(rows, hidden, generator=generator)
+    weight = torch.randn(size, hidden, generator=generator)
+    if outliers:  # a token and a row of the head; single logits reach thousands
+        x[3] *= 100
+        weight[7] *= 30
+        x *= torch.randn(rows, 1, generator=generator).exp()
+    x, weight = x.to(dtype), weight.to(weight_dtype or dtype)
     targets = torch.randint(size, (rows,), generator=generator)
     return x.requires_grad_(), weight.requires_grad_(), targets
 
@@ -22,9 +28,11 @@ def _error(got, want):
 
 
 @pytest.mark.parametrize("dtype", EPS, ids=str)
-@pytest.mark.parametrize("chunk", [0, 8, 37, 100])
-def test_loss_and_gradients(chunk, dtype):
-    x, weight, targets = _inputs(dtype)
+@pytest.mark.parametrize(
+    ("chunk", "outliers"), [(0, False), (8, False), (37, False), (100, False), (8, True)]
+)
+def test_loss_and_gradients(chunk, outliers, dtype):
+    x, weight, targets = _inputs(dtype, outliers=outliers)
     loss = linear_cross_entropy(x, weight, targets, chunk)
     (0.3 * loss).backward()
     exact = [t.detach().double().requires_grad_() for t in (x, weight)]
@@ -34,6 +42,23 @@ def test_loss_and_gradients(chunk, dtype):
     for got, wanted in zip((x, weight), exact, strict=True):
         assert got.grad.dtype == dtype
         assert _error(got.grad, wanted.grad) < EPS[dtype]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_arguments(layout):
+    def views(tensors):
+        found = [laid_out(t.detach(), layout) for t in tensors]
+        return [t.detach() if v is None else v for t, v in zip(tensors, found, strict=True)]
+
+    def results(x, weight, targets):
+        x, weight = x.requires_grad_(), weight.requires_grad_()
+        loss = linear_cross_entropy(x, weight, targets, 8)
+        return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+    given = views(_inputs(torch.float32))
+    wants = results(*(t.clone(memory_format=torch.contiguous_format) for t in given))
+    for got, want in zip(results(*given), wants, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_under_autocast_the_weight_has_a_gradient_of_its_own_dtype():

@@ -61,6 +61,7 @@ class StochasticAdamW(Optimizer):
             w, g, m, v, key, lr, 1 - lr * group["weight_decay"], beta1, beta2, 1 - beta1**step,
             1 - beta2**step, group["eps"],
         )  # fmt: skip
+        torch.autograd.graph.increment_version([w, m, v])  # kernels are not seen by autograd
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:

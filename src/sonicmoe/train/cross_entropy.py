@@ -1,4 +1,4 @@
-"""The loss of a head: logits exist for some rows at a time, in the dtype of the data alone."""
+"""The loss of a head: logits exist for some rows at a time, on a GPU never in fp32."""
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,8 @@ def linear_cross_entropy(
     # Rounded like the operands of any GEMM under autocast; its gradient has the dtype of `weight`.
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    with torch.autocast(x.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(x, weight, targets, chunk)
+    with torch.autocast(x.device.type, enabled=False):  # the kernel reads targets one by one
+        return _LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
