@@ -189,7 +189,7 @@ SAME_KERNEL = ({"x": _zeros(3)}, {"tokens": 1}, {"tokens": 64}, {"n": 32}, {"n":
 
 @pytest.fixture
 def gpu(maps, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launcher, "_current_device", lambda: 0)
     monkeypatch.setattr(thread_state, "has_cuda_context", True)
 
 

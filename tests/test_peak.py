@@ -59,7 +59,13 @@ def live(monkeypatch):
 
 @pytest.mark.parametrize("precision", [None, "fp8", "fp8_bf16_dw"])
 @pytest.mark.parametrize(
-    "policy", [*map(MemoryPolicy, Z_POLICIES), MemoryPolicy("recompute", 4)], ids=str
+    "policy",
+    [
+        *map(MemoryPolicy, Z_POLICIES),
+        MemoryPolicy("recompute", 4),
+        MemoryPolicy(weights="recompute"),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "shape",

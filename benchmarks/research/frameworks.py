@@ -1,7 +1,7 @@
 """Our experts inside other frameworks, compared with what runs there by default.
 
 train   small random models of transformers: loss curves and step times from the same seed
-model   a whole OLMoE-1B-7B of transformers, forward and backward; ours also watched
+model   a whole OLMoE-1B-7B of transformers, forward and backward; ours also watched, and in FP8
 layer   one OLMoE block of transformers: its router, and our experts or `grouped_mm`
 lora    adapters on frozen experts: our GEMMs, W + scale·B·A written out, PEFT's wrapper
 join    what torchtitan's two parameters for gate and up cost beside one
@@ -37,6 +37,7 @@ from sonicmoe.bench.verify import (
 )
 from sonicmoe.functional import experts, grouped_experts
 from sonicmoe.integrations.lora import LowRank, lora_experts
+from sonicmoe.layer.memory import MemoryPolicy
 from sonicmoe.reference import layer as reference
 from sonicmoe.shapes import Problem
 from sonicmoe.watch import watch
@@ -169,15 +170,40 @@ def _batches(vocabulary: int, options: Options) -> Iterator[torch.Tensor]:
 
 
 # --- model ----------------------------------------------------------------------------------------
+# transformers' default sizes have experts twice as wide as those of OLMoE-1B-7B.
+OLMOES = {"OLMoE-1B-7B": {"intermediate_size": 1024}, "OlmoeConfig()": {}}
+IN_FP8: dict[str, dict[str, Any]] = {
+    "sonicmoe_fp8": {},
+    "sonicmoe_fp8_weights_recomputed": {"memory": MemoryPolicy(weights="recompute")},
+    "sonicmoe_fp8_weights_kept": {"cache_fp8_weights": True},
+}
+
+
 def model(options: Options) -> Outcome:
     """Random weights, 4 sequences of 4096 tokens, no checkpointing, no optimizer; interleaved."""
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
     from sonicmoe.integrations.transformers import register
 
     register()
+    names = [NAME, f"{NAME}, watched"]
+    if options.dtype == torch.bfloat16:
+        for name, how in IN_FP8.items():
+            register(name, precision="fp8", **how)
+        names += IN_FP8
+    records = []
+    for case, sizes in OLMOES.items():
+        sizes = TINY | {"num_experts": 8} if options.tiny else sizes
+        # The wider one only shows what its memory consists of.
+        of_case = [*names, "grouped_mm"] if case == next(iter(OLMOES)) else names
+        records += _model(case, sizes, of_case, options)
+        _release()
+    return Outcome(records, [])
+
+
+def _model(case: str, sizes: dict[str, Any], names: list[str], options: Options) -> list[Record]:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
     torch.manual_seed(0)
-    config = OlmoeConfig(**(TINY | {"num_experts": 8} if options.tiny else {}))
+    config = OlmoeConfig(**sizes)
     with torch.device(options.device):
         olmoe = OlmoeForCausalLM(config).to(options.dtype).train()
         ids = torch.randint(config.vocab_size, (2, 16) if options.tiny else (4, 4096))
@@ -189,7 +215,7 @@ def model(options: Options) -> Outcome:
     times: dict[str, list[float]] = {}
     peaks: dict[str, float] = {}
     for _ in range(3):
-        for name in (NAME, f"{NAME}, watched", "grouped_mm"):
+        for name in names:
             olmoe.set_experts_implementation(name.split(",")[0])
             watched = watch(olmoe) if name.endswith("watched") else nullcontext()
             with watched:
@@ -197,15 +223,19 @@ def model(options: Options) -> Outcome:
                 reset_peak(options.device)
                 times.setdefault(name, []).extend(wall_ms(step, options.device) for _ in range(3))
             peaks[name] = peak_mib(options.device)
+            for module in olmoe.modules():
+                if (kept := getattr(module, "sonicmoe_fp8_weights", None)) is not None:
+                    kept.clear()  # else the others hold it
     shape = f"{ids.numel()} tokens, {config.num_hidden_layers} layers"
-    records = [
-        {"part": "model", "case": "OLMoE-1B-7B", "shape": shape, "candidate": name,
+    shape += f", I = {config.intermediate_size}"
+    records: list[Record] = [
+        {"part": "model", "case": case, "shape": shape, "candidate": name,
          "fwd_bwd_ms": round(statistics.median(found), 1), "peak_mib": peaks[name]}
         for name, found in times.items()
     ]  # fmt: skip
     rows = [[r["candidate"], f"{r['fwd_bwd_ms']:.1f}", f"{r['peak_mib']:.0f}"] for r in records]
-    print(f"\n{shape}\n{table(('candidate', 'fwd+bwd ms', 'peak MiB'), rows)}")
-    return Outcome(records, [])
+    print(f"\n{case}: {shape}\n{table(('candidate', 'fwd+bwd ms', 'peak MiB'), rows)}")
+    return records
 
 
 def reset_peak(device: str) -> None:

@@ -72,6 +72,8 @@ FEATURES = [
     Feature("recompute", "memory", '`memory="recompute"`', {"memory": MemoryPolicy("recompute")}),
     Feature("slices", "memory", "`memory=MemoryPolicy(slices=2)`",
             {"memory": MemoryPolicy(slices=2)}),
+    Feature("FP8 weights again", "memory", '`memory=MemoryPolicy(weights="recompute")`',
+            {"memory": MemoryPolicy(weights="recompute")}, implies=("fp8",)),
     Feature("biases", "biases", "`b1` and `b2`", {"bias": True}),
     Feature("LoRA", "LoRA", "adapters on W1 and W2, which are frozen", {"lora": True}),
     Feature("gelu", "activation", "an activation without a gate",

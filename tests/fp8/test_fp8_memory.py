@@ -13,13 +13,19 @@ from torch.utils.checkpoint import checkpoint
 import sonicmoe
 from sonicmoe import ActivationType, MemoryPolicy, MoE
 from sonicmoe.bench.memory import saved_bytes
+from sonicmoe.layer.memory import Z_POLICIES
 from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8
 from sonicmoe.shapes import Problem
 from sonicmoe.tensors import NO_LORA, Fp8Weight
 from sonicmoe.tools import cost
 
-EXACT = ("recompute", MemoryPolicy(slices=2), MemoryPolicy("recompute", slices=5))
+EXACT = (
+    "recompute",
+    MemoryPolicy(slices=2),
+    MemoryPolicy("recompute", slices=5),
+    MemoryPolicy(weights="recompute"),
+)
 PRECISIONS = ("fp8", "fp8_bf16_dw")
 CASES = [
     Case("40,208,144,5,3", routing="dropped"),
@@ -57,7 +63,7 @@ def test_gradients_that_are_not_needed(needed, precision):
     """Alone they have the bits they have beside the others."""
     inputs = make_inputs(CASES[0])
     every = inputs.differentiable
-    for memory in ("keep", "e4m3", "recompute"):
+    for memory in ("keep", "e4m3", "recompute", MemoryPolicy(weights="recompute")):
         inputs.differentiable = every
         want = run(in_fp8(CASES[0], memory, precision), inputs)
         inputs.differentiable = needed
@@ -205,7 +211,7 @@ def test_modes(mode, memory, precision):
 def test_a_cache_serves_the_recomputation(monkeypatch):
     """Kept weights are not quantized again in the backward pass; others are."""
     found = []
-    for name in ("quantize_weight", "quantize_weight_into"):
+    for name in ("quantize_weight", "quantize_weight_into", "quantize_again"):
         quantize = getattr(fp8, name)
         monkeypatch.setattr(
             fp8, name, lambda *a, quantize=quantize: found.append(a) or quantize(*a)
@@ -241,14 +247,18 @@ def test_saved_tensors_that_come_back_strided(name, memory, monkeypatch):
     assert len(found) >= 4 and all(t.is_contiguous() for t in found)
 
 
-@pytest.mark.parametrize("memory", ["keep", "e4m3", "recompute"])
+@pytest.mark.parametrize(
+    "memory",
+    [*map(MemoryPolicy, Z_POLICIES), MemoryPolicy("e4m3", weights="recompute")],
+    ids=str,
+)
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU])
 def test_kept_bytes_to_the_byte(memory, activation):
     p, dtype = Problem(96, 64, 144, 8, 4, activation.is_gated), torch.bfloat16
     moe = MoE(p.E, p.K, p.H, p.I, activation, precision="fp8", memory=memory, dtype=dtype)
     x = torch.randn(p.T, p.H, dtype=dtype, requires_grad=True)
     tile_m = permute(torch.zeros(p.T, p.K, dtype=torch.int32), p.E, dtype=dtype).tile_m
-    kept = cost.kept_bytes(p, 2, tile_m, memory=MemoryPolicy(memory), precision="fp8")
+    kept = cost.kept_bytes(p, 2, tile_m, memory=memory, precision="fp8")
     held, _ = saved_bytes(lambda: moe(x)[0], [x, *moe.parameters()])
     aux = p.T * p.E * 2 + 4 * p.E  # the auxiliary loss keeps its logits and slope
     assert held == sum(kept.values()) + aux

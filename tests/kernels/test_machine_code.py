@@ -301,6 +301,7 @@ def test_quantizers(arch):
                     options = (transposed, transposed)
                     quantize.quantize_weight(new(2, *shape, dtype=torch.bfloat16), *options)
                     quantize.quantize_weight(new(2, *shape).mT, *options)
+                    quantize.quantize_again(new(2, *shape), new(2), transposed)
             for dtype in (torch.bfloat16, torch.float32) if arch > 80 else ():
                 quantized = (new(2, 512, 256).to(torch.float8_e4m3fn), new(2))
                 weight = (new(2, 512, 256, dtype=dtype), *quantized)

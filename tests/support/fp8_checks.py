@@ -71,6 +71,13 @@ def check_weight(w: torch.Tensor) -> None:
         for name, t, buffer in zip(want, given, buffers, strict=True):
             if t is not None and buffer is not None:
                 same(buffer, t.cpu(), f"{name}, given")
+    for name, transposed in (("w8", False), ("w8_t", True)):
+
+        def again(transposed: bool) -> dict[str, torch.Tensor]:
+            return {"q": quantize.quantize_again(w, got["w_scale"], transposed)}
+
+        found = run_poisoned(partial(again, transposed), w.device.type)["q"]
+        same(found, want[name], f"{name}, again")
 
 
 def near(got: torch.Tensor, want: torch.Tensor, name: str) -> None:

@@ -187,7 +187,8 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     *dz, a_t, a_t_scale, do8, _ = reference.fp8_dz(*down)
     grad1, grad2 = (torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2))
     w1_scaled = (of_w1.w8, of_w1.w_scale)
-    empty, transposed = Fp8Weight(), of_w2._replace(w8=None)
+    scales1, scales2 = (w._replace(w8=None, w8_t=None) for w in (of_w1, of_w2))
+    transposed = of_w2._replace(w8=None)
     scored = (given.scores, *p, "swiglu", "interleaved")
     down_back = (None, given.scores, None, None, None, *p, "swiglu", "interleaved")
     adapted = (b2, given.scores, *of_down, norm, *p, "swiglu", "interleaved")
@@ -226,7 +227,7 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
         ],
         "fp8_recomputed": [
             (dout, x, w1, *of_w1, *alone, *recomputed),
-            (dout, x, w1, *empty, *of_up, *recomputed),
+            (dout, x, w1, *scales1, *of_up, *recomputed),
         ],
         "fp8_gemm": [
             (a8, a_scale, *of_w2, None, None, None, None, *p, b),
@@ -242,13 +243,13 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
             (dout, *kept, w2, *of_w2, *down_back, *dx_alone, b),
             (dout, *in_e4m3, w2, *of_w2, *down_back, *every, b),
             (dout, *kept, w2, *of_w2, *down_back, *dw1_alone, b),
-            (dout, *kept, w2, *empty, *down_back, *dw2_alone, b),
+            (dout, *kept, w2, *scales2, *down_back, *dw2_alone, b),
             (dout, *kept, w2, *of_w2, *adapted, *every, b),
             (rows, *of_rows, w2, *of_w2, *alone, None, None, *sorted_rows, *without_scores, b),
         ],
         "fp8_dx": [
             (*dz[:2], w1, *of_w1, None, None, *p, 12, 1, b),
-            (*dz[:2], w1_t, *empty, *of_down, *p, 12, 2, b),
+            (*dz[:2], w1_t, *scales1, *of_down, *p, 12, 2, b),
         ],
         "fp8_weight_gradient": [
             (do8, a_t, a_t_scale, w2, *p, False, False, b),

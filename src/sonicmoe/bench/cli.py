@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..layer.memory import KEEP, Z_POLICIES, MemoryPolicy, memory_policy
+from ..layer.memory import KEEP, WEIGHT_POLICIES, Z_POLICIES, MemoryPolicy, memory_policy
 from ..layer.operands import precisions
 from ..shapes import check_size
 from ..tools import cost
@@ -72,6 +72,8 @@ def register(subparsers) -> None:
     policies = f"of Z: {', '.join(Z_POLICIES)}; default: {KEEP.z}"
     costs.add_argument("--memory", metavar="POLICY", default=KEEP.z, help=policies)
     costs.add_argument("--slices", type=int, default=1, help="of H in Y and dX; default: 1")
+    weights = "of FP8 weights: keep or recompute their transposes; default: keep"
+    costs.add_argument("--weights", choices=WEIGHT_POLICIES, default=KEEP.weights, help=weights)
     costs.add_argument("--tile-m", type=int, metavar="M", help="128, in float32 32")
 
 
@@ -351,7 +353,7 @@ def run_cost(args: argparse.Namespace) -> int:
     if args.precision and args.dtype != "bfloat16":
         expected = f"bfloat16 with --precision {args.precision}"
         raise bad_argument("--dtype", expected, args.dtype, "Omit one of the two.")
-    policy = memory_policy(MemoryPolicy(args.memory, args.slices))
+    policy = memory_policy(MemoryPolicy(args.memory, args.slices, args.weights))
     gpu = _gpu(args.gpu, fp8=args.precision is not None or policy.in_e4m3)
     cases = selected_cases(args)
     print(*(cost_report(c, gpu, itemsize, m, policy, args.precision) for c in cases), sep="\n")

@@ -131,16 +131,19 @@ def quantize_weight_kernel(
     The transpose is given as `words` (E, K, N/4) of four bytes: transposing words takes a quarter
     of the accesses to shared memory. N is a multiple of 4. What is None is not stored. `squares`
     gets the sums of the squares over each tile's rows, (E, N/BLOCK_N, K), if SUM is "n", or over
-    its columns, (E, K/BLOCK_K, N), if it is "k".
+    its columns, (E, K/BLOCK_K, N), if it is "k". Without `amax` the scale is read.
 
     Grid: (N/BLOCK_N · K/BLOCK_K, E); a program owns one tile of q and of its transpose.
     """
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     index, expert = tl.program_id(0), tl.program_id(1)
-    s = power_of_two_scale(tl.load(amax + expert).to(tl.float32, bitcast=True), ROW_FLOOR)
+    if amax is None:
+        s = tl.load(scale + expert)
+    else:
+        s = power_of_two_scale(tl.load(amax + expert).to(tl.float32, bitcast=True), ROW_FLOOR)
+        if index == 0:
+            tl.store(scale + expert, s)
     factor = tl.div_rn(1.0, s)
-    if index == 0:
-        tl.store(scale + expert, s)
     word = index // k_tiles * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     k = index % k_tiles * BLOCK_K + tl.max_contiguous(tl.arange(0, BLOCK_K), _VECTOR)
     expert = expert.to(tl.int64)

@@ -33,6 +33,7 @@ from .packed import fp8_decoded_once, fp8_parts
 from .quantize import (
     checked_scales,
     dequantize_rows,
+    quantize_again,
     quantize_rows,
     quantize_weight,
     quantize_weight_into,
@@ -128,7 +129,7 @@ def fp8_recomputed(dout, x, w1, w, b1, lora, p: Permutation, activation, gate_up
     if isinstance(w1, Packed):
         w = w1
     elif w.w8 is None:
-        w = Fp8Weight(*quantize_weight(w1, False, False))
+        w = w._replace(w8=quantize_again(w1, w.w_scale, transposed=False))
     *of_z, _, a_scale = fp8_up(x8, x_scale, w, b1, lora, p, activation, gate_up, torch.bfloat16)
     return *of_z, a_scale, x_scale
 
@@ -202,7 +203,7 @@ def fp8_dz(
     dout, kept, w2, w, b2, scores, lora, lora_norm, p: Permutation, activation, gate_up, needs
 ):  # fmt: skip
     z, zmax = kept.z, kept.zmax
-    w, act = _with_transpose(w, w2, norms=True), (activation, gate_up)
+    w, act = _with_transpose(w, w2), (activation, gate_up)
     w_t = w2.mT if isinstance(w2, Packed) else w.w8_t
     if lora_norm is not None:
         w = w._replace(w_norm=w.w_norm + lora_norm)
@@ -224,14 +225,14 @@ def fp8_dz(
     )
 
 
-def _with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
-    """A weight that has its transpose, if need be from the parameter, and then nothing else; of a
-    packed one the scales and norms."""
+def _with_transpose(w: Fp8Weight, parameter) -> Fp8Weight:
+    """A weight that has its transpose, if need be from the parameter; of a packed one the scales
+    and norms."""
     if isinstance(parameter, Packed):
         return Fp8Weight(None, None, parameter.fp8_scale, parameter.fp8_norm)
     if w.w8_t is not None:
         return w
-    return Fp8Weight(*quantize_weight(parameter, True, norms))._replace(w8=None)
+    return w._replace(w8_t=quantize_again(parameter, w.w_scale, transposed=True))
 
 
 def fp8_dx(dz8, dz_scale, w1, w, lora, p: Permutation, tokens, slices):

@@ -98,6 +98,21 @@ def quantize_weight(w, transposed, norms, into=None):
     return into
 
 
+def quantize_again(w, w_scale, transposed):
+    """w8 or w8_t of a weight whose scales are known: one pass over w. See `quantize_weight`."""
+    experts, rows, columns = w.shape
+    shape = (experts, columns, rows) if transposed else (experts, rows, columns)
+    q = memory.empty(shape, E4M3, w.device)
+    in_order = weight_layout(w) == "nk"
+    w = w if in_order else w.mT
+    _, n, k = w.shape
+    _, quantize, tiles = _weight_kernels(n, k, None)
+    # In the order of w's memory, or transposed, as words.
+    buffers = (q, None) if in_order != transposed else (None, q.view(torch.int32))
+    launch(quantize, (tiles, experts), w, None, *buffers, w_scale, None)
+    return q
+
+
 def dequantize_rows(dout, q, scale):
     """(R, N) in bf16."""
     rows, n = q.shape

@@ -30,7 +30,7 @@ from .operands import Forward, Gradients, Operands, register
 
 
 class Operand(NamedTuple):
-    """A parameter and its `Fp8Weight`; of that, fields that are None are quantized again.
+    """A parameter and its `Fp8Weight`; of that, values that are None are quantized again.
 
     A packed weight comes twice: GEMMs decode it.
     """
@@ -63,22 +63,24 @@ class Fp8(Operands):
         if fp8_weights is not None and (isinstance(w1, Packed) or isinstance(w2, Packed)):
             remedy = "Omit it: packed weights are frozen, and decoded by every GEMM."
             raise bad_argument("fp8_weights", "None with packed weights", "Fp8Weights", remedy)
+        quantized = quantize(w1, w2, how.keep_transposes, how.backward, how.backend)
         return tuple(
             Operand(q if isinstance(q, Packed) else w, q)
-            for w, q in zip(
-                (w1, w2), quantize(w1, w2, how.z_dtype is not None, how.backend), strict=True
-            )
+            for w, q in zip((w1, w2), quantized, strict=True)
         )
 
     @staticmethod
     def kept_operand(operand, how):
-        """The transpose alone, unless Z is recomputed: then all of a kept weight, or nothing."""
+        """What is transposed, and the scales, with which the rest is quantized again.
+
+        Where Z is recomputed, up takes a weight that is kept from call to call as it is.
+        """
         q = operand.quantized
         if isinstance(operand.weight, Packed):
             return operand._replace(quantized=Fp8Weight())
-        if not how.recompute:
-            return operand._replace(quantized=q._replace(w8=None))
-        return operand if q.w8_t is not None else operand._replace(quantized=Fp8Weight())
+        if how.recompute and q.w8_t is not None:
+            return operand
+        return operand._replace(quantized=q._replace(w8=None))
 
     @staticmethod
     def up(x, w, operand, p, how):

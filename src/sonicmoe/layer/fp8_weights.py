@@ -30,13 +30,15 @@ from .fp8_kept import (
 
 
 @torch.no_grad()
-def quantize_weights(w1: Any, w2: Any, transposed: bool, backend: str) -> tuple[Any, Any]:
+def quantize_weights(
+    w1: Any, w2: Any, transposed: bool, norms_of_w2: bool, backend: str
+) -> tuple[Any, Any]:
     """Both weights as `Fp8Weight`; a `Packed` stays one, and gets its scales.
 
-    Only the backward pass reads what is `transposed`, and norms of W2.
+    Only the backward pass reads what is `transposed`, and the norms of W2.
     """
     found: list[Any] = []
-    for w, norms in ((w1, False), (w2, transposed)):
+    for w, norms in ((w1, False), (w2, norms_of_w2)):
         if isinstance(w, Packed):
             found.append(with_fp8_scales(w, backend))
         else:
@@ -118,21 +120,22 @@ class Fp8Weights:
                 self._kept.alarm.reset()
 
     def quantized(
-        self, w1: torch.Tensor, w2: torch.Tensor, transposed: bool, backend: str
+        self, w1: torch.Tensor, w2: torch.Tensor, transposed: bool, norms_of_w2: bool, backend: str
     ) -> tuple[Fp8Weight, Fp8Weight]:
-        """W1 and W2 for one call: what is kept, which is also transposed, or quantized just now."""
+        """W1 and W2 for one call: what is kept, which has all fields, or quantized just now."""
+        this_call = (w1, w2, transposed, norms_of_w2, backend)
         kept = self._kept
         if torch.compiler.is_compiling():
             if kept is None or not (kept.first.is_owned_by(w1) and kept.second.is_owned_by(w2)):
-                return quantize_weights(w1, w2, transposed, backend)
+                return quantize_weights(*this_call)
             return kept.compared(w1, w2)
         if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-            return quantize_weights(w1, w2, transposed, backend)
+            return quantize_weights(*this_call)
         self.raise_if_stale()
         if kept is None or not kept.is_of(w1, w2, backend):
             kept, is_new = self._renewed(w1, w2, backend)
             if kept is None:
-                return quantize_weights(w1, w2, transposed, backend)
+                return quantize_weights(*this_call)
             if is_new:
                 return kept.first.quantized, kept.second.quantized
         kept.wait_in_other_streams()

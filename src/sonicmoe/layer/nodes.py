@@ -50,20 +50,27 @@ def _saved(ctx: Any) -> Any:
 
 
 def _without_tensors(part: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(part, torch.Tensor):
-        tensors.append(part)
-        return _TENSOR
-    if isinstance(part, tuple):
-        return type(part)(*[_without_tensors(value, tensors) for value in part])
-    return part
+    """`part` with a mark in the place of each tensor, which is appended to `tensors`."""
+    kept: list = []
+    for value in part:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            value = _TENSOR
+        elif isinstance(value, tuple):
+            value = _without_tensors(value, tensors)
+        kept.append(value)
+    return part._make(kept)
 
 
 def _with_tensors(part: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if part is _TENSOR:
-        return next(tensors)
-    if isinstance(part, tuple):
-        return type(part)(*[_with_tensors(value, tensors) for value in part])
-    return part
+    kept: list = []
+    for value in part:
+        if value is _TENSOR:
+            value = next(tensors)
+        elif isinstance(value, tuple):
+            value = _with_tensors(value, tensors)
+        kept.append(value)
+    return part._make(kept)
 
 
 def _needed(found: tuple, needs: tuple[bool, ...]) -> tuple:

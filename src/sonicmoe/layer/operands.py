@@ -24,6 +24,7 @@ class How(NamedTuple):
     backward: bool  # whether a backward pass can follow; else nothing is kept
     z_dtype: torch.dtype | None  # of Z as it is kept; None: it is not
     recompute: bool  # Z is computed again in the backward pass
+    keep_transposes: bool  # of FP8 weights, for the backward pass
     slices: int  # of H, in which Y and the rows of dX exist
     backend: str
 

@@ -59,6 +59,7 @@ class Call(NamedTuple):
             backward,
             self.memory.z_dtype(x.dtype) if backward else None,
             backward and self.memory.recompute,
+            backward and self.memory.keeps_transposes,
             self.memory.slices,
             self.backend,
         )

@@ -1,8 +1,9 @@
 """Operators of the experts in FP8: quantizers and grouped GEMMs of e4m3 operands.
 
 `reference.fp8` has the scales. x8 and a8 are e4m3. w1 and w2 are the parameters: they are quantized
-again where the `Fp8Weight` beside them is empty. Biases and the `Lora` of a GEMM are in bf16. A
-result that is not needed is None; through PyTorch's dispatcher it is an empty tensor.
+again, with the scales of the `Fp8Weight` beside them, where it has no values. Biases and the `Lora`
+of a GEMM are in bf16. A result that is not needed is None; through PyTorch's dispatcher it is an
+empty tensor.
 """
 
 import torch

@@ -31,6 +31,7 @@ from .quantize import (
     BLOCK_FLOOR,
     checked_scales,
     power_of_two_scale,
+    quantize_again,
     quantize_rows,
     quantize_weight,
     quantize_weight_into,
@@ -113,7 +114,7 @@ def fp8_recomputed(dout, x, w1, w, b1, lora, p: Permutation, activation, gate_up
     if isinstance(w1, Packed):
         w = fp8_weight(w1)
     elif w.w8 is None:
-        w = Fp8Weight(*quantize_weight(w1, False, False))
+        w = w._replace(w8=quantize_again(w1, w.w_scale, transposed=False))
     *of_z, _, a_scale = fp8_up(x8, x_scale, w, b1, lora, p, activation, gate_up, torch.bfloat16)
     return *of_z, a_scale, x_scale
 
@@ -222,15 +223,17 @@ def weight_gradient(rows8, other_t, scale, p: Permutation):
     return out
 
 
-def with_transpose(w: Fp8Weight, parameter, norms=False) -> Fp8Weight:
+def with_transpose(w: Fp8Weight, parameter) -> Fp8Weight:
     if isinstance(parameter, Packed):
         return fp8_weight(parameter)
-    return w if w.w8_t is not None else Fp8Weight(*quantize_weight(parameter, True, norms))
+    if w.w8_t is not None:
+        return w
+    return w._replace(w8_t=quantize_again(parameter, w.w_scale, transposed=True))
 
 
 def fp8_dz(dout, kept, w2, w, b2, scores, lora, lora_norm, p, activation, gate_up, needs):
     z, zmax = kept.z, kept.zmax
-    w = with_transpose(w, w2, norms=True)
+    w = with_transpose(w, w2)
     if lora_norm is not None:
         w = w._replace(w_norm=w.w_norm + lora_norm)
     do8, do_scale, do_norm = quantize_rows(dout, True)

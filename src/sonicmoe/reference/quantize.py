@@ -49,6 +49,12 @@ def quantize_weight(w, transposed, norms):
     return q.contiguous(), q.mT.contiguous() if transposed else None, scale, norm
 
 
+def quantize_again(w, scale, transposed):
+    """w8 or w8_t of a weight whose scales are known."""
+    q = to_e4m3(w.float() / scale[:, None, None])
+    return (q.mT if transposed else q).contiguous()
+
+
 def quantize_weight_into(w8, w8_t, w_scale, w_norm, w):
     found = quantize_weight(w, w8_t is not None, w_norm is not None)
     for buffer, values in zip((w8, w8_t, w_scale, w_norm), found, strict=True):

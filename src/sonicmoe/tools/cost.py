@@ -92,16 +92,18 @@ def _kept_z(
     p: Problem, itemsize: int, memory: MemoryPolicy, precision: str | None = None
 ) -> dict[str, int]:
     """Z, its scales, and in FP8 the weights, norms and other scales that are kept with them."""
+    columns, weights = p.E * p.I * SCALE, {}
+    if precision is not None:
+        weights = {"w_scales": 2 * p.E * SCALE, "w2_norm": columns}
+        if memory.keeps_transposes:
+            weights |= {"w1_t": p.E * p.N * p.H, "w2_t": p.E * p.H * p.I}
     if memory.recompute:
-        return {}
-    kept = {"z": p.R * p.N * (1 if memory.in_e4m3 else itemsize)}
+        return weights
+    kept = {"z": p.R * p.N * (1 if memory.in_e4m3 else itemsize)} | weights
     if precision is not None:
         blocks = p.R * ceil_div(p.I, BLOCK) * SCALE
-        columns = p.E * p.I * SCALE
-        weights = {"w1_t": p.E * p.N * p.H, "w2_t": p.E * p.H * p.I}
-        weights |= {"w_scales": 2 * p.E * SCALE, "w2_norm": columns}
         kept |= {"zmax": blocks, "zmax_columns": columns, "a_scale": blocks}
-        kept |= {"x_scale": p.T * SCALE} | weights
+        kept |= {"x_scale": p.T * SCALE}
     elif memory.in_e4m3:
         kept["z_scale"] = p.R * ceil_div(p.N, BLOCK) * SCALE
     return kept
@@ -175,7 +177,8 @@ def _fp8_peak_bytes(
         again = _kept_z(p, 2, KEEP, precision)
         names = ("z", "zmax", "zmax_columns", "a_scale", "x_scale")
         recomputed = sum(again[name] for name in names)
-        w1_t, w2_t = w1, w2 + again["w2_norm"]
+    if not memory.keeps_transposes:
+        w1_t, w2_t = w1, w2
     do8 = x8 + p.T * SCALE  # with norms
     of_dz = w2_t + do8 + factors + a_t + partial
     of_dw2 = 2 * w2 + (2 * p.R * p.I if bf16_dw else p.T * p.H + a_t + p.E * p.I * SCALE)
