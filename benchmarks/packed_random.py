@@ -1,4 +1,4 @@
-"""Packed weights of random bits on the GPU, for the benchmarks of packed weights."""
+"""Packed weights of random bits, for the benchmarks of packed weights."""
 
 import torch
 
@@ -8,16 +8,18 @@ from sonicmoe.packed import NestedAbsmax, PackedWeight
 FORMATS = ("mxfp4", "nf4", "nf4 nested", "fp8", "fp8 e8m0", "int4")
 
 
-def random_packed(format: str, shape: tuple[int, int, int]) -> PackedWeight:
+def random_packed(
+    format: str, shape: tuple[int, int, int], device: torch.device | str = "cuda"
+) -> PackedWeight:
     """Weights (E, N, K) near 1/√K."""
     experts, n, k = shape
     size, typical = experts * n * k, k**-0.5
 
     def codes(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+        return torch.randint(0, 256, shape, device=device, dtype=torch.uint8)
 
     def scales(*shape: int) -> torch.Tensor:
-        return (torch.rand(shape, device="cuda") + 0.5) * typical
+        return (torch.rand(shape, device=device) + 0.5) * typical
 
     exponent = 127 - round(-torch.tensor(typical).log2().item())
     if format == "mxfp4":
@@ -27,16 +29,16 @@ def random_packed(format: str, shape: tuple[int, int, int]) -> PackedWeight:
         words = codes(experts, n, k // 2).view(torch.int32)
         return Int4(words, (scales(experts, n, k // 32) / 4).bfloat16())
     if format.startswith("nf4"):
-        code = torch.linspace(-1, 1, 16, device="cuda")
+        code = torch.linspace(-1, 1, 16, device=device)
         if format == "nf4":
             return Nf4(codes(size // 2), scales(size // 64), shape, code)
         nested = NestedAbsmax(
-            torch.linspace(-1, 1, 256, device="cuda"), scales(-(-size // 64 // 256)), typical
+            torch.linspace(-1, 1, 256, device=device), scales(-(-size // 64 // 256)), typical
         )
         return Nf4(codes(size // 2), codes(size // 64), shape, code, nested)
-    weight = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn)
+    weight = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
     for e in range(experts):  # a whole one in fp32 would take four times the memory
-        weight[e] = torch.randn(n, k, device="cuda").to(weight.dtype)
+        weight[e] = torch.randn(n, k, device=device).to(weight.dtype)
     blocks_of = (experts, -(-n // 128), -(-k // 128))
     if format == "fp8":
         return Fp8Blocks(weight, scales(*blocks_of))
