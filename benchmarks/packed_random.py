@@ -5,6 +5,13 @@ import torch
 from sonicmoe import Fp8Blocks, Int4, Mxfp4, Nf4
 from sonicmoe.packed import NestedAbsmax, PackedWeight
 
+# What bitsandbytes decodes NF4 with, whatever the code of a weight is.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
 FORMATS = ("mxfp4", "nf4", "nf4 nested", "fp8", "fp8 e8m0", "int4")
 
 
@@ -29,7 +36,7 @@ def random_packed(
         words = codes(experts, n, k // 2).view(torch.int32)
         return Int4(words, (scales(experts, n, k // 32) / 4).bfloat16())
     if format.startswith("nf4"):
-        code = torch.linspace(-1, 1, 16, device=device)
+        code = torch.tensor(NF4, device=device)
         if format == "nf4":
             return Nf4(codes(size // 2), scales(size // 64), shape, code)
         nested = NestedAbsmax(
