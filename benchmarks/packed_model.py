@@ -1,22 +1,28 @@
 """A LoRA step of a model shaped like gpt-oss-120b, experts in MXFP4, on one GPU: memory and time.
 
-    python benchmarks/packed_model.py --tokens 4096 --rank 8 --adapters bf16
-    python benchmarks/packed_model.py --tokens 16384 --rank 16 --adapters fp32
+    python benchmarks/packed_model.py
+    python benchmarks/packed_model.py --peers FOLDER --runs 4096,8,bf16
+    python benchmarks/packed_model.py --tiny
 
+A run is TOKENS,RANK,ADAPTERS: 4096 tokens with adapters of rank 8 in bf16 and an 8-bit Adam (of
+bitsandbytes, from FOLDER; without it Adam in bf16), and 16384 tokens with rank 16 and Adam in fp32.
 Weights are random and never dense: the experts are made packed. Layers are checkpointed, and logits
-exist for some tokens at a time. Prints a JSON line.
+exist for some tokens at a time. Prints a JSON line for each run; `--tiny` runs anywhere.
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from packed_random import random_packed
 from peft import LoraConfig, get_peft_model
+from research.sink_attention import register_sink_attention
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig
 
@@ -27,91 +33,160 @@ from sonicmoe.integrations.transformers import register
 from sonicmoe.train.cross_entropy import linear_cross_entropy
 
 STEPS = 4  # the first compiles
+CONTEXT = 1024
+LOGITS = 1024  # tokens whose logits are alive at a time
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+RUNS = "4096,8,bf16 16384,16,fp32"
+LARGE = {"num_hidden_layers": 36, "num_local_experts": 128}  # other sizes are the defaults
+TINY = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=64, num_local_experts=4, num_hidden_layers=2,
+    num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+)  # fmt: skip
 
 
-def packed_model(config: GptOssConfig) -> nn.Module:
-    """A frozen model on the GPU."""
+class Run(NamedTuple):
+    tokens: int
+    rank: int
+    adapters: str  # "bf16" or "fp32"
+
+    @classmethod
+    def of(cls, text: str) -> "Run":
+        tokens, rank, adapters = text.split(",")
+        if adapters not in DTYPES or int(tokens) % CONTEXT:
+            expected = f"TOKENS,RANK,ADAPTERS with a multiple of {CONTEXT} tokens, bf16 or fp32"
+            raise SystemExit(f"--runs: expected {expected}, got {text}")
+        return cls(int(tokens), int(rank), adapters)
+
+
+def packed_model(config: GptOssConfig, device: torch.device) -> nn.Module:
+    """A frozen model whose experts are in MXFP4."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, experts_implementation="sonicmoe_experts"
+            config,
+            dtype=torch.bfloat16,
+            experts_implementation="sonicmoe_experts",
+            attn_implementation=register_sink_attention(),
         )
     experts = {}
     for module in model.modules():
         for name in weight_names(module):
             experts[module, name] = module._parameters.pop(name).shape
-    model.to_empty(device="cuda")
+    model.to_empty(device=device)
     # Its frequencies are computed when it is made.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to("cuda")
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.02)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    for name, p in model.named_parameters():
+        nn.init.ones_(p) if "norm" in name else nn.init.normal_(p, std=0.02)
     for (module, name), (number, k, n) in experts.items():
-        weight = PackedParameter(random_packed("mxfp4", (number, n, k)), torch.bfloat16, True)
+        packed = random_packed("mxfp4", (number, n, k), device)
+        weight = PackedParameter(packed, torch.bfloat16, swapped=True)
         module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
     return model.requires_grad_(False)
 
 
-def with_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> nn.Module:
-    lora = LoraConfig(r=rank, target_modules=[], target_parameters=TARGETS)
-    tuned = get_peft_model(model, lora, autocast_adapter_dtype=False)
+def with_adapters(model: nn.Module, run: Run, device: torch.device) -> nn.Module:
+    lora = LoraConfig(r=run.rank, target_modules=[], target_parameters=TARGETS)
+    with device:  # PEFT fills in adapters where they are made: on a CPU that takes a minute
+        tuned = get_peft_model(model, lora, autocast_adapter_dtype=False)
     use_lora_experts(tuned)
     for p in tuned.parameters():
         if p.requires_grad:
-            p.data = p.data.to(dtype)
+            p.data = p.data.to(DTYPES[run.adapters])
     tuned.gradient_checkpointing_enable()
-    tuned.enable_input_require_grads()
     return tuned.train()
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    config = GptOssConfig(
-        num_hidden_layers=args.layers, num_local_experts=args.experts, vocab_size=args.vocabulary
-    )
-    model = packed_model(config)
-    resident = torch.cuda.memory_allocated()
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.adapters]
-    tuned = with_adapters(model, args.rank, dtype)
-    trained = [p for p in tuned.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    ids = torch.randint(config.vocab_size, (args.tokens // args.context, args.context + 1))
-    inputs, targets = ids[:, :-1].cuda(), ids[:, 1:].flatten().cuda()
-    head = model.lm_head.weight
-    losses, seconds = [], []
-    for _ in range(STEPS):
+def optimizer_of(trained: list[nn.Parameter], run: Run) -> tuple[Any, str]:
+    """The optimizer, and what it is."""
+    if run.adapters == "bf16":
+        try:
+            kind = _adam_in_8_bits(trained[0].device)
+            return kind(trained, lr=1e-3), f"bitsandbytes {kind.__name__}"
+        except Exception as error:  # absent, or without its library for this CUDA
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            print(f"no 8-bit Adam ({why})", file=sys.stderr)
+    fused = trained[0].is_cuda
+    name = f"torch AdamW, states in {run.adapters}" + ", fused" * fused
+    return torch.optim.AdamW(trained, lr=1e-3, fused=fused), name
+
+
+def _adam_in_8_bits(device: torch.device) -> Any:
+    """That of bitsandbytes, after a step of it."""
+    from bitsandbytes.optim import AdamW8bit
+
+    trial = nn.Parameter(torch.ones(2**14, device=device, dtype=torch.bfloat16))
+    trial.grad = torch.ones_like(trial)
+    AdamW8bit([trial], lr=0.5).step()
+    if not (trial < 1).all():
+        raise RuntimeError("a step of AdamW8bit changed nothing")
+    return AdamW8bit
+
+
+def measure(config: GptOssConfig, run: Run, device: torch.device) -> dict[str, Any]:
+    begin = time.perf_counter()
+    model = packed_model(config, device)
+    if device.type == "cuda":
         torch.cuda.synchronize()
+    weights = sum(_bytes(p) for p in model.parameters())
+    tuned = with_adapters(model, run, device)
+    trained = [p for p in tuned.parameters() if p.requires_grad]
+    optimizer, name = optimizer_of(trained, run)
+    ids = torch.randint(config.vocab_size, (run.tokens // CONTEXT, CONTEXT + 1), device=device)
+    inputs, targets = ids[:, :-1], ids[:, 1:].flatten()
+    head = model.lm_head.weight  # type: ignore[union-attr]
+    made, losses, seconds = time.perf_counter() - begin, [], []
+    for _ in range(STEPS):
         begin = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16):
-            hidden = model.model(inputs).last_hidden_state.flatten(0, 1)
-            loss = linear_cross_entropy(hidden, head, targets, 4096)
+        with torch.autocast(device.type, torch.bfloat16):
+            # Without a cache of keys and values, which training has no use for.
+            hidden = model.model(inputs, use_cache=False).last_hidden_state  # type: ignore
+            loss = linear_cross_entropy(hidden.flatten(0, 1), head, targets, LOGITS)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(round(loss.item(), 4))
         seconds.append(round(time.perf_counter() - begin, 3))
-    return {
-        "layers": args.layers, "tokens": args.tokens, "rank": args.rank, "adapters": args.adapters,
-        "weights GiB": round(resident / 2**30, 2),
-        "trained": sum(p.numel() for p in trained),
-        "reserved GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "allocated GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "losses": losses, "seconds": seconds,
+    found = {
+        **run._asdict(), "optimizer": name, "weights GiB": _gib(weights),
+        "trained": sum(p.numel() for p in trained), "losses": losses, "seconds": seconds,
+        "seconds before": round(made, 1),
     }  # fmt: skip
+    if device.type == "cuda":
+        found["max_memory_reserved GiB"] = _gib(torch.cuda.max_memory_reserved())
+        found["max_memory_allocated GiB"] = _gib(torch.cuda.max_memory_allocated())
+    return found
 
 
-def main() -> None:
+def _bytes(p: torch.Tensor) -> int:
+    return p.packed.nbytes if isinstance(p, PackedParameter) else p.nbytes
+
+
+def _gib(size: int) -> float:
+    return round(size / 2**30, 2)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--vocabulary", type=int, default=201088)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--adapters", choices=("bf16", "fp32"), default="bf16")
-    args = parser.parse_args()
+    words = f"TOKENS,RANK,ADAPTERS; default: {RUNS}"
+    parser.add_argument("--runs", nargs="+", default=RUNS.split(), metavar="RUN", help=words)
+    parser.add_argument("--peers", metavar="FOLDER", help="with bitsandbytes, unpacked")
+    parser.add_argument("--tiny", action="store_true", help="a model of 0.1M weights")
+    args = parser.parse_args(argv)
+    runs = [Run.of(text) for text in args.runs]
+    if args.peers:
+        sys.path.append(args.peers)
     register()
-    about = {"date": datetime.now(UTC).isoformat(), "device": torch.cuda.get_device_name()}
-    about |= {"torch": torch.__version__, "command": " ".join(sys.argv)}
-    print(json.dumps({**about, "record": measure(args)}), flush=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    about = {"date": datetime.now(UTC).isoformat(), "torch": torch.__version__}
+    about["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(json.dumps({**about, "command": " ".join(sys.argv)}), flush=True)
+    config = GptOssConfig(**(TINY if args.tiny else LARGE))
+    for run in runs:
+        print(json.dumps(measure(config, run, device)), flush=True)
+        gc.collect()  # modules refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":
