@@ -213,9 +213,12 @@ def test_a_cache_serves_the_recomputation(monkeypatch):
     found = []
     for name in ("quantize_weight", "quantize_weight_into", "quantize_again"):
         quantize = getattr(fp8, name)
-        monkeypatch.setattr(
-            fp8, name, lambda *a, quantize=quantize: found.append(a) or quantize(*a)
-        )
+
+        def counted(*args, quantize=quantize, **options):
+            found.append(args)
+            return quantize(*args, **options)
+
+        monkeypatch.setattr(fp8, name, counted)
     x = torch.randn(12, 32).bfloat16().requires_grad_()
     for cached, calls in ((True, 2), (False, 5)):
         torch.manual_seed(0)
