@@ -33,8 +33,8 @@ from .runlog import RunLog
 class Trainer:
     """A model, its optimizer and its position in the text.
 
-    A checkpoint after step n holds everything that step n+1 depends on: a resumed run repeats an
-    uninterrupted one bit for bit on one device.
+    A checkpoint after step n holds everything that step n+1 depends on: on one device, a resumed
+    run with `deterministic` repeats an uninterrupted one bit for bit.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Trainer:
         self.first_loss = self.last_loss = self.validation_loss = math.nan
         self.steady: list[tuple[int, float]] = []  # (tokens, seconds) of logged intervals
 
-        make_deterministic(config.deterministic)
+        # On a CPU it costs nothing, so that runs always repeat there.
+        make_deterministic(config.deterministic or world.device.type == "cpu")
         if world.device.type == "cuda":  # an earlier run in this process had its own peak
             torch.cuda.reset_peak_memory_stats(world.device)
         torch.manual_seed(config.seed)
@@ -293,8 +294,7 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
     if config.bf16_weights:
         model.to(torch.bfloat16)
     if config.compile:
-        for block in model.blocks:  # one block compiles once for all of them
-            block.compile()
+        model.compile_blocks()
         for module in model.modules() if world.size == 1 else ():  # else FSDP gathers the weights
             if isinstance(module, MoE):
                 module.refresh_fp8_weights()  # else the compiled layer quantizes in every call
@@ -306,7 +306,7 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
 def make_deterministic(wanted: bool) -> None:
     """Make PyTorch use deterministic algorithms, or raise where it has none.
 
-    Not `warn_only`: with it, attention does not use its deterministic backward pass (flash).
+    Not `warn_only`: with it, attention keeps to kernels that do not repeat.
     """
     # cuBLAS reads it once, at the first GEMM of the process, so it must be set for later runs too.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
