@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..distributed import clip_grad_norm_
 from ..errors import bad_argument
 from ..moe import MoE
 from . import accounting, checkpoint, hardware, optim, parallel
@@ -130,11 +129,9 @@ class Trainer:
                 loss, aux_loss = self.model(x, y, loss_chunk=c.loss_chunk)
             ((loss + aux_loss) / len(pieces)).backward()
             total += torch.stack([loss.detach().float(), aux_loss.detach().float()]) / len(pieces)
-        norm = clip_grad_norm_(self.model, c.gradient_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = optim.learning_rate(c, self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = optim.step(self.model, self.optimizer, c.gradient_clip)
         self.pending.append(torch.cat([total, norm.to(total)[None]]))
         self.step += 1
 
