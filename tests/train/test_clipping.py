@@ -11,7 +11,7 @@ from torch import nn
 from sonicmoe.train import adamw, optim
 from sonicmoe.train.adamw import StochasticAdamW
 
-OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 KINDS = {
     "fp32": (torch.float32, lambda p: torch.optim.AdamW(p, **OPTIONS, fused=True)),
     "bf16": (torch.bfloat16, lambda p: StochasticAdamW(p, **OPTIONS)),

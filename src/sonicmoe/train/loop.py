@@ -19,7 +19,7 @@ import torch
 from ..errors import bad_argument
 from ..moe import MoE
 from . import accounting, checkpoint, hardware, optim, parallel
-from .backends import check_backend
+from .backends import check_backend, prepare_to_compile
 from .batches import Batches
 from .config import TrainConfig
 from .corpus import Corpus
@@ -84,7 +84,7 @@ class Trainer:
             step = self._first_step
             while self.step < c.steps and not stopped:
                 step()
-                step = self._train_step
+                step = self.train_step
                 if self.step % c.log_every == 0 or self.step == c.steps:
                     self._report()
                 stopped = self.world.any(wanted())
@@ -110,12 +110,12 @@ class Trainer:
         builds = _what_builds_code(self.config, self.world.device)
         if builds:
             self.display.busy(f"First step: {builds} …")
-        self._train_step()
+        self.train_step()
         if builds:
             self.pending[-1].tolist()  # wait for the device
             self.display.busy(f"First step done after {time.perf_counter() - self._mark:.0f} s.")
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
         c = self.config
         inputs, targets = self.batches.step(self.step, self.world.rank, self.world.size)
         inputs, targets = inputs.to(self.world.device), targets.to(self.world.device)
@@ -125,7 +125,7 @@ class Trainer:
         for i, (x, y) in enumerate(pieces):
             if self.world.size > 1:
                 parallel.synchronise_gradients(self.model, i == len(pieces) - 1)
-            with self._autocast():
+            with self.autocast():
                 loss, aux_loss = self.model(x, y, loss_chunk=c.loss_chunk)
             ((loss + aux_loss) / len(pieces)).backward()
             total += torch.stack([loss.detach().float(), aux_loss.detach().float()]) / len(pieces)
@@ -178,7 +178,7 @@ class Trainer:
             if x.shape[0] < self.world.size:  # every rank must take part in the collectives
                 mine = slice(None)
             x, y = x[mine].to(self.world.device), y[mine].to(self.world.device)
-            with self._autocast():
+            with self.autocast():
                 loss, _ = self.model(x, y, loss_chunk=c.loss_chunk)
             total += torch.stack([loss.double() * x.shape[0], loss.new_tensor(x.shape[0]).double()])
         summed, count = self.world.sum(total).tolist()
@@ -197,7 +197,7 @@ class Trainer:
         action()
         self._mark += time.perf_counter() - before
 
-    def _autocast(self):
+    def autocast(self):
         # With FSDP, parameters are already gathered in bfloat16.
         wanted = self.config.is_autocast and self.world.size == 1
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=wanted)
@@ -291,6 +291,7 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
     if config.bf16_weights:
         model.to(torch.bfloat16)
     if config.compile:
+        prepare_to_compile(config.backend)
         model.compile_blocks()
         for module in model.modules() if world.size == 1 else ():  # else FSDP gathers the weights
             if isinstance(module, MoE):
