@@ -39,7 +39,7 @@ BASE = dataclasses.replace(
     preset("small").override({
         "vocab_size": 8192, "num_layers": 4, "num_experts": 64, "experts_per_token": 2,
         "batch": 16, "micro_batch": 16, "data_megabytes": 96, "validation_fraction": 0.02,
-        "compile": False, "keep": 0, "tensorboard": False,
+        "compile": False, "keep": 0, "tensorboard": False, "deterministic": True,
     }),
     preset="evidence",
 )  # fmt: skip
@@ -47,7 +47,7 @@ BASE = dataclasses.replace(
 # Four micro-batches a step, to amortise the optimizer; little text, since nothing is learnt.
 THROUGHPUT = preset("1.4B").override({
     "batch": 40, "steps": 12, "log_every": 2, "validation_sequences": 10, "data_megabytes": 8,
-    "validation_fraction": 0.05, "keep": 0, "tensorboard": False, "deterministic": False,
+    "validation_fraction": 0.05, "keep": 0, "tensorboard": False,
 })  # fmt: skip
 
 ROUTERS = {

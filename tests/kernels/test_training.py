@@ -16,15 +16,20 @@ CUDA = "cuda"
 
 
 @on("interpreter")
-@pytest.mark.parametrize("count", [5, 64, 200])
-def test_bits_of_adamw(count):
+@pytest.mark.parametrize("divisor", [None, 1.0, 37.5, 1e20])
+@pytest.mark.parametrize("count", [5, 200])
+def test_bits_of_adamw(count, divisor):
     w, g, m = (torch.randn(count).bfloat16() for _ in range(3))
     v = torch.rand(count).bfloat16()
     w[0], w[1], g[2], g[3] = torch.inf, 0, torch.nan, 1e30
     numbers = (1e-2, 0.999, 0.9, 0.95, 0.1, 0.05, 1e-8)
     given = [t.clone() for t in (w, g, m, v)]
-    launch(adamw_kernel, (-(-count // 64),), *given, count, 123456789, *numbers, BLOCK=64)
-    adamw.update(w, g, m, v, 123456789, *numbers)
+    divisor = None if divisor is None else torch.tensor(divisor)
+    launch(
+        adamw_kernel, (-(-count // 64),), *given, w if divisor is None else divisor, count,
+        123456789, *numbers, DIVIDE=divisor is not None, BLOCK=64,
+    )  # fmt: skip
+    adamw.update(w, g, m, v, 123456789, *numbers, divisor)
     # The interpreter computes some of the products in another order: bits of 99%, the rest nearby.
     for got, want in zip(given, (w, g, m, v), strict=True):
         assert torch.equal(got.isnan(), want.isnan())
@@ -72,14 +77,16 @@ def test_cross_entropy(size, weight_dtype):
 
 
 @on("cuda")
-def test_adamw():
+@pytest.mark.parametrize("divisor", [None, 37.5])
+def test_adamw(divisor):
     count = 5000
     tensors = [torch.randn(count).bfloat16() for _ in range(3)] + [torch.rand(count).bfloat16()]
     tensors[0][0], tensors[1][1] = torch.inf, torch.nan
     there = [t.to(CUDA) for t in tensors]
     numbers = (123456789, 1e-2, 0.999, 0.9, 0.95, 0.1, 0.05, 1e-8)
     for given in (tensors, there):
-        adamw.update(*given, *numbers)
+        scale = None if divisor is None else torch.tensor(divisor, device=given[0].device)
+        adamw.update(*given, *numbers, scale)
     for here, got in zip(tensors, there, strict=True):
         got = got.cpu()
         torch.testing.assert_close(got, here, rtol=2**-7, atol=0, equal_nan=True)

@@ -53,8 +53,8 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients are not clipped", "train/loop.py",
-        "clip_grad_norm_(self.model, c.gradient_clip)",
-        "clip_grad_norm_(self.model, math.inf)",
+        "optim.step(self.model, self.optimizer, c.gradient_clip)",
+        "optim.step(self.model, self.optimizer, math.inf)",
         "tests/train/test_step.py -k clipped",
     ),
     Mutation(

@@ -86,7 +86,7 @@ def stop_after(monkeypatch):
 
     @contextlib.contextmanager
     def block(last: int):
-        step = loop.Trainer._train_step
+        step = loop.Trainer.train_step
 
         def step_and_stop(self):
             step(self)
@@ -94,7 +94,7 @@ def stop_after(monkeypatch):
                 os.kill(os.getpid(), signal.SIGTERM)
 
         with monkeypatch.context() as patch:
-            patch.setattr(loop.Trainer, "_train_step", step_and_stop)
+            patch.setattr(loop.Trainer, "train_step", step_and_stop)
             yield
 
     return block

@@ -15,6 +15,7 @@ SHAPE = {
     "device": "cuda", "context": 512, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2,
     "head_dim": 64, "num_experts": 8, "intermediate_size": 128, "batch": 16, "micro_batch": 8,
     "steps": 10, "validate_every": 5, "checkpoint_every": 4, "log_every": 3,
+    "deterministic": True,
 }  # fmt: skip
 STOP_AFTER = 6
 
@@ -34,8 +35,18 @@ def _cublas_can_repeat():
         {"precision": "bf16", "router": "token_rounding"},
         {"precision": "bf16", "router": "expert_choice"},
         {"precision": "autocast", "compile": True},
+        {"precision": "bf16_fp8", "compile": True, "recompute": True},
+        {"precision": "bf16", "compile": True, "context": 200},
     ],
-    ids=["bf16", "bf16-fp8", "bf16-token-rounding", "bf16-expert-choice", "autocast-compiled"],
+    ids=[
+        "bf16",
+        "bf16-fp8",
+        "bf16-token-rounding",
+        "bf16-expert-choice",
+        "autocast-compiled",
+        "bf16-fp8-compiled-recompute",
+        "bf16-compiled-200-tokens",
+    ],
 )
 def test_a_run_continues_bit_for_bit(tiny, cache, tmp_path, stop_after, how):
     config = tiny.override({**SHAPE, **how})

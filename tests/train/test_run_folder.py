@@ -54,7 +54,7 @@ def test_trainings_started_together_have_folders_of_their_own(command, tmp_path,
 
 def test_a_run_in_progress_cannot_be_resumed(command, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "runs" / "demo"
-    step, errors = loop.Trainer._train_step, []
+    step, errors = loop.Trainer.train_step, []
 
     def step_and_resume(self):
         step(self)
@@ -65,7 +65,7 @@ def test_a_run_in_progress_cannot_be_resumed(command, tmp_path, monkeypatch, cap
             assert _contents(folder) == before
             errors.append(capsys.readouterr())
 
-    monkeypatch.setattr(loop.Trainer, "_train_step", step_and_resume)
+    monkeypatch.setattr(loop.Trainer, "train_step", step_and_resume)
     assert main(command(steps=4, warmup_steps=1, checkpoint_every=1)) == 0
     [(out, err)] = errors
     assert out == ""

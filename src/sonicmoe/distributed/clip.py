@@ -24,22 +24,10 @@ def clip_grad_norm_(
     Every rank must call it. Returns the norm over all ranks before clipping, as a plain tensor. A
     gradient that is not a DTensor must be the same on every rank, and counts once.
     """
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    elif isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
-    for p in parameters:
-        if p.grad is not None:
-            by_mesh.setdefault(mesh_of(p.grad), []).append(p)
-    norms = [_total_norm(group, norm_type, foreach) for group in by_mesh.values()]
-    if not norms:
+    by_mesh = _by_mesh(parameters)
+    if not by_mesh:
         return torch.tensor(0.0)
-    # Each group alone: the operators that scale lists of tensors take one mesh at a time.
-    total = norms[0]
-    if len(norms) > 1:
-        stacked = torch.stack([norm.to(norms[0]) for norm in norms])
-        total = torch.linalg.vector_norm(stacked, norm_type)
+    total = _norm_over_meshes(by_mesh, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise bad_argument(
             "parameters",
@@ -50,6 +38,42 @@ def clip_grad_norm_(
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach)
     return total
+
+
+def grad_norm(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """What `clip_grad_norm_` returns; the gradients stay as they are."""
+    by_mesh = _by_mesh(parameters)
+    return _norm_over_meshes(by_mesh, norm_type, foreach) if by_mesh else torch.tensor(0.0)
+
+
+def _by_mesh(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+) -> dict[Any, list[torch.Tensor]]:
+    """The parameters that have a gradient. Each group alone: operators on lists of tensors take
+    one mesh at a time."""
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            by_mesh.setdefault(mesh_of(p.grad), []).append(p)
+    return by_mesh
+
+
+def _norm_over_meshes(
+    by_mesh: dict[Any, list[torch.Tensor]], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    norms = [_total_norm(group, norm_type, foreach) for group in by_mesh.values()]
+    if len(norms) == 1:
+        return norms[0]
+    stacked = torch.stack([norm.to(norms[0]) for norm in norms])
+    return torch.linalg.vector_norm(stacked, norm_type)
 
 
 def mesh_of(tensor: torch.Tensor) -> Any:

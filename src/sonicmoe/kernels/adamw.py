@@ -23,10 +23,11 @@ def rounded_stochastically(value, noise):
 
 @triton.jit(do_not_specialize=["key"])
 def adamw_kernel(
-    weight, gradient, mean, square, count, key, lr, decay, beta1, beta2, correction1, correction2,
-    eps, BLOCK: tl.constexpr,
+    weight, gradient, mean, square, divisor, count, key, lr, decay, beta1, beta2, correction1,
+    correction2, eps, DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One step of AdamW on `count` elements, in fp32; moments are rounded to the nearest.
+    """One step of AdamW on `count` elements, in fp32; moments are rounded to the nearest. With
+    DIVIDE, the gradient is divided by the number at `divisor`, fp32.
 
     Grid: count/BLOCK; a program owns BLOCK elements of weight, mean and square.
     """
@@ -36,6 +37,8 @@ def adamw_kernel(
     m = tl.load(mean + i, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(square + i, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    if DIVIDE:
+        g *= 1 / tl.load(divisor)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g
     step = (m / correction1) / (tl.sqrt(v / correction2) + eps)

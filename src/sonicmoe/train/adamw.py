@@ -18,8 +18,11 @@ class StochasticAdamW(Optimizer):
     """AdamW that rounds weights in bfloat16 stochastically; moments are bfloat16 too.
 
     The random bits depend on `seed`, the step, the place of the parameter among the parameters, and
-    the element: runs repeat, and replicas of a weight stay equal.
+    the element: runs repeat, and replicas of a weight stay equal. Gradients are divided by
+    `grad_scale` (a tensor of one number in fp32), if it is set, as in PyTorch's fused optimizers.
     """
+
+    grad_scale: torch.Tensor | None = None
 
     def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.01, seed: int = 0) -> None:  # fmt: skip
@@ -59,7 +62,7 @@ class StochasticAdamW(Optimizer):
         w, g, m, v = (_local(t) for t in (p, g, state["exp_avg"], state["exp_avg_sq"]))
         update(
             w, g, m, v, key, lr, 1 - lr * group["weight_decay"], beta1, beta2, 1 - beta1**step,
-            1 - beta2**step, group["eps"],
+            1 - beta2**step, group["eps"], self.grad_scale,
         )  # fmt: skip
         torch.autograd.graph.increment_version([w, m, v])  # kernels are not seen by autograd
 
@@ -75,7 +78,8 @@ def key_of(seed: int, step: int, place: int) -> int:
     return ((mixed ^ (mixed >> 13)) * 0xC2B2AE3D & _MASK) >> 1
 
 
-def update(w, g, m, v, key, lr, decay, beta1, beta2, correction1, correction2, eps) -> None:
+def update(w, g, m, v, key, lr, decay, beta1, beta2, correction1, correction2, eps,
+           divisor: torch.Tensor | None = None) -> None:  # fmt: skip
     """One step of AdamW on w, m and v, in place; see `kernels.adamw`."""
     if not (w.is_contiguous() and m.is_contiguous() and v.is_contiguous()):
         raise bad_argument("params", "contiguous weights", w.stride(), "Call .contiguous().")
@@ -87,9 +91,14 @@ def update(w, g, m, v, key, lr, decay, beta1, beta2, correction1, correction2, e
 
         grid = (-(-w.numel() // _BLOCK),)
         if w.numel():
-            launch(adamw_kernel, grid, w, g, m, v, w.numel(), key, *numbers, BLOCK=_BLOCK)
+            launch(
+                adamw_kernel, grid, w, g, m, v, w if divisor is None else divisor, w.numel(), key,
+                *numbers, DIVIDE=divisor is not None, BLOCK=_BLOCK,
+            )  # fmt: skip
         return
     g32, m32, v32 = g.float(), m.float(), v.float()
+    if divisor is not None:
+        g32 = g32 * (1 / divisor)
     m32 = beta1 * m32 + (1 - beta1) * g32
     v32 = beta2 * v32 + (1 - beta2) * g32 * g32
     step = (m32 / correction1) / ((v32 / correction2).sqrt() + eps)

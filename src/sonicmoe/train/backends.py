@@ -45,6 +45,12 @@ def check_backend(backend: str, config: TrainConfig) -> None:
         need("scattermoe.mlp", "backend=scattermoe")
 
 
+def prepare_to_compile(backend: str) -> None:
+    """Keep ScatterMoE out of compiled graphs: it tunes its kernels when they run."""
+    if backend == "scattermoe":
+        _PEERS[backend] = torch.compiler.disable(_scattermoe)
+
+
 def _peer_layer(moe: MoE, x: torch.Tensor, experts: Callable):
     flat = x.reshape(-1, x.shape[-1])
     logits = moe.router(flat)
@@ -86,6 +92,6 @@ def _scattermoe(x, scores, ids, w1, w2):
     return peer.parallel_linear(F.silu(gate) * up, w2.mT, 1, *common, grouped_in=True, gates=scores)
 
 
-_PEERS = {"grouped_mm": _gather_grouped_mm, "scattermoe": _scattermoe}
+_PEERS: dict[str, Callable] = {"grouped_mm": _gather_grouped_mm, "scattermoe": _scattermoe}
 LAYER_BACKENDS = tuple(_LAYER)
 BACKENDS = (*LAYER_BACKENDS, *_PEERS)

@@ -75,7 +75,8 @@ class TrainConfig:
     """One training run. `batch` sequences per step, in micro-batches of `micro_batch`.
 
     `data` is "local" (text of this installation), files and folders, or a Hugging Face
-    dataset. `memory` is keep, e4m3 or recompute, as in `MoE`. `target_loss` is checked against the
+    dataset. With `deterministic` a run on a GPU repeats bit for bit; on a CPU it always does.
+    `memory` is keep, e4m3 or recompute, as in `MoE`. `target_loss` is checked against the
     validation loss at the end. `keep` checkpoints are kept; 0 writes none. `wandb` also logs to
     Weights & Biases, in the project sonicmoe or $WANDB_PROJECT. `init_from` is the
     folder of a run whose weights and tokenizer this one starts with.
@@ -106,7 +107,7 @@ class TrainConfig:
     precision: str = "fp32"
     backend: str = "auto"
     compile: bool = False
-    deterministic: bool = True
+    deterministic: bool = False
     recompute: bool = False
     memory: str = KEEP.z
     loss_chunk: int = 0

@@ -22,7 +22,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Kept: the gradients of x (N, H) and of the weight (V, H)."""
+    """Kept: the gradients of x (N, H) and, in fp32, of the weight (V, H)."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunk: int):
@@ -40,19 +40,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(dlogits, w, out=dx[part])
             if dw is not None:
                 _add_gemm(dw, dlogits.mT, x[part])
-        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
-        ctx.rows = rows
+        ctx.save_for_backward(dx, dw)
+        ctx.rows, ctx.dtype = rows, weight.dtype
         return total / rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss):
         scale = dloss / ctx.rows
-        return (
-            *(None if t is None else (t * scale).to(t.dtype) for t in ctx.saved_tensors),
-            None,
-            None,
-        )
+        dx, dw = ctx.saved_tensors
+        # Scaled and rounded at once: dW of 7B takes 0.3 GB in fp32.
+        of_x = None if dx is None else _times(dx, scale, dx.dtype)
+        return of_x, None if dw is None else _times(dw, scale, ctx.dtype), None, None
+
+
+def _times(t: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.mul(t, scale, out=torch.empty_like(t, dtype=dtype))
 
 
 def _losses(logits, targets, gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:

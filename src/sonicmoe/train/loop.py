@@ -16,11 +16,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..distributed import clip_grad_norm_
 from ..errors import bad_argument
 from ..moe import MoE
 from . import accounting, checkpoint, hardware, optim, parallel
-from .backends import check_backend
+from .backends import check_backend, prepare_to_compile
 from .batches import Batches
 from .config import TrainConfig
 from .corpus import Corpus
@@ -33,8 +32,8 @@ from .runlog import RunLog
 class Trainer:
     """A model, its optimizer and its position in the text.
 
-    A checkpoint after step n holds everything that step n+1 depends on: a resumed run repeats an
-    uninterrupted one bit for bit on one device.
+    A checkpoint after step n holds everything that step n+1 depends on: on one device, a resumed
+    run with `deterministic` repeats an uninterrupted one bit for bit.
     """
 
     def __init__(
@@ -57,7 +56,8 @@ class Trainer:
         self.first_loss = self.last_loss = self.validation_loss = math.nan
         self.steady: list[tuple[int, float]] = []  # (tokens, seconds) of logged intervals
 
-        make_deterministic(config.deterministic)
+        # On a CPU it costs nothing, so that runs always repeat there.
+        make_deterministic(config.deterministic or world.device.type == "cpu")
         if world.device.type == "cuda":  # an earlier run in this process had its own peak
             torch.cuda.reset_peak_memory_stats(world.device)
         torch.manual_seed(config.seed)
@@ -84,7 +84,7 @@ class Trainer:
             step = self._first_step
             while self.step < c.steps and not stopped:
                 step()
-                step = self._train_step
+                step = self.train_step
                 if self.step % c.log_every == 0 or self.step == c.steps:
                     self._report()
                 stopped = self.world.any(wanted())
@@ -110,12 +110,12 @@ class Trainer:
         builds = _what_builds_code(self.config, self.world.device)
         if builds:
             self.display.busy(f"First step: {builds} …")
-        self._train_step()
+        self.train_step()
         if builds:
             self.pending[-1].tolist()  # wait for the device
             self.display.busy(f"First step done after {time.perf_counter() - self._mark:.0f} s.")
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
         c = self.config
         inputs, targets = self.batches.step(self.step, self.world.rank, self.world.size)
         inputs, targets = inputs.to(self.world.device), targets.to(self.world.device)
@@ -125,15 +125,13 @@ class Trainer:
         for i, (x, y) in enumerate(pieces):
             if self.world.size > 1:
                 parallel.synchronise_gradients(self.model, i == len(pieces) - 1)
-            with self._autocast():
+            with self.autocast():
                 loss, aux_loss = self.model(x, y, loss_chunk=c.loss_chunk)
             ((loss + aux_loss) / len(pieces)).backward()
             total += torch.stack([loss.detach().float(), aux_loss.detach().float()]) / len(pieces)
-        norm = clip_grad_norm_(self.model, c.gradient_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = optim.learning_rate(c, self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = optim.step(self.model, self.optimizer, c.gradient_clip)
         self.pending.append(torch.cat([total, norm.to(total)[None]]))
         self.step += 1
 
@@ -180,7 +178,7 @@ class Trainer:
             if x.shape[0] < self.world.size:  # every rank must take part in the collectives
                 mine = slice(None)
             x, y = x[mine].to(self.world.device), y[mine].to(self.world.device)
-            with self._autocast():
+            with self.autocast():
                 loss, _ = self.model(x, y, loss_chunk=c.loss_chunk)
             total += torch.stack([loss.double() * x.shape[0], loss.new_tensor(x.shape[0]).double()])
         summed, count = self.world.sum(total).tolist()
@@ -199,7 +197,7 @@ class Trainer:
         action()
         self._mark += time.perf_counter() - before
 
-    def _autocast(self):
+    def autocast(self):
         # With FSDP, parameters are already gathered in bfloat16.
         wanted = self.config.is_autocast and self.world.size == 1
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=wanted)
@@ -293,8 +291,8 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
     if config.bf16_weights:
         model.to(torch.bfloat16)
     if config.compile:
-        for block in model.blocks:  # one block compiles once for all of them
-            block.compile()
+        prepare_to_compile(config.backend)
+        model.compile_blocks()
         for module in model.modules() if world.size == 1 else ():  # else FSDP gathers the weights
             if isinstance(module, MoE):
                 module.refresh_fp8_weights()  # else the compiled layer quantizes in every call
@@ -306,7 +304,7 @@ def _build_model(config: TrainConfig, world: parallel.World) -> Decoder:
 def make_deterministic(wanted: bool) -> None:
     """Make PyTorch use deterministic algorithms, or raise where it has none.
 
-    Not `warn_only`: with it, attention does not use its deterministic backward pass (flash).
+    Not `warn_only`: with it, attention keeps to kernels that do not repeat.
     """
     # cuBLAS reads it once, at the first GEMM of the process, so it must be set for later runs too.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

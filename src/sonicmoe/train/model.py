@@ -15,6 +15,7 @@ from ..enums import ActivationType
 from ..layer.memory import KEEP
 from ..moe import MoE
 from ..routing import Router, TokenRounding
+from .attention import attend, repeatable_mask
 from .backends import run_layer
 from .config import ModelConfig, TrainConfig
 from .cross_entropy import linear_cross_entropy
@@ -50,7 +51,6 @@ class Attention(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.head_dim = c.head_dim
-        self.grouped = c.num_heads != c.num_kv_heads
         self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=False)
         self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
 
-    def forward(self, x, cos, sin, past=None, keep=False):
+    def forward(self, x, cos, sin, mask=None, past=None, keep=False):
         """(B, S, H) → (B, S, H) and, with `keep`, keys and values including `past`."""
 
         def heads(t):
@@ -69,9 +69,7 @@ class Attention(nn.Module):
         v = heads(self.v_proj(x)).transpose(1, 2)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=past is None, enable_gqa=self.grouped
-        )
+        out = attend(q, k, v, mask, continues=past is not None)
         return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v) if keep else None
 
 
@@ -117,13 +115,13 @@ class Block(nn.Module):
         self.moe_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.moe = _layer(c, memory, fp8)
 
-    def forward(self, x, cos, sin, past=None, keep=False):
+    def forward(self, x, cos, sin, mask=None, past=None, keep=False):
         if self.recompute and self.training and not keep:
-            return checkpoint(self._forward, x, cos, sin, use_reentrant=False)
-        return self._forward(x, cos, sin, past, keep)
+            return checkpoint(self._forward, x, cos, sin, mask, use_reentrant=False)
+        return self._forward(x, cos, sin, mask, past, keep)
 
-    def _forward(self, x, cos, sin, past=None, keep=False):
-        attended, cache = self.attention(self.attention_norm(x), cos, sin, past, keep)
+    def _forward(self, x, cos, sin, mask=None, past=None, keep=False):
+        attended, cache = self.attention(self.attention_norm(x), cos, sin, mask, past, keep)
         x = x + attended
         mixed, aux_loss = run_layer(self.moe, self.moe_norm(x), self.backend)
         return x + mixed, aux_loss, cache
@@ -147,7 +145,14 @@ class Decoder(nn.Module):
         blocks = (Block(*options) for _ in range(config.num_layers))
         self.blocks = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.is_compiled = False
         self.reset_parameters()
+
+    def compile_blocks(self) -> None:
+        """Compile the block, once for all layers, before the first call."""
+        for block in self.blocks:
+            block.compile()
+        self.is_compiled = True
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -174,12 +179,14 @@ class Decoder(nn.Module):
         start = cache[0][0].shape[2] if cache and cache[0] else 0
         c = self.config
         cos, sin = rotary(start, ids.shape[1], c.head_dim, c.rope_theta, ids.device)
+        repeatable = self.is_compiled and cache is None
+        mask = repeatable_mask(ids.shape[1], c.head_dim, x.device) if repeatable else None
         aux_losses = []
         for i, block in enumerate(self.blocks):
             if cache is not None:
-                x, aux_loss, cache[i] = block(x, cos, sin, cache[i], keep=True)
+                x, aux_loss, cache[i] = block(x, cos, sin, past=cache[i], keep=True)
             else:
-                x, aux_loss, _ = block(x, cos, sin)
+                x, aux_loss, _ = block(x, cos, sin, mask)
             aux_losses.append(aux_loss)
         x = self.norm(x)
         if targets is None:

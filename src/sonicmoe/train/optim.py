@@ -1,10 +1,12 @@
-"""AdamW and its schedule."""
+"""AdamW, its schedule, and one step of it with clipping."""
 
 import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from ..distributed.clip import clip_grad_norm_, grad_norm
 from .adamw import StochasticAdamW
 from .config import TrainConfig
 
@@ -30,3 +32,28 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     low = config.final_learning_rate_ratio
     return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+@torch.no_grad()
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -> torch.Tensor:
+    """Clip the gradients to a norm of `clip`, update the weights and drop the gradients.
+
+    Returns the norm before clipping. The optimizer divides each gradient as it reads it: a pass of
+    its own over the gradients of 7B, 14 GB, would take 7 ms.
+    """
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    if sharded and not isinstance(optimizer, StochasticAdamW):
+        norm = clip_grad_norm_(model, clip)  # torch.optim divides no DTensor
+    else:
+        norm = grad_norm(model) if sharded else _local_norm(model)
+        optimizer.grad_scale = (norm.float() / clip).clamp(min=1)  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def _local_norm(model: nn.Module) -> torch.Tensor:
+    """Of all gradients, in fp32: that of gradients in bfloat16 would have 8 bits."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))
