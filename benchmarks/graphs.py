@@ -4,9 +4,9 @@
 
 Every mode first gives the bits of the eager layer, in outputs and all gradients; compiled ones are
 also accepted within 1% of them, and `same_bits` says so. Wall time is the median of interleaved
-rounds of several steps; GPU-busy time the sum of the kernels' durations by PyTorch's profiler, which
-also counts launches. `dense` are six cuBLAS GEMMs with the FLOPs of the layer in bf16. Takes about a
-minute on an H200.
+rounds of several steps. GPU-busy time is the sum of the kernels' durations by PyTorch's profiler,
+which also counts launches. `dense` are six cuBLAS GEMMs with the FLOPs of the layer in bf16. Takes
+about a minute on an H200.
 """
 
 import argparse
@@ -134,7 +134,9 @@ def measure(layer: str, precision: str, dense_ms: Callable[[], object]) -> list[
     steps = training_steps(Problem(*map(int, layer.split(","))), precision)
     same = checked(steps)
     timed = {mode: partial(step, keep=False) for mode, step in steps.items()}
-    wall = interleaved({m: partial(wall_ms, call) for m, call in (timed | {"dense": dense_ms}).items()}, ROUNDS)
+    wall = interleaved(
+        {m: partial(wall_ms, call) for m, call in (timed | {"dense": dense_ms}).items()}, ROUNDS
+    )
     records = []
     for mode, call in timed.items():
         record: dict[str, Any] = {"layer": layer, "precision": precision, "mode": mode}

@@ -33,7 +33,7 @@ def backward(module: nn.Module, x: torch.Tensor) -> None:
 
 def same_gradients(got: nn.Module, want: nn.Module) -> None:
     for (name, p), q in zip(got.named_parameters(), want.parameters(), strict=True):
-        assert p.grad is not None and torch.equal(p.grad, q.grad), name
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad), name
 
 
 # --- gradients ------------------------------------------------------------------------------------

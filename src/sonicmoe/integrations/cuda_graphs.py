@@ -63,7 +63,8 @@ def _platform_capture() -> Capture:
 
     def capture(flat: "Flat", static: tuple[torch.Tensor, ...]) -> Captured:
         options: dict[str, Any] = {"allow_unused_input": True, "pool": pool}
-        return torch.cuda.make_graphed_callables(flat, static, **options).forward
+        graphs: Any = torch.cuda.make_graphed_callables(flat, static, **options)
+        return graphs.forward
 
     return capture
 
@@ -238,6 +239,7 @@ class _Backward:
         """Gradients of inputs are copies, those of parameters the graph's own."""
         self.is_over = True
         state = self.owner._state
+        p: Any
         for p, gradient in zip(state.parameters, gradients[self.inputs :], strict=True):
             if gradient is not None:
                 self.owner._addresses.add(gradient.data_ptr())

@@ -16,7 +16,8 @@ class Call:
     __slots__ = ("key", "tensors")
 
     def __init__(self, args: Sequence, kwargs: dict[str, Any]) -> None:
-        tensors, key = [], []
+        tensors: list[torch.Tensor] = []
+        key: list[tuple] = []
         for a in args:
             if isinstance(a, torch.Tensor):
                 tensors.append(a)

@@ -87,8 +87,9 @@ class CapturedState:
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
         """Buffers and `main_grad`s keep their values: calls before a capture change them."""
-        changing = [owner[key] for _, owner, key, t, *_ in self._tensors if not _is_parameter(t)]
-        changing += [p.main_grad for p in self.parameters if _main_grad(p) is not None]
+        changing = [t for _, _, _, t, *_ in self._tensors if not isinstance(t, nn.Parameter)]
+        main_grads = [getattr(p, "main_grad", None) for p in self.parameters]
+        changing += [t for t in main_grads if t is not None]
         before = [t.detach().clone() for t in changing]
         try:
             yield
@@ -96,10 +97,6 @@ class CapturedState:
             with torch.no_grad():
                 for t, value in zip(changing, before, strict=True):
                     t.copy_(value)
-
-
-def _is_parameter(t: torch.Tensor) -> bool:
-    return isinstance(t, nn.Parameter)
 
 
 def _main_grad(t: torch.Tensor) -> int | None:
