@@ -38,6 +38,7 @@ def test_public_names_are_frozen():
         "Nf4",
         "PackedWeight",
         "experts",
+        "graphed",
         "grouped_experts",
         "moe_TC_softmax_topk_layer",
         "moe_general_routing_inputs",

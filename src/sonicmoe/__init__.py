@@ -10,6 +10,7 @@ from .functional import (
     moe_TC_softmax_topk_layer,
     topk_scores,
 )
+from .integrations.cuda_graphs import graphed
 from .integrations.report import report
 from .layer.fp8_weights import Fp8Weights
 from .layer.memory import MemoryPolicy
@@ -33,6 +34,7 @@ __all__ = [
     "Nf4",
     "PackedWeight",
     "experts",
+    "graphed",
     "grouped_experts",
     "moe_TC_softmax_topk_layer",
     "moe_general_routing_inputs",

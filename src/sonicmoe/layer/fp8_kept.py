@@ -29,6 +29,11 @@ class KeptWeight:
     def is_of(self, w: torch.Tensor) -> bool:
         return self.has_memory_of(w) and w._version == self.version
 
+    def has_changed(self) -> bool:
+        """Whether the weight was written since, or is gone."""
+        owner = self.owner()
+        return owner is None or owner._version != self.version
+
     def is_owned_by(self, w: torch.Tensor) -> bool:
         """What a compiler can tell: it has no addresses."""
         kept = self.quantized.w8

@@ -119,6 +119,26 @@ class Fp8Weights:
             if not is_capturing(w1):
                 self._kept.alarm.reset()
 
+    def renew(self) -> None:
+        """Do for the weights of the last call what another one would do before its GEMMs."""
+        self.raise_if_stale()
+        kept = self._kept
+        if kept is None:
+            return
+        changed = (kept.first.has_changed(), kept.second.has_changed())
+        if any(changed):
+            self._step(changed)
+        else:
+            kept.wait_in_other_streams()
+
+    def address(self) -> tuple[int, ...]:
+        """Where the kept weights lie; empty without any."""
+        kept = self._kept
+        if kept is None:
+            return ()
+        tensors = (*kept.first.quantized, *kept.second.quantized)
+        return tuple([t.data_ptr() for t in tensors if t is not None])
+
     def quantized(
         self, w1: torch.Tensor, w2: torch.Tensor, transposed: bool, norms_of_w2: bool, backend: str
     ) -> tuple[Fp8Weight, Fp8Weight]:

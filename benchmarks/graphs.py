@@ -1,0 +1,176 @@
+"""A training step of the layer, eager, as CUDA graphs and compiled, as JSON lines.
+
+    python benchmarks/graphs.py --out benchmarks/results/nvidia-h200/DATE-graphs.jsonl
+
+Every mode first gives the bits of the eager layer, in outputs and all gradients; compiled ones are
+also accepted within 1% of them, and `same_bits` says so. Wall time is the median of interleaved
+rounds of several steps. GPU-busy time is the sum of the kernels' durations by PyTorch's profiler,
+which also counts launches. `dense` are six cuBLAS GEMMs with the FLOPs of the layer in bf16. Takes
+about a minute on an H200.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from sonicmoe import MoE, graphed
+from sonicmoe.bench.dense import dense
+from sonicmoe.bench.results import provenance
+from sonicmoe.bench.timing import interleaved
+from sonicmoe.shapes import Problem
+
+LAYERS = ("2048,2048,1024,64,8", "512,2048,768,128,8", "24576,1536,256,128,8")
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8_kept": {"precision": "fp8", "cache_fp8_weights": True},
+}
+MODES = ("eager", "calling_thread", "graphed", "graphed_no_copy", "compiled", "reduce_overhead")
+ROUNDS, STEPS, WARMUP, TOLERANCE = 9, 8, 6, 0.01
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
+
+Step = Callable[[], dict[str, torch.Tensor]]
+
+
+def training_steps(p: Problem, precision: str) -> dict[str, Step]:
+    """A step in each mode of one layer: both passes; gradients are set to None."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        moe = MoE(p.E, p.K, p.H, p.I, std=0.02, dtype=torch.bfloat16, **PRECISIONS[precision])
+        x = torch.randn(p.T, p.H, dtype=torch.bfloat16, requires_grad=True)
+        upstream = (torch.randn_like(x), torch.ones((), dtype=torch.float32))
+    moe(x)  # quantizes, so that nothing later does
+    torch._dynamo.reset()
+    layers = {
+        "eager": moe,
+        "calling_thread": moe,
+        "graphed": graphed(moe, x, other="error"),
+        "graphed_no_copy": graphed(moe, x, other="error", copy_outputs=False),
+        "compiled": torch.compile(moe, fullgraph=True),
+        "reduce_overhead": torch.compile(moe, fullgraph=True, mode="reduce-overhead"),
+    }
+    leaves = {"x": x, **dict(moe.named_parameters())}
+
+    def step(layer: torch.nn.Module, mode: str, keep: bool = True) -> dict[str, torch.Tensor]:
+        if mode == "reduce_overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        out, aux_loss = layer(x)
+        with torch.autograd.set_multithreading_enabled(mode != "calling_thread"):
+            torch.autograd.backward((out, aux_loss), upstream)
+        found = {"output": out, "aux_loss": aux_loss} if keep else {}
+        for name, leaf in leaves.items():
+            if keep:
+                found[name] = leaf.grad
+            leaf.grad = None
+        return found
+
+    return {mode: partial(step, layer, mode) for mode, layer in layers.items()}
+
+
+def checked(steps: dict[str, Step]) -> dict[str, bool]:
+    """Which modes have the bits of the eager layer; raises where one is wrong."""
+    want = {name: t.detach().clone() for name, t in steps["eager"]().items()}
+    same = {}
+    for mode, step in steps.items():
+        for _ in range(WARMUP):
+            step()
+        found = step()
+        same[mode] = all(torch.equal(found[name], t) for name, t in want.items())
+        for name, t in want.items():
+            error = ((found[name].float() - t.float()).norm() / t.float().norm()).item()
+            allowed = TOLERANCE if mode in ("compiled", "reduce_overhead") else 0.0
+            if not error <= allowed:
+                raise SystemExit(f"{mode}: {name} differs from eager by {error:.2e}")
+    return same
+
+
+def wall_ms(step: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e3 / STEPS
+
+
+def profiled(step: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of kernels, their number, and calls of CUDA that launch something; per step."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+    device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    launches = sum(event.name.startswith(LAUNCHES) for event in profile.events())
+    busy = sum(event.device_time for event in device) / 1e3
+    return {
+        "gpu_busy_ms": round(busy / STEPS, 4),
+        "kernels": round(len(device) / STEPS, 1),
+        "launches": round(launches / STEPS, 1),
+    }
+
+
+def allocations(step: Callable[[], object]) -> float:
+    def count() -> int:
+        return torch.cuda.memory_stats()["allocation.all.allocated"]
+
+    before = count()
+    for _ in range(STEPS):
+        step()
+    return round((count() - before) / STEPS, 1)
+
+
+def measure(layer: str, precision: str, dense_ms: Callable[[], object]) -> list[dict[str, Any]]:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    steps = training_steps(Problem(*map(int, layer.split(","))), precision)
+    same = checked(steps)
+    timed = {mode: partial(step, keep=False) for mode, step in steps.items()}
+    wall = interleaved(
+        {m: partial(wall_ms, call) for m, call in (timed | {"dense": dense_ms}).items()}, ROUNDS
+    )
+    records = []
+    for mode, call in timed.items():
+        record: dict[str, Any] = {"layer": layer, "precision": precision, "mode": mode}
+        record |= {"same_bits": same[mode], "wall_ms": round(wall[mode], 4), **profiled(call)}
+        record["wall ÷ gpu_busy"] = round(wall[mode] / record["gpu_busy_ms"], 3)
+        record["dense_ms"] = round(wall["dense"], 4)
+        record["allocations"] = allocations(call)
+        if mode == "reduce_overhead":
+            record["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
+        records.append(record)
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", nargs="+", default=LAYERS, metavar="T,H,I,E,K")
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--out", help="append the lines to this file too")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    args = parser.parse_args()
+    about = provenance("cuda", "python " + " ".join(sys.argv), args.commit)
+    for layer in args.layers:
+        _, both = dense(Problem(*map(int, layer.split(","))), "cuda", torch.bfloat16)
+        both()
+        for precision in args.precisions:
+            for record in measure(layer, precision, both):
+                line = json.dumps(about | record, ensure_ascii=False)
+                print(line, flush=True)
+                if args.out:
+                    with open(args.out, "a") as file:
+                        print(line, file=file)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
