@@ -20,6 +20,7 @@ from torch.distributed import run as torchrun_module
 from torch.distributed.launcher.api import elastic_launch
 
 PRELOADED = [
+    "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
