@@ -9,15 +9,15 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
 TESTS = Path(__file__).parent
-PARTS = ["fast", pytest.param("slow", marks=pytest.mark.slow)]
 
 
 @pytest.mark.timeout(0)  # each interpreted test has its own limit
-@pytest.mark.parametrize("part", PARTS)
-def test_kernels_under_the_interpreter(part):
+def test_kernels_under_the_interpreter(request):
+    """All of them, or without the slow tests a part."""
+    part = ["--part"] if "not slow" in request.config.option.markexpr else []
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [*command, str(TESTS), "--part", part],
+        [*command, str(TESTS), *part],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

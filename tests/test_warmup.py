@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from machine_code import compiling
+from machine_code import compiling, naming
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime import build
@@ -69,10 +69,10 @@ def _step(layer, router, tokens):
     if autocast:
         moe.to(layer.weights)
     x = torch.zeros(tokens, H, dtype=torch.bfloat16, requires_grad=True)
-    with compiling(90) as compiled, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with naming(90) as needed, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out, aux_loss = moe(x, KernelBackendMoE.sonicmoe)
         torch.autograd.backward((out, aux_loss), (torch.ones_like(out), torch.ones_like(aux_loss)))
-    return compiled
+    return needed
 
 
 LAYERS = {
@@ -97,7 +97,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_step_after_warmup_compiles_nothing(name):
     layer, router = LAYERS[name]
-    with compiling(90) as warm:
+    with naming(90) as warm:
         run_layer(layer, router)
     needed = step(layer, router)
     missing = {k.metadata.name for k in needed if all(k is not w for w in warm)}
@@ -110,7 +110,7 @@ def test_a_step_after_warmup_compiles_nothing(name):
 def test_a_first_step_precompiles_what_its_experts_and_loss_need(router, precision):
     k = K if router == "softmax_over_topk" else 0
     layer = Layer(H, I, E, k, logits=torch.bfloat16, precision=precision)
-    with compiling(90) as early:
+    with naming(90) as early:
         run_step(layer)
     needed = step(layer, router)
     routing = ("topk", "keys", "select", "emit", "logits_gradient")
@@ -174,7 +174,7 @@ def test_the_callers_modes_see_nothing(monkeypatch):
         torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t),
         torch.no_grad(),
     ):
-        compile_together(lambda: run_step(Layer(H, I, E, K)), 0)
+        compile_together(lambda: run_step(Layer(H, I, E, K, torch.float16)), 0)
     assert flops.get_total_flops() == 0 and not saved
 
 

@@ -301,7 +301,9 @@ def test_python_dash_m():
 def test_a_cold_start_alone(tmp_path, capsys):
     assert main(["bench", *TINY, "--cold", "--no-times", "--results", str(tmp_path)]) == 0
     assert "cold start, 64,32,16,4,2" in capsys.readouterr().out
-    assert [record["candidate"] for record in results.read(tmp_path)] == ["cold"]
+    (record,) = results.read(tmp_path)
+    assert record["candidate"] == "cold"
+    assert record["cold_first_call_s"] > 0 and record["new_tokens_steady_ms"] > 0
 
 
 def test_modes(quick, tmp_path, capsys, monkeypatch):
@@ -321,10 +323,3 @@ def test_a_mode_that_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setattr(checkpoint.Output, "backward", lambda ctx, dout: (1.1 * dout, None))
     with pytest.raises(RuntimeError, match="checkpointed: the gradient of x differs"):
         measure_modes(Case.of_shape("64,32,16,4,2"), "cpu", torch.float32)
-
-
-def test_cold_start_in_a_process_of_its_own():
-    from sonicmoe.bench.cold import measure_cold
-
-    found = measure_cold(Case.of_shape("64,32,16,4,2"), "cpu", "float32")
-    assert found["cold_first_call_s"] > 0 and found["new_tokens_steady_ms"] > 0

@@ -8,8 +8,10 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 from research import document, training, training_report
 
@@ -22,6 +24,13 @@ TOY = {
     "intermediate_size": 16, "batch": 4, "micro_batch": 4, "rounding_tile": 16, "device": "cpu",
     "validation_fraction": 0.2, "validation_sequences": 4, "precision": "fp32",
 }  # fmt: skip
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """Runs in processes that are forked; the whole script spawns them."""
+    start = SimpleNamespace(get_context=lambda method: forked.context())
+    monkeypatch.setattr(training, "multiprocessing", start)
 
 
 def write_text(folder: Path) -> Path:
@@ -96,7 +105,7 @@ def test_the_kept_report_is_what_the_kept_numbers_say(kept, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in kept.iterdir()}
 
 
-def test_side_by_side_is_what_one_after_the_other_is(tmp_path):
+def test_side_by_side_is_what_one_after_the_other_is(tmp_path, forks):
     text = write_text(tmp_path / "text")
     base = training.BASE.override({**TOY, "data": str(text)})
     losses = {}
@@ -188,7 +197,7 @@ def test_a_run_again_replaces_its_record(tmp_path):
     assert (kept["earlier"], kept["commit"], len(kept["records"])) == ([], "abc3", 4)
 
 
-def test_a_failed_process_leaves_the_others_alone(tmp_path, capfd):
+def test_a_failed_process_leaves_the_others_alone(tmp_path, capfd, forks):
     failed, trained = precision(
         tmp_path, variants=[DIVERGES, "fp32"], seeds="0", lengths=["4"], jobs=2
     )

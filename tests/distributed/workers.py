@@ -1,6 +1,5 @@
 """Processes that stay, so that many tests pay for starting them once."""
 
-import multiprocessing
 import os
 import queue
 import socket
@@ -8,6 +7,7 @@ import sys
 import traceback
 from datetime import timedelta
 
+import forked
 import torch
 import torch.distributed as dist
 
@@ -22,8 +22,7 @@ class Workers:
         self.processes: list = []
 
     def start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.tensor", "torch.distributed.fsdp"])
+        context = forked.context()
         with socket.socket() as s:
             s.bind(("localhost", 0))
             port = s.getsockname()[1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from machine_code import bounds_from_outside, compiling, cuobjdump, report
+from machine_code import bounds_from_outside, compiling, cuobjdump, naming, report
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.launch import fp8_scales, grouped_gemm, quantize
@@ -116,10 +116,11 @@ def test_report_agrees_with_a_disassembler(arch):
 
 @pytest.mark.parametrize(
     ("gate_up", "transposed", "bias", "sizes"),
-    [
-        *product(LAYOUTS, [False, True], [False], [WIDE]),
-        (LAYOUTS[0], False, False, NARROW),
-        (LAYOUTS[1], True, True, NARROW),
+    [  # each two of the layouts, the storage and the sizes
+        (LAYOUTS[0], False, False, WIDE),
+        (LAYOUTS[1], True, False, WIDE),
+        (LAYOUTS[0], True, True, NARROW),
+        (LAYOUTS[1], False, False, NARROW),
     ],
     ids=str,
 )
@@ -357,7 +358,7 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
     """
 
     def kernels(tokens):
-        hidden, intermediate, experts, k = 64, 32, 48, 2  # those of test_warmup, found in its cache
+        hidden, intermediate, experts, k = 64, 32, 48, 2
 
         def new(*shape, dtype=torch.bfloat16):
             return torch.zeros(shape, dtype=dtype)
@@ -368,7 +369,7 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
             new(experts, hidden, intermediate),
         )
         b1, b2 = (new(experts, 64), new(experts, hidden)) if bias else (None, None)
-        with compiling(90) as compiled:
+        with naming(90) as named:
             scores, ids = launch_routing.topk(new(tokens, experts), k, True)
             row_token, row_slot, slot_row, counts, *rest = launch_routing.permute(
                 ids, experts, None, 128
@@ -381,7 +382,7 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
             dz, a, _ = grouped_gemm.dz(x, z, None, w2, b2, scores, NO_LORA, p, *act, needs)
             compile_gradients(dz, a, x, x, w1, w2, scores if bias else None, p)
             launch_routing.topk_backward(scores, scores, ids, new(tokens, experts), True)
-        return compiled
+        return named
 
     first, *others = map(kernels, counts)
     names = [k.metadata.name for k in first]

@@ -2,6 +2,7 @@
 
 `compiling(arch)` turns every kernel launch in its scope into a compilation for that architecture
 and yields the list of compiled kernels: the launch code runs as it is, on CPU tensors.
+`naming(arch)` compiles nothing, for tests that ask only whether two launches share a kernel.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import re
 import struct
 import subprocess
 import tempfile
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -32,14 +34,14 @@ _INSTRUCTIONS = {
 class _AbsentDevice:
     """The part of a Triton driver that compilation asks for."""
 
-    def __init__(self, arch: int):
-        self.arch = arch
+    def __init__(self, arch: int, compiles: bool):
+        self.arch, self.compiles = arch, compiles
 
     def get_current_target(self):
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self):
-        return self.arch  # kernels are cached by device: one for each architecture
+        return self.arch, self.compiles  # what Triton caches kernels by
 
     def get_current_stream(self, device=0):
         return 0
@@ -49,14 +51,31 @@ class _AbsentDevice:
 
 
 @contextlib.contextmanager
-def compiling(arch: int):
+def naming(arch: int):
+    """As `compiling`, with placeholders: one for each kernel that would be compiled."""
+
+    def placeholder(self, key, signature, device, *of_compiler):
+        kernel = SimpleNamespace(metadata=SimpleNamespace(name=self.fn.__name__))
+        self.device_caches[device][0][key] = kernel
+        return kernel
+
+    compile_kernel, JITFunction._do_compile = JITFunction._do_compile, placeholder
+    try:
+        with compiling(arch, compiles=False) as named:
+            yield named
+    finally:
+        JITFunction._do_compile = compile_kernel
+
+
+@contextlib.contextmanager
+def compiling(arch: int, compiles: bool = True):
     compiled = []
     run, target_of, active = JITFunction.run, grouped_gemm.target_of, driver._active
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
-    driver.set_active(_AbsentDevice(arch))
+    driver.set_active(_AbsentDevice(arch, compiles))
     JITFunction.run = compile_only
     grouped_gemm.target_of = lambda t: Target(arch, PROCESSORS)
     try:

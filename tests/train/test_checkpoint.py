@@ -1,36 +1,27 @@
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
+import forked
 import pytest
 import torch
 
 from sonicmoe.train import checkpoint, run, runlog
 
-COMMAND = "import json, sys, torch; from pathlib import Path; torch.set_num_threads(1);" \
-    "from sonicmoe.train import run; from sonicmoe.train.config import TrainConfig;" \
-    "c = TrainConfig.from_dict(json.loads(sys.argv[1]));" \
-    "r = run.train(c, Path(sys.argv[2]), Path(sys.argv[3]));" \
-    "sys.exit(0 if r['finished'] else 130)"  # fmt: skip
+
+def _train(config, folder, cache) -> None:
+    finished = run.train(config, folder, cache, picture=False)["finished"]
+    sys.exit(0 if finished else 130)
 
 
-def _start(config, folder, cache) -> subprocess.Popen:
-    arguments = [json.dumps(config.to_dict()), str(folder), str(cache)]
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *arguments], stdout=subprocess.DEVNULL, env=os.environ
-    )
-
-
-def _wait_for_step(process: subprocess.Popen, folder, step: int) -> None:
-    while process.poll() is None:
+def _wait_for_step(process, folder, step: int) -> None:
+    while process.is_alive():
         if any(r["step"] >= step for r in runlog.read(folder)):
             return
         time.sleep(0.005)
-    pytest.fail(f"no step {step}; status {process.returncode}")
+    pytest.fail(f"no step {step}; status {process.exitcode}")
 
 
 def _losses(folder) -> list[tuple]:
@@ -46,7 +37,7 @@ def whole(tiny, cache, tmp_path_factory):
         {"steps": 60, "checkpoint_every": 7, "log_every": 2, "validate_every": 20}
     )
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run.train(config, folder, cache)
+    run.train(config, folder, cache, picture=False)
     return config, folder
 
 
@@ -54,17 +45,17 @@ def whole(tiny, cache, tmp_path_factory):
 def test_an_interrupted_run_continues_the_same_curve(whole, cache, tmp_path, number):
     config, uninterrupted = whole
     folder = tmp_path / "interrupted"
-    process = _start(config, folder, cache)
+    process = forked.start(_train, config, folder, cache)
     _wait_for_step(process, folder, 16)
-    process.send_signal(number)
-    status = process.wait()
-    assert status == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
     last = checkpoint.steps(folder / "checkpoints")[-1]
     assert 14 <= last < config.steps
     if number == signal.SIGKILL:
         assert last % 7 == 0
 
-    run.train(run.continued(folder, {}), folder, cache, resume=True)
+    run.train(run.continued(folder, {}), folder, cache, resume=True, picture=False)
     assert _losses(folder) == _losses(uninterrupted)
     ends = [checkpoint.load_latest(f / "checkpoints") for f in (uninterrupted, folder)]
     for name, tensor in ends[0]["model"].items():

@@ -1,23 +1,21 @@
 """Several processes on one machine: the same training, the weights or the experts spread."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from forked import torchrun
 
 from sonicmoe.train import checkpoint, parallel, run, runlog
 
 COMMAND = """
-import json, sys, torch
+import json, sys
 from pathlib import Path
 from sonicmoe.train import run
 from sonicmoe.train.config import TrainConfig
-torch.set_num_threads(1)
 config, folder, cache, resume = sys.argv[1:]
-run.train(TrainConfig.from_dict(json.loads(config)), Path(folder), Path(cache), resume == "resume")
+config = TrainConfig.from_dict(json.loads(config))
+run.train(config, Path(folder), Path(cache), resume == "resume", picture=False)
 """
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 
@@ -26,11 +24,9 @@ def _train(ranks, config, folder, cache, resume=""):
     """`run.train` in so many processes."""
     script = folder.parent / "train.py"
     script.write_text(COMMAND)
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-         str(ranks), str(script), json.dumps(config.to_dict()), str(folder), str(cache), resume],
-        check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
+    torchrun(
+        "--standalone", "--nproc-per-node", str(ranks), str(script), json.dumps(config.to_dict()),
+        str(folder), str(cache), resume,
     )  # fmt: skip
 
 
@@ -52,7 +48,7 @@ def one(config, cache, tmp_path_factory):
     """The run of a single process."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("runs") / "one"
-    run.train(config, folder, cache)
+    run.train(config, folder, cache, picture=False)
     return folder
 
 
@@ -61,7 +57,7 @@ def test_two_ranks_train_as_one_and_one_continues_their_run(config, one, cache, 
     assert _losses(tmp_path / "two") == pytest.approx(_losses(one), rel=1e-4)
 
     longer = run.continued(tmp_path / "two", {"steps": 10})
-    numbers = run.train(longer, tmp_path / "two", cache, resume=True)
+    numbers = run.train(longer, tmp_path / "two", cache, resume=True, picture=False)
     assert numbers["steps"] == 10
     assert numbers["last_loss"] < numbers["first_loss"]
 
@@ -83,7 +79,7 @@ def test_experts_spread_and_cut_continue_what_one_began(config, one, cache, tmp_
     """Two ranks share the experts, and FSDP2 cuts them over two such pairs."""
     folder = tmp_path / "spread"
     with stop_after(4):
-        assert not run.train(config, folder, cache)["finished"]
+        assert not run.train(config, folder, cache, picture=False)["finished"]
     _train(4, run.continued(folder, {"expert_parallel": 2}), folder, cache, "resume")
     _same_end(folder, one)
 
