@@ -83,7 +83,8 @@ def grouped(inputs: Inputs, gemms: tuple[Gemm, Gemm]) -> Forward:
         expert, order = i.ids.flatten().sort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        ends = expert.bincount(minlength=E).cumsum(0).to(torch.int32)
+        every = torch.arange(E, device=expert.device)
+        ends = torch.searchsorted(expert, every, right=True).to(torch.int32)
         rows = _Gather.apply(i.x, order, inverse, K)
         z = projection(rows, gemms[0], i.lora1, i.b1, ends, expert)
         a = activation(z, i.layer.like_gpt_oss)
@@ -175,8 +176,10 @@ def with_peft(module: nn.Module, inputs: Inputs) -> Forward:
     rank = inputs.lora1.a.shape[0] // inputs.layer.sizes[2]
     lora = LoraConfig(r=rank, lora_alpha=rank, target_parameters=[f"experts.{n}" for n in NAMES])
     with inputs.x.device:
-        tuned = get_peft_model(_Container(module), lora)  # type: ignore[arg-type]
-    found = {w.parameter_name: w for w in tuned.modules() if hasattr(w, "parameter_name")}
+        tuned: Any = get_peft_model(_Container(module), lora)
+    found: dict[str, Any] = {
+        w.parameter_name: w for w in tuned.modules() if hasattr(w, "parameter_name")
+    }
     for name, adapter in zip(NAMES, (inputs.lora1, inputs.lora2), strict=True):
         wrapper = found[name]
         wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight = adapter.a, adapter.b

@@ -67,10 +67,11 @@ class Inputs(NamedTuple):
                 return None
             return nn.Parameter(t.detach().to(dtype), requires_grad=t.requires_grad)
 
-        loras = [LowRank(other(lora.a), other(lora.b)) for lora in (self.lora1, self.lora2)]
-        rest = [other(t) for t in (self.b1, self.b2)]
-        x, scores = other(self.x), other(self.scores)
-        return Inputs(self.layer, x, self.ids, scores, *rest, *loras, other(self.dout))
+        made = {name: other(getattr(self, name)) for name in ("x", "scores", "b1", "b2", "dout")}
+        for name in ("lora1", "lora2"):
+            lora = getattr(self, name)
+            made[name] = LowRank(other(lora.a), other(lora.b))
+        return self._replace(**made)
 
 
 def make_inputs(layer: Layer, tokens: int, device: torch.device, rank: int = RANK) -> Inputs:
@@ -85,12 +86,12 @@ def make_inputs(layer: Layer, tokens: int, device: torch.device, rank: int = RAN
     if layer.like_gpt_oss:
         b1, b2 = new(E, 2 * I, trained=False), new(E, H, trained=False)
     scores, ids = torch.rand(tokens, E, device=device).softmax(1).topk(K, 1)
-    loras = [
+    lora1, lora2 = (
         LowRank(new(rank * E, k, scale=k**-0.5), new(n, rank * E, scale=0.1))
         for _, n, k in layer.shapes
-    ]
-    dout = new(tokens, H, trained=False)
-    return Inputs(layer, new(tokens, H), ids, nn.Parameter(scores), b1, b2, *loras, dout)
+    )
+    x, dout = new(tokens, H), new(tokens, H, trained=False)
+    return Inputs(layer, x, ids, nn.Parameter(scores), b1, b2, lora1, lora2, dout)
 
 
 def activate(z: torch.Tensor, like_gpt_oss: bool) -> torch.Tensor:

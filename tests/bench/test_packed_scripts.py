@@ -9,8 +9,12 @@ import torch
 pytest.importorskip("peft", reason="comes with the extra 'test'")
 
 import packed_model as script
+import packed_peers as peers
 from packed_model import LARGE, TINY, GptOssConfig, Run
 from packed_random import FORMATS, random_packed
+from research import packed_candidates as script_candidates
+from research import packed_peers as of_folder
+from research.packed_layer import Layer
 
 from sonicmoe.integrations.packed_parameter import PackedParameter
 from sonicmoe.integrations.transformers import register
@@ -73,3 +77,77 @@ def test_experts_are_of_the_tiny_models_sizes():
 def test_other_runs_are_refused(text):
     with pytest.raises(SystemExit, match="TOKENS,RANK,ADAPTERS"):
         Run.of(text)
+
+
+# --- beside other packages ------------------------------------------------------------------------
+def layers():
+    return [Layer((128, 64, 4, 2)), Layer((128, 64, 4, 2), like_gpt_oss=True)]
+
+
+def with_outliers(inputs):
+    """A token, a channel and a row of an adapter that are 30 times as large as the others."""
+    with torch.no_grad():
+        inputs.x[3] *= 30
+        inputs.x[:, 5] *= 30
+        inputs.lora1.b[7] *= 30
+    return inputs
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("layer", layers(), ids=["qwen", "gpt-oss"])
+@pytest.mark.parametrize("format", ["mxfp4", "nf4"])
+def test_every_candidate_without_other_files_is_right(format, layer, outliers):
+    if format == "nf4":
+        pytest.importorskip("bitsandbytes", reason="comes with the extra 'test'")
+    bench = peers.Bench(layer, format, 24, None, CPU)
+    if outliers:  # which activations in e4m3 round more
+        with_outliers(bench.inputs)
+        del bench.makers["ours to e4m3"]
+    bench.make()
+    found = bench.check()
+    assert not bench.failed and found.keys() == bench.makers.keys() and len(found) == 6 - outliers
+    # PEFT rounds W + B·A to bf16, which outliers in B show.
+    limits = {"ours to e4m3": 0.1, "PEFT on bf16, decoded before": 0.03}
+    for label, of in found.items():
+        assert max(of.values()) < limits.get(label, 0.015), label
+
+
+def test_a_wrong_candidate_is_named_and_not_timed():
+    bench = peers.Bench(layers()[0], "mxfp4", 24, None, CPU)
+    decode = script_candidates.by_transformers
+
+    def twice(inputs, weights):
+        return script_candidates.decoded_for_ours(inputs, weights, lambda w: 1.05 * decode(w))
+
+    def without_gradient(inputs, weights):
+        lora2 = inputs.lora2._replace(b=inputs.lora2.b.detach())
+        return script_candidates.ours(inputs._replace(lora2=lora2), weights)
+
+    def broken(inputs, weights):
+        raise ImportError("no such package")
+
+    bench.makers |= {"twice": twice, "none": without_gradient, "broken": broken}
+    bench.make()
+    bench.check()
+    assert bench.failed.keys() == {"twice", "none", "broken"}
+    assert "out" in bench.failed["twice"] and bench.failed["none"] == "wrong: dB2"
+    assert bench.failed["broken"] == "ImportError: no such package"
+    assert bench.found.keys() == bench.makers.keys() - bench.failed.keys()
+
+
+def test_experts_of_bitsandbytes_under_peft_are_reported():
+    """PEFT 0.21.2 adds its adapter once more in every call, or raises in the second."""
+    pytest.importorskip("bitsandbytes", reason="comes with the extra 'test'")
+    bench = peers.Bench(layers()[0], "nf4", 24, None, CPU)
+    bench.makers = {"PEFT": of_folder.peft_on_bitsandbytes}
+    bench.make()
+    bench.check()
+    assert "PEFT" in bench.failed
+
+
+def test_what_is_not_in_the_folder_is_left_out(tmp_path, capsys):
+    bench = peers.Bench(layers()[0], "mxfp4", 24, tmp_path, CPU)
+    bench.make()
+    absent = {label for label in bench.makers if "unsloth" in label or "axolotl" in label}
+    assert bench.failed.keys() == absent and len(absent) == 3
+    assert capsys.readouterr().err.count("left out: ") == 3

@@ -75,6 +75,8 @@ def register(subparsers) -> None:
     weights = "of FP8 weights: keep or recompute their transposes; default: keep"
     costs.add_argument("--weights", choices=WEIGHT_POLICIES, default=KEEP.weights, help=weights)
     costs.add_argument("--tile-m", type=int, metavar="M", help="128, in float32 32")
+    about = "print which model fits which GPU for a LoRA step, instead"
+    costs.add_argument("--finetune", action="store_true", help=about)
 
 
 def _subparser(subparsers, name: str, about: str, run: Callable) -> argparse.ArgumentParser:
@@ -345,8 +347,11 @@ def run_tune(args: argparse.Namespace) -> int:
 
 def run_cost(args: argparse.Namespace) -> int:
     from ..tuning.config import tile_m
-    from .cost_report import cost_report
+    from .cost_report import cost_report, finetune_report
 
+    if args.finetune:
+        print(finetune_report())
+        return 0
     itemsize = 4 if args.dtype == "float32" else 2
     m = tile_m(itemsize) if args.tile_m is None else args.tile_m
     check_size("--tile-m", m)

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..layer.memory import KEEP, MemoryPolicy
 from ..moe import MoE
-from ..tools import cost
+from ..tools import cost, finetune_memory
 from ..tools.cost import Gpu, Stage
 from .cases import Case
 from .tables import table
@@ -64,6 +64,13 @@ def cost_report(
             rates,
         ]
     )
+
+
+def finetune_report() -> str:
+    """Which model fits which GPU for a LoRA step."""
+    usable = ", ".join(f"{g} ({size})" for g, size in finetune_memory.USABLE.items())
+    words = "GiB of a LoRA step, estimated, → the smallest GPU; in GB, and in GiB of a program"
+    return f"{table(*finetune_memory.rows())}\n\n{words}: {usable}"
 
 
 def _check(case: Case, gpu: Gpu, policy: MemoryPolicy, precision: str | None) -> None:
