@@ -13,6 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -78,6 +79,7 @@ class Bench:
 
     def make(self) -> None:
         for label, maker in self.makers.items():
+            begin = time.perf_counter()
             try:
                 with warnings.catch_warnings():  # PEFT's, of all its modules
                     warnings.simplefilter("ignore")
@@ -87,6 +89,7 @@ class Bench:
             except Exception as error:
                 self.failed[label] = f"{type(error).__name__}: {error}"[:300]
                 print(f"left out: {label}: {self.failed[label]}", file=sys.stderr, flush=True)
+            print(f"{label}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
 
     def check(self) -> dict[str, dict[str, float]]:
         """The errors of every candidate; those that are wrong are not timed."""
@@ -146,7 +149,7 @@ def compile_in_parallel(layers: Sequence[str], formats: Sequence[str], rest: lis
     running = [
         subprocess.Popen(
             [*command, "--layers", layer, "--formats", format],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
         )
         for layer in layers
         for format in formats
