@@ -165,9 +165,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="+", default=["mxfp4", "nf4"], choices=["mxfp4", "nf4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 32768])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--compile-only", action="store_true", help="run each step once, and end")
     args = parser.parse_args(argv)
-    device = torch.device("cuda")
+    device = torch.device(args.device)
     if args.peers is not None:
         sys.path.append(str(args.peers))
     tokens = [str(t) for t in args.tokens]

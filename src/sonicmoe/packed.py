@@ -4,7 +4,7 @@ They stay packed. Each GEMM decodes its weight just before it runs, into memory 
 it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -84,7 +84,11 @@ class PackedWeight:
 
     def to(self, device: torch.device | str) -> Self:
         """The same weight on another device."""
-        moved = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}  # type: ignore
+
+        def move(t: torch.Tensor) -> torch.Tensor:
+            return t.to(device)
+
+        moved = {f.name: _each(getattr(self, f.name), move) for f in fields(self)}  # type: ignore
         return replace(self, **moved)  # type: ignore
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -120,8 +124,10 @@ class PackedWeight:
                 raise bad_argument(
                     name, f"the device of the others ({self.device})", t.device, "Move it."
                 )
-            if not t.is_contiguous():
-                raise bad_argument(name, "a contiguous tensor", f"strides {t.stride()}", "Copy it.")
+        for field in fields(self):  # type: ignore[arg-type]
+            # The kernels read them as they are in memory, so others are copied, once.
+            value = _each(getattr(self, field.name), torch.Tensor.contiguous)
+            object.__setattr__(self, field.name, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,11 +361,12 @@ def _packed(
     )  # fmt: skip
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
+def _each(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value of a field after a function of its tensors."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return function(value)
     if isinstance(value, NestedAbsmax | ForFp8):
-        return type(value)(*[_moved(part, device) for part in value])
+        return type(value)(*[_each(part, function) for part in value])
     return value
 
 

@@ -151,3 +151,22 @@ def test_what_is_not_in_the_folder_is_left_out(tmp_path, capsys):
     absent = {label for label in bench.makers if "unsloth" in label or "axolotl" in label}
     assert bench.failed.keys() == absent and len(absent) == 3
     assert capsys.readouterr().err.count("left out: ") == 3
+
+
+def test_the_script_prints_a_line_for_each_layer_format_and_length(capsys, monkeypatch):
+    names = ("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated", "empty_cache")
+    for name in names:
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    started, order = [], []
+    monkeypatch.setattr(peers, "compile_in_parallel", lambda *args: started.append(args))
+    monkeypatch.setattr(peers, "_milliseconds", lambda run: order.append(run) or 2.0)
+    monkeypatch.setitem(peers.LAYERS, "tiny", layers()[0])
+    arguments = "--device cpu --layers tiny --formats mxfp4 --tokens 24 16 --rounds 2"
+    peers.main(arguments.split())
+    assert started == [(["tiny"], ["mxfp4"], ["--tokens", "24", "16"])]
+    about, *records = map(json.loads, capsys.readouterr().out.splitlines())
+    assert about["device"] == "a GPU" and [r["tokens"] for r in records] == [24, 16]
+    assert [len(r["errors"]) for r in records] == [6, 0]  # fp64 once
+    assert all(r["not timed"] == {} and len(r["ms"]) == 6 for r in records)
+    assert order[:6] == order[6:12][::-1]  # interleaved, in turn from both ends

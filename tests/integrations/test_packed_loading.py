@@ -215,6 +215,12 @@ def test_a_model_quantized_by_transformers_raises(kind):
         {"quant_method": "awq", "bits": 4},
         {"quant_method": "hqq"},
         {"quant_method": "torchao", "quant_type": {"default": "int4"}},
+        {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["lm_head", "shared_experts"]},
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "modules_to_not_convert": ["model.layers.0.mlp.experts"],
+        },
         {"quant_method": "mxfp8"},
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
     ],
@@ -243,6 +249,9 @@ def test_gguf_raises(tmp_path):
     "kind, changes, match",
     [
         ("fp8", {"activation_scheme": "static"}, "activation_scheme: expected dynamic"),
+        ("int4", {"config_groups": {"a": {"targets": ["Linear"], "weights": {
+            "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor",
+        }}}}, "got num_bits=8, type=float"),
         ("fp8", {"weight_block_size": [64, 64]}, r"weight_block_size: expected \[128, 128\]"),
         ("fp8", {"modules_to_not_convert": ["lm_head"]}, "no FP8 layers but experts"),
         ("int4", {"format": "int-quantized"}, "format=pack-quantized, got format=int-quantized"),

@@ -45,6 +45,17 @@ def test_cases(case, precision):
     check_experts(precision=precision, **case)
 
 
+@pytest.mark.parametrize("precision", [None, "fp8"])
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+@pytest.mark.parametrize("transposed", [(False, True), (True, False)], ids=str)
+@pytest.mark.parametrize("format", ["int4", "nf4 nested", "fp8"])
+def test_biases_and_orders(format, transposed, gate_up, precision):
+    """Of the formats that `test_cases` has not."""
+    options = {"bias": True, "gate_up": gate_up, "precision": precision}
+    check_experts(format, transposed=transposed, **options)
+    check_experts(format, CLAMPED, transposed=transposed, **options, outliers=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype):
     check_experts("nf4", dtype=dtype)

@@ -63,6 +63,8 @@ def test_every_value():
             "transposed": (True, False),
         },
         {"format": "int4", "memory": "slices", "size": 2},
+        {"format": "int4", "bias": True, "gate_up": "concatenated", "transposed": (True, True)},
+        {"format": "int4", "bias": True, "precision": "fp8", "transposed": (False, True)},
     ],
     ids=str,
 )

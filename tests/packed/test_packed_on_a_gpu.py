@@ -74,6 +74,7 @@ def test_experts(format, transposed, precision):
         {"lora": False, "bias": True},
         {"bias": True, "activation": CLAMPED},
         {"bias": True, "activation": CLAMPED, "gate_up": "concatenated"},
+        {"format": "int4", "bias": True, "gate_up": "concatenated", "transposed": (True, False)},
         {"activation": GELU, "is_sorted": True},
         {"counts": (0, 39, 1, 0)},
         {"memory": "recompute", "bias": True},

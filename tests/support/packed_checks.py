@@ -27,17 +27,23 @@ def check_experts(
     packed: tuple[bool, bool] = (True, True),
     trains_the_other: bool = False,
     size: int = 1,
+    outliers: bool = False,
     **options: Any,
 ) -> None:
     """Output and all gradients, of the packed weights and of what an independent decoder makes.
 
     `packed` says which of the weights are; the other one may be trained. `size` multiplies T, H
-    and I.
+    and I. `outliers`: a few rows and columns are 30 times as large.
     """
     if options.get("memory") == "slices":
         options["memory"] = MemoryPolicy(slices=2)
     lora = lora and not trains_the_other
     given = _inputs(activation, bias, lora, dtype, device, size)
+    if outliers:  # a token, a channel, a row of the adapters
+        for name, t in given.items():
+            if name in ("x", "dout", "c1", "a2"):
+                t[1] *= 30
+                t[:, 2] *= 30
     n = size * (2 * INNER if activation.is_gated else INNER)
     weights = [
         random_packed(format, shape, t).to(device)

@@ -5,6 +5,7 @@ experts is replaced by the tensors that the file has for it, so that transformer
 the model goes; afterwards they become one `PackedParameter`. All other layers are transformers'.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -368,6 +369,11 @@ _NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _LISTS = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
 
 
+def _names_all_experts(name: str) -> bool:
+    """False for shared experts, and for those of one layer: others would be quantized."""
+    return "experts" in name and "shared" not in name and not re.search(r"\.\d+\.", name)
+
+
 def check_method(in_file: Any, given: Any, gguf_file: Any = None) -> None:
     """Raise a ValueError where experts would be quantized in a way that ours cannot run."""
     if gguf_file is not None and not _asks_for_dense(given):
@@ -383,8 +389,8 @@ def check_method(in_file: Any, given: Any, gguf_file: Any = None) -> None:
     supported = method in ("mxfp4", "fp8", "bitsandbytes", "compressed-tensors")
     if supported or _asks_for_dense(config) or _asks_for_dense(given):
         return
-    left_out = [name for key in _LISTS for name in _read(config, key) or ()]
-    if any("experts" in str(name) for name in left_out):
+    left_out = [str(name) for key in _LISTS for name in _read(config, key) or ()]
+    if any(_names_all_experts(name) for name in left_out):
         return
     raise bad_argument(
         "quantization_config",
