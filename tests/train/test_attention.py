@@ -112,6 +112,14 @@ def test_a_token_that_continues_sees_all_keys(flex_on_a_cpu):
         torch.testing.assert_close(last, whole[:, :, -1:])
 
 
+def test_a_mask_decides_which_kernel_runs(monkeypatch):
+    (q, k, v), _ = inputs(33)
+    monkeypatch.setattr("sonicmoe.train.attention.flex_attention", lambda *args, **options: "flex")
+    assert attend(q, k, v, causal_mask(33, CPU)) == "flex"
+    assert attend(q, k, v).shape == q.shape
+    assert attend(q[:, :, -1:], k, v, causal_mask(33, CPU), continues=True).shape == (2, 4, 1, 16)
+
+
 def test_a_mask_is_made_once_and_only_where_it_is_needed(deterministic):
     gpu = torch.device("cuda")
     assert causal_mask(256, CPU) is causal_mask(256, CPU)
