@@ -119,6 +119,42 @@ def test_a_step_of_fewer_layers_is_extrapolated():
     assert more["tokens_per_second"] == pytest.approx(16 * 24576 / (16 * 0.4299 + 0.031), rel=0.01)
 
 
+def test_steps_are_tabulated_and_held_against_the_plan(tmp_path):
+    parts = dict.fromkeys(training_step.PARTS, 20.0) | {"MoE kernels": 140.0, "optimizer": 30.0}
+    parts |= {"attention": 103.0, "dense GEMMs": 100.0}
+    record = {
+        "kind": "training step", "date": "2026-11-18T20:00:00+00:00", "device": "NVIDIA H200",
+        "preset": "7B", "precision": "bf16", "backend": "auto", "deterministic": False,
+        "compile": True, "recompute": False, "memory": "keep", "layers": 44, "steps": 2,
+        "tokens_per_micro_batch": 24576, "micro_batches": 16, "micro_batch_ms": 440.0,
+        "update_ms": 28.0, "step_ms": 7068.0, "tokens_per_second": 55632.0, "peak_gib": 110.0,
+        "busy_ms": 430.0, "parts_ms": parts, "parameters": 7.15e9,
+    }  # fmt: skip
+    fewer = {"layers": 8, "micro_batch_ms": 120.0, "step_ms": 1930.0, "tokens_per_second": 2e5}
+    more = {"layers": 44, "micro_batch_ms": 570.0, "update_ms": 28.0, "tokens_per_second": 43e3}
+    peer = record | fewer | {"backend": "scattermoe", "extrapolated": more}
+    folder = tmp_path / "nvidia-h200"
+    folder.mkdir()
+    lines = "".join(json.dumps(r) + "\n" for r in (record | {"step_ms": 9e3}, record, peer))
+    (folder / "2026-11-18-training-step.jsonl").write_text(lines)
+    text = training_step_report.report(tmp_path)
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert [
+        "7B, this package, bf16",
+        "44",
+        "16",
+        "440.0",
+        "28.0",
+        "55.6k",
+        "4.81B",
+        "110.0",
+    ] in rows
+    assert "43.0k (extrapolated)" in text and "3.72B" in text
+    (planned,) = [row for row in rows if row[:2] == ["7B, this package, bf16, 44 layers", "7068.0"]]
+    assert 0.9 < float(planned[3]) < 1.1
+    assert any(row[0].endswith("attention_128") and row[1] == "0.401" for row in rows if row)
+
+
 def test_out_of_memory_is_a_record(tmp_path, monkeypatch):
     def full(*given):
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore")

@@ -168,11 +168,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a plan for layers that are refused", "train/plan.py",
-        "    check_layer(config)\n", "", "tests/train/test_after.py -k layer_refuses",
+        "    check_layer(config)\n", "", "tests/train/test_plan.py -k layer_refuses",
+    ),
+    Mutation(
+        "clipping is forgotten in bf16", "train/adamw.py",
+        "        g32 = g32 * (1 / divisor)\n", "        pass\n",
+        "tests/train/test_clipping.py -k moments",
+    ),
+    Mutation(
+        "FlexAttention is not used where runs must repeat", "train/attention.py",
+        "    if mask is not None and not continues:\n", "    if False:\n",
+        "tests/train/test_attention.py -k which_kernel",
     ),
     Mutation(
         "a plan for GPUs without the kernels", "train/plan.py",
         "    device.check(memory_policy(config.memory)", "    (memory_policy(config.memory)",
-        "tests/train/test_after.py -k layer_refuses",
+        "tests/train/test_plan.py -k layer_refuses",
     ),
 ]  # fmt: skip

@@ -24,7 +24,7 @@ SMALL = {
 @pytest.fixture
 def flex_on_a_cpu(monkeypatch):
     """PyTorch's own check refuses gradients on a CPU; without Inductor they are right there."""
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None, raising=False)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -110,6 +110,14 @@ def test_a_token_that_continues_sees_all_keys(flex_on_a_cpu):
     for given in (None, causal_mask(128, CPU)):
         last = attend(q[:, :, -1:], k, v, given, continues=True)
         torch.testing.assert_close(last, whole[:, :, -1:])
+
+
+def test_a_mask_decides_which_kernel_runs(monkeypatch):
+    (q, k, v), _ = inputs(33)
+    monkeypatch.setattr("sonicmoe.train.attention.flex_attention", lambda *args, **options: "flex")
+    assert attend(q, k, v, causal_mask(33, CPU)) == "flex"
+    assert attend(q, k, v).shape == q.shape
+    assert attend(q[:, :, -1:], k, v, causal_mask(33, CPU), continues=True).shape == (2, 4, 1, 16)
 
 
 def test_a_mask_is_made_once_and_only_where_it_is_needed(deterministic):

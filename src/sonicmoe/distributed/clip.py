@@ -70,10 +70,11 @@ def _norm_over_meshes(
     by_mesh: dict[Any, list[torch.Tensor]], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
     norms = [_total_norm(group, norm_type, foreach) for group in by_mesh.values()]
-    if len(norms) == 1:
-        return norms[0]
-    stacked = torch.stack([norm.to(norms[0]) for norm in norms])
-    return torch.linalg.vector_norm(stacked, norm_type)
+    total = norms[0]
+    if len(norms) > 1:
+        stacked = torch.stack([norm.to(norms[0]) for norm in norms])
+        total = torch.linalg.vector_norm(stacked, norm_type)
+    return total
 
 
 def mesh_of(tensor: torch.Tensor) -> Any:

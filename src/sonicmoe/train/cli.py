@@ -18,7 +18,7 @@ _FLAGS = (
     ("seed", int, "seed of weights and batches"),
     ("init-from", str, "run whose weights, tokenizer and settings to start with"),
     ("device", str, "auto, cpu or cuda"),
-    ("precision", str, "fp32, autocast, bf16 or fp8"),
+    ("precision", str, "fp32, autocast, bf16, fp8 or bf16_fp8"),
     ("expert-parallel", int, "ranks that share the experts"),
 )
 _SHORT = {"learning-rate": ("--lr",)}

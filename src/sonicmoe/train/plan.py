@@ -5,8 +5,7 @@ assumptions and the effect of changing some of them.
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..bench.tables import table
@@ -14,208 +13,16 @@ from ..errors import bad_argument
 from ..layer.memory import memory_policy
 from . import accounting
 from .backends import LAYER_BACKENDS
-from .config import PRECISIONS, ModelConfig, TrainConfig, parse_assignments
+from .config import PRECISIONS, TrainConfig, parse_assignments
 from .hardware import GPUS, Gpu, gpu
 from .model import check_layer
 from .parallel import check_shares
 from .presets import PRESETS, preset
 from .progress import count as counted
 from .progress import human, human_bytes
+from .step_time import Efficiency, Layout, predict
 
 PAPER = (213e9, "7B", "H100", 64)  # tokens per day, model, GPU, how many
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Fractions of the data sheet's rates that kernels and links reach.
-
-    Those of grouped and dense GEMMs come from benchmarks/results/nvidia-h200, which a test checks.
-    Those of attention refer to 6·T·S·H FLOPs; a deterministic flash backward pass computes 5 GEMMs
-    for every 2 forward, on kernels made for an earlier GPU.
-    """
-
-    grouped: float = 0.674  # grouped GEMMs of the layer, forward and backward
-    empty: float = 0.75  # time of a padding row relative to another row
-    dense: float = 0.62  # dense GEMMs: the mean of nine shapes
-    attention_64: float = 0.20  # heads of less than 128
-    attention_128: float = 0.27
-    copy: float = 0.90  # 4.3 of 4.8 TB/s on an H200
-    uncovered: float = 0.47  # share of the layer's traffic that its GEMMs do not hide
-    layer_fixed: float = 0.16e-3  # seconds per layer: router, top-K, permutation, launches
-    node: float = 0.80
-    network: float = 0.85
-    overlap: float = 0.80  # share of the computation that may hide FSDP's transfers
-
-    def attention(self, head_dim: int) -> float:
-        return self.attention_128 if head_dim >= 128 else self.attention_64
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    gpus: int
-    shard: int  # GPUs that share one copy of the weights (FSDP)
-    expert_parallel: int  # GPUs that share the experts of a layer
-    accumulate: int  # micro-batches per step
-
-    def __post_init__(self) -> None:
-        for name in ("gpus", "shard", "expert_parallel", "accumulate"):
-            if getattr(self, name) < 1:
-                raise bad_argument(name, "at least 1", getattr(self, name), "Use 1 for none.")
-        if self.gpus % self.shard:
-            divisor = f"a divisor of gpus = {self.gpus}"
-            raise bad_argument("shard", divisor, self.shard, "Change one.")
-        if self.shard % self.expert_parallel:
-            divisor = f"a divisor of shard = {self.shard}"
-            remedy = "The GPUs that share experts also share the rest of the weights."
-            raise bad_argument("expert_parallel", divisor, self.expert_parallel, remedy)
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    memory: accounting.Memory
-    compute: dict[str, float]  # seconds of one micro-batch, by part
-    transfers: dict[str, float]  # seconds of one step, by kind
-    exposed: float  # seconds of transfers that nothing hides
-    optimizer: float
-    step: float
-    tokens_per_step: int
-
-    @property
-    def tokens_per_day(self) -> float:
-        return self.tokens_per_step / self.step * 86400
-
-
-def moe_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
-    """One layer, forward and backward: all of its GEMMs, ten passes over rows of H, six over Z,
-    three over all weights."""
-    return eff.layer_fixed + _part_of_layer(m, tokens, device, eff, 18, passes=(10, 6, 9))
-
-
-def moe_recomputed_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
-    """What a checkpoint runs again: the routing (a guess: half of `layer_fixed`) and up."""
-    return eff.layer_fixed / 2 + up_seconds(m, tokens, device, eff)
-
-
-def up_seconds(m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency) -> float:
-    """The GEMM that reads X and W1, writes Z and A; memory=recompute runs it twice."""
-    return _part_of_layer(m, tokens, device, eff, 4, passes=(1, 1.5, 2))
-
-
-def _part_of_layer(
-    m: ModelConfig, tokens: int, device: Gpu, eff: Efficiency, flops: int, passes: Sequence[float]
-) -> float:
-    """GEMMs with padding, `flops` per row and element of H·I, and the traffic that they do not
-    hide: passes over rows of H, over Z, and over E·H·I weights."""
-    rows_of_h, rows_of_z, weights = passes
-    rows = tokens * m.experts_per_token
-    padding = 1 + eff.empty * 64 * m.num_experts / rows  # half a tile of 128 rows per expert
-    matrix = m.hidden_size * m.intermediate_size
-    gemms = flops * rows * matrix * padding / (eff.grouped * device.half)
-    elements = rows * (rows_of_h * m.hidden_size + rows_of_z * 2 * m.intermediate_size)
-    traffic = eff.uncovered * 2 * (elements + weights * m.num_experts * matrix)
-    return gemms + traffic / (eff.copy * device.bandwidth)
-
-
-def predict(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -> Prediction:
-    m = config.model
-    tokens = config.micro_batch * m.context
-    compute = _compute(config, tokens, device, eff)
-    if config.recompute:
-        outside = ("head and loss", "casts of weights and gradients")
-        blocks = sum(s for part, s in compute.items() if part not in outside)
-        moe = compute["MoE layers"]
-        again = m.num_layers * moe_recomputed_seconds(m, tokens, device, eff)
-        compute["recomputation"] = (blocks - moe) / 3 + again  # forward is a third of a step
-    if memory_policy(config.memory).recompute:
-        compute["recomputation of Z"] = m.num_layers * up_seconds(m, tokens, device, eff)
-    if not config.is_autocast or layout.shard > 1:  # FSDP casts each GPU's own shard
-        del compute["casts of weights and gradients"]
-    busy = layout.accumulate * sum(compute.values())
-    transfers = _transfers(config, tokens, device, layout, eff)
-    to_all = transfers["expert all-to-all"]
-    hideable = sum(transfers.values()) - to_all
-    exposed = to_all + max(0.0, hideable - eff.overlap * busy)
-    mine = accounting.parameters(m).total / layout.shard
-    # The state read and written once; before it gradients are read for their norm and scaled.
-    moved = (2 * accounting.STATE_BYTES[config.precision] + 12) * mine
-    optimizer = moved / (eff.copy * device.bandwidth)
-    return Prediction(
-        memory=accounting.memory(config, layout.shard),
-        compute=compute,
-        transfers=transfers,
-        exposed=exposed,
-        optimizer=optimizer,
-        step=busy + exposed + optimizer,
-        tokens_per_step=layout.gpus * layout.accumulate * tokens,
-    )
-
-
-def _compute(config: TrainConfig, tokens: int, device: Gpu, eff: Efficiency) -> dict[str, float]:
-    m = config.model
-    width = m.num_heads * m.head_dim
-    dense, copy = eff.dense * device.half, eff.copy * device.bandwidth
-    projections = 2 * m.hidden_size * m.head_dim * (m.num_heads + m.num_kv_heads)
-    elements = 2.5 * accounting.BLOCK_ELEMENTS * tokens * m.hidden_size  # written, read, read back
-    logits = tokens * m.vocab_size
-    count = accounting.parameters(m)
-    # Weights are read in fp32 and written in bf16, gradients the other way; those of the experts
-    # leave their GEMM in fp32.
-    cast_bytes = 12 * (count.total - count.experts) + 8 * count.experts
-    # Logits are written and read twice, their gradient is written and read by two GEMMs.
-    head_bytes = 12
-    attention = eff.attention(m.head_dim) * device.half
-    return {
-        "MoE layers": m.num_layers * moe_seconds(m, tokens, device, eff),
-        "attention GEMMs": m.num_layers * 6 * tokens * projections / dense,
-        "attention": m.num_layers * 6 * tokens * m.context * width / attention,
-        "norms, rotation, residuals": m.num_layers * 2 * elements / copy,
-        "head and loss": 6 * logits * m.hidden_size / dense + head_bytes * logits / copy,
-        "casts of weights and gradients": cast_bytes / copy,
-    }
-
-
-def _transfers(
-    config: TrainConfig, tokens: int, device: Gpu, layout: Layout, eff: Efficiency
-) -> dict[str, float]:
-    """Rings: an all-gather moves every byte once through each GPU, an all-reduce twice."""
-    m = config.model
-    count = accounting.parameters(m)
-    gathered = count.total - count.experts + count.experts / layout.expert_parallel
-    group = layout.shard
-    share = (group - 1) / group
-    link = _collective_link(group, device, eff)
-    gradient = 2 if config.bf16_weights else 4
-    copies = layout.gpus // layout.shard
-    across = eff.network * device.network_link if layout.gpus > device.per_node else link
-    sent = 2 * tokens * m.experts_per_token * m.hidden_size
-    away = (layout.expert_parallel - 1) / layout.expert_parallel
-    expert_link = (
-        eff.node * device.node_link
-        if layout.expert_parallel <= device.per_node
-        else eff.network * device.network_link
-    )
-    return {
-        # Forward and again backward, for every micro-batch.
-        "FSDP gather of weights": layout.accumulate * 2 * 2 * gathered * share / link,
-        "FSDP scatter of gradients": gradient * gathered * share / link,
-        "all-reduce between copies": 2
-        * gradient
-        * count.total
-        / group
-        * (copies - 1)
-        / copies
-        / across,
-        # There and back, forward and backward.
-        "expert all-to-all": layout.accumulate * m.num_layers * 4 * sent * away / expert_link,
-    }
-
-
-def _collective_link(group: int, device: Gpu, eff: Efficiency) -> float:
-    """Bytes/s of a ring over `group` GPUs: beyond a node, all its network cards carry it."""
-    node = eff.node * device.node_link
-    if group <= device.per_node:
-        return node
-    return min(node, eff.network * device.network_link * device.per_node)
 
 
 # --- what is printed ------------------------------------------------------------------------------
@@ -259,14 +66,16 @@ def alternatives(
 ) -> dict[str, float]:
     """Tokens per day as assumed, and with one assumption changed."""
     recompute = "nothing is recomputed" if config.recompute else "blocks are recomputed"
-    attention = replace(eff, attention_64=0.4, attention_128=0.4)
+    attention = replace(eff, attention_64=0.6, attention_128=0.6)
+    slow = replace(eff, grouped=0.5, grouped_fp8=0.9, dense=0.5, head=0.5)
+    traffic = replace(eff, uncovered=1.0, uncovered_fp8=1.0)
     changed = {
         "as assumed": (config, eff),
         "no transfer is hidden": (config, replace(eff, overlap=0.0)),
         recompute: (config.override({"recompute": not config.recompute}), eff),
-        "attention reaches 40% of peak": (config, attention),
-        "all GEMMs reach 50% of peak": (config, replace(eff, grouped=0.5, dense=0.5)),
-        "none of the layer's traffic is hidden": (config, replace(eff, uncovered=1.0)),
+        "attention reaches 60% of peak": (config, attention),
+        "all GEMMs reach 50% of peak (90% in FP8)": (config, slow),
+        "none of the layer's traffic is hidden": (config, traffic),
     }
     return {name: predict(c, device, layout, e).tokens_per_day for name, (c, e) in changed.items()}
 
@@ -307,25 +116,38 @@ def _paper(eff: Efficiency) -> str:
 
 
 def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficiency) -> str:
+    """What was measured, and what was not."""
     m = config.model
-    lines = [
-        f"{config.micro_batch} sequences of {m.context} per micro-batch, {layout.accumulate} "
-        f"micro-batch(es) per step; precision {config.precision} ({PRECISIONS[config.precision]}); "
-        f"recompute={str(config.recompute).lower()}",
-        f"{layout.shard} GPUs share a copy of the weights (FSDP2), {layout.gpus // layout.shard} "
-        f"copies; experts shared by {layout.expert_parallel}",
-        f"{device.name} by its data sheet: {human(device.half)} bf16 FLOP/s dense, "
-        f"{human(device.bandwidth)}B/s memory, {human(device.node_link)}B/s out of a GPU within "
-        f"a node of {device.per_node}, {human(device.network_link)}B/s beyond",
-        f"grouped GEMMs reach {eff.grouped:.0%} of peak, dense ones {eff.dense:.0%}, copies "
-        f"{eff.copy:.0%} of bandwidth; {eff.uncovered:.0%} of the MoE layer's traffic is not "
-        f"hidden by its GEMMs; {eff.layer_fixed * 1e3:.1f} ms per layer for the router and "
-        "launches (fitted to nine shapes measured on one H200, within 2%; an H100 is assumed "
-        "to reach the same fractions of its own data sheet)"
-        + ("; FP8 is faster, but the times are those of bf16" * config.fp8_experts),
-        f"attention reaches {eff.attention(m.head_dim):.0%} of peak (flash with a deterministic "
-        "backward pass; from published rates of its forward pass on an H100, not measured)",
-        "the head moves 12 bytes per logit (not measured)",
+    fp8, attention = config.fp8_experts, eff.attention(config)
+    grouped = eff.grouped_fp8 if fp8 else eff.grouped
+    uncovered = eff.uncovered_fp8 if fp8 else eff.uncovered
+    measured = [
+        f"grouped GEMMs reach {grouped:.0%} of the bf16 peak; {uncovered:.0%} of the MoE layer's "
+        f"traffic is not hidden by them; {eff.layer_fixed * 1e3:.1f} ms per layer for the router "
+        + ("and launches (five shapes in FP8, within 4%)" if fp8 else
+           "and launches (nine shapes, within 2%)"),
+        f"GEMMs of attention reach {eff.dense:.0%} of peak, those of the head {eff.head:.0%}; "
+        f"copies {eff.copy:.0%} of bandwidth; norms, rotation and residuals move "
+        f"{eff.block_bytes:.0f} bytes per token and unit of H, the loss {eff.logit_bytes:.0f} per "
+        "logit; an update reads and writes its state once (blocks of the 7B model, compiled)",
+    ]  # fmt: skip
+    which = "the fastest kernel, cuDNN on Hopper"
+    if config.deterministic:
+        which = "FlexAttention" if config.compile else "FlashAttention-2"
+        which += " with repeatable gradients"
+    reached = f"attention reaches {attention:.0%} of peak ({which})"
+    assumed = []
+    if m.head_dim >= 128:
+        measured.append(reached)
+    else:
+        assumed.append(f"{reached}; measured only with heads of 128")
+    if not config.compile:
+        assumed.append("norms, rotation and residuals take as long as compiled")
+    if device.name != "H200":
+        assumed.append(f"{device.name} reaches the same fractions of its own data sheet")
+    if device.name == "A100":
+        assumed.append("attention without cuDNN takes as long as with it")
+    assumed += [
         f"links reach {eff.node:.0%} (node) and {eff.network:.0%} (network) of their speed; FSDP's "
         f"transfers overlap with at most {eff.overlap:.0%} of the computation, the all-to-all "
         "with none of it",
@@ -334,7 +156,20 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
         f"{accounting.BLOCK_ELEMENTS} elements per token and unit of H outside the MoE layer",
         "the number of layers is chosen to reach the parameter count: the paper gives one layer",
     ]
-    return "Assumptions:\n" + "\n".join(f"- {line}" for line in lines)
+    given = [
+        f"{config.micro_batch} sequences of {m.context} per micro-batch, {layout.accumulate} "
+        f"micro-batch(es) per step; precision {config.precision} ({PRECISIONS[config.precision]}); "
+        f"recompute={str(config.recompute).lower()}",
+        f"{layout.shard} GPUs share a copy of the weights (FSDP2), {layout.gpus // layout.shard} "
+        f"copies; experts shared by {layout.expert_parallel}",
+        f"{device.name} by its data sheet: {human(device.half)} bf16 FLOP/s dense, "
+        f"{human(device.bandwidth)}B/s memory, {human(device.node_link)}B/s out of a GPU within "
+        f"a node of {device.per_node}, {human(device.network_link)}B/s beyond",
+    ]
+    lists = {"Given": given, "Measured on one H200": measured, "Assumed": assumed}
+    return "\n\n".join(
+        f"{title}:\n" + "\n".join(f"- {line}" for line in lines) for title, lines in lists.items()
+    )
 
 
 def _ms(seconds: float) -> str:
