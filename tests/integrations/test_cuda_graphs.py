@@ -23,7 +23,7 @@ def tokens(number: int = 6, seed: int = 0) -> torch.Tensor:
 
 
 def graphed(module: nn.Module, *samples, **options) -> Graphed:
-    return Graphed(module, samples, static_memory.capture, **options)
+    return Graphed(module, samples, static_memory.pool(), **options)
 
 
 def backward(module: nn.Module, x: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ def test_platform_alone_is_wrong_with_accumulation():
     """What `Graphed` is for; and that the stand-in for it shows this."""
     module, eager = nn.Linear(16, 3), nn.Linear(16, 3)
     eager.load_state_dict(module.state_dict())
-    replay = static_memory.capture(_Plain(module), (tokens(),))
+    replay = static_memory.pool()(_Plain(module), (tokens(),))
     for seed in (1, 2):
         replay(tokens(seed=seed))[0].square().sum().backward()
         eager(tokens(seed=seed)).square().sum().backward()
@@ -382,9 +382,15 @@ def test_kept_weights_follow_steps_and_writes():
 
 
 def test_a_write_is_quantized_before_the_replay():
+    """By `Graphed`: a replay runs none of the layer's Python."""
+
+    def capture(flat, static):
+        outputs = flat(*static)
+        return lambda *tensors: outputs
+
     moe = fp8_layer(cache_fp8_weights=True)
-    graphs = graphed(moe, fp8_tokens(0))
     with torch.no_grad():
+        graphs = Graphed(moe, [fp8_tokens(0)], capture)
         moe.c_fc.weight.mul_(1.5)
         assert not moe._fp8_weights._kept.first.is_of(moe.c_fc.weight)
         graphs(fp8_tokens(1))

@@ -4,6 +4,21 @@ from mutations.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "a graph writes over gradients that accumulate", "integrations/cuda_graphs.py",
+        "                p.grad.data = p.grad.clone()", "                pass",
+        "tests/integrations/test_cuda_graphs.py -k accumulate",
+    ),
+    Mutation(
+        "a call between the passes of another", "integrations/cuda_graphs.py",
+        "self.is_over or owner._turn != self.turn", "self.is_over",
+        "tests/integrations/test_cuda_graphs.py -k before_the_backward",
+    ),
+    Mutation(
+        "a graph with FP8 weights that were written since", "integrations/graph_state.py",
+        "            store.renew()\n", "",
+        "tests/integrations/test_cuda_graphs.py -k quantized_before",
+    ),
+    Mutation(
         "an adapter without its scale", "kernels/transpose.py",
         "tile.to(tl.float32) * scale", "tile.to(tl.float32)",
         "tests/integrations/test_lora.py -k budget", interpreted=True,

@@ -1,23 +1,31 @@
 """What `torch.cuda.make_graphed_callables` returns, on any device: results in fixed memory.
 
-Like its graphs, each call writes over inputs, activations, outputs and gradients of the call
-before. It computes eagerly.
+Like its graphs, which share a pool of memory, each call writes over the inputs, activations and
+outputs of the call before, and over all gradients. It computes eagerly.
 """
 
 import torch
 
 
-def capture(flat, static):
-    """The `capture` of `sonicmoe.integrations.cuda_graphs.Graphed`."""
+def pool():
+    """The `capture` of one `sonicmoe.integrations.cuda_graphs.Graphed`."""
+    memory: list[torch.Tensor] = []
+    return lambda flat, static: _captured(flat, static, memory)
+
+
+def _captured(flat, static, memory):
     parameters = tuple(flat.parameters())
     wanted = [t for t in (*static, *parameters) if t.requires_grad]
     outputs = [t.detach().clone() for t in flat(*static)]
     gradients = {id(t): torch.zeros_like(t) for t in wanted}
+    memory.extend(gradients.values())
     last = []
 
     class Replayed(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
+            for t in memory:
+                t.fill_(torch.nan)
             for own, given in zip(static, inputs, strict=False):
                 own.copy_(given)
             with torch.enable_grad():

@@ -34,9 +34,10 @@ def graphed(
 
     One backward pass may follow each call, before the next one. Parameters and buffers may change
     in place, not be replaced. Outputs are copies unless `copy_outputs=False`, where they hold until
-    the next call. Gradients that `torch.autograd.grad` returns for parameters hold until the next
-    backward pass; those in `.grad` accumulate as usual. Each sample needs the memory of its outputs
-    and of all gradients, and shares that of its activations with the others.
+    the next call. So do gradients that `torch.autograd.grad` returns for parameters. Those in
+    `.grad` accumulate as usual, and are copied unless `zero_grad` comes before a call. Each sample
+    needs the memory of its outputs and of all gradients, and shares that of its activations with
+    the others.
     """
     if not isinstance(module, nn.Module):
         remedy = "Wrap a function in a module."
@@ -171,6 +172,7 @@ class Graphed(nn.Module):
         if size is None or not size.covers(call.tensors) or not same_mode:
             return self._other_call(args, kwargs, same_mode)
         self._state.check()
+        self._keep_gradients()
         self.replays += 1
         self._turn += 1
         if self._outputs:
@@ -201,10 +203,11 @@ class Graphed(nn.Module):
         raise bad_argument("inputs", expected, got, remedy)
 
     def _keep_gradients(self) -> None:
-        """Copy gradients that autograd took over and the next replay would write to.
+        """Copy each `p.grad` whose memory the next replay would write to.
 
-        Autograd makes the graph's own buffer `p.grad`, without a copy. Optimizers that set it to
-        None leave nothing to copy.
+        Autograd makes the graph's own buffer `p.grad`, without a copy. Already the forward pass,
+        also for another sample, may have its activations there. Where `zero_grad` comes before the
+        call, there is nothing to copy.
         """
         for p in self._state.parameters:
             if p.grad is not None and p.grad.data_ptr() in self._addresses:
@@ -233,7 +236,6 @@ class _Backward:
                 "a change in between",
                 "Step the optimizer after the backward pass.",
             )
-        owner._keep_gradients()
 
     def after(self, gradients: tuple, _: tuple) -> tuple:
         """Gradients of inputs are copies, those of parameters the graph's own."""

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, wraps
 from importlib import import_module
+from itertools import islice
 from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, get_type_hints
 
@@ -57,8 +58,9 @@ class Signature:
         if packed is not None:
             hints[packed] = Packed
         self.results = hints.pop("return")
-        # Strings, which Dynamo can compare.
-        self.types = [(kind, _form(kind)) for kind in hints.values()]
+        self.kinds = list(hints.values())
+        # A letter for each: a compiled model compares one string per operator in every call.
+        self.forms = "".join(map(_form, self.kinds))
         self.tensors = {
             place: name
             for place, (name, kind) in enumerate(hints.items())
@@ -67,15 +69,15 @@ class Signature:
         self.tuples: dict[int, Sequence[str]] = {}  # the fields that are tensors
         self.flat: list[tuple[str, str]] = []  # name and type in the schema
         for place, (name, kind) in enumerate(hints.items()):
-            if _form(kind) == "tuple":
+            if _form(kind) == "t":
                 fields = get_type_hints(kind)
                 optional = (torch.Tensor, torch.Tensor | None)
                 if tensors := [field for field, t in fields.items() if t in optional]:
                     self.tuples[place] = tensors
                 self.flat += [(field, _SCHEMA_TYPES[t]) for field, t in fields.items()]
             else:
-                self.flat.append((name, "str" if _form(kind) == "enum" else _SCHEMA_TYPES[kind]))
-            if _form(kind) != "plain":
+                self.flat.append((name, "str" if _form(kind) == "e" else _SCHEMA_TYPES[kind]))
+            if _form(kind) != "p":
                 _plain.add(kind)
         assert len(dict(self.flat)) == len(self.flat), f"a name occurs twice: {self.flat}"
         if self.results is type(None):
@@ -93,29 +95,30 @@ class Signature:
 
     def flatten(self, args: Sequence) -> list:
         flat: list = []
-        for (_, form), a in zip(self.types, args, strict=True):
-            if form == "tuple":
+        for form, a in zip(self.forms, args, strict=True):
+            if form == "t":
                 flat.extend(a)  # Dynamo of PyTorch 2.11 knows no list += NamedTuple
             else:
-                flat.append(a.value if form == "enum" else a)
+                flat.append(a.value if form == "e" else a)
         return flat
 
     def unflatten(self, flat: Sequence) -> list:
         """The arguments of the declaration."""
         values = iter(flat)
         args: list = []
-        for kind, form in self.types:
-            if form == "tuple":
-                args.append(kind(*[next(values) for _ in kind._fields]))
+        for kind, form in zip(self.kinds, self.forms, strict=True):
+            if form == "t":
+                args.append(kind._make(islice(values, len(kind._fields))))
             else:
-                args.append(kind(next(values)) if form == "enum" else next(values))
+                args.append(kind(next(values)) if form == "e" else next(values))
         return args
 
 
 def _form(kind: Any) -> str:
+    """A letter: e, an enum; t, a NamedTuple; p, what the schema has as it is."""
     if isinstance(kind, enum.EnumMeta):
-        return "enum"
-    return "tuple" if hasattr(kind, "_fields") else "plain"
+        return "e"
+    return "t" if hasattr(kind, "_fields") else "p"
 
 
 class Operator:
@@ -169,8 +172,10 @@ class Operator:
         """Replace None, a result that is not needed, by the empty tensor PyTorch expects."""
         if self.signature.returns == "()":
             return None
-        like = next(t for t in flat if isinstance(t, torch.Tensor))
         every = found if type(found) is tuple else (found,)
+        if not any(t is None for t in every):
+            return found
+        like = next(t for t in flat if isinstance(t, torch.Tensor))
         every = tuple([like.new_empty(0) if t is None else t for t in every])
         return every if type(found) is tuple else every[0]
 
