@@ -389,7 +389,7 @@ def test_threads_with_weights_of_their_own():
 
     def scales(store, own):
         try:
-            return [q.w_scale[0].item() for q in store.quantized(*own, True, "torch")]
+            return [q.w_scale[0].item() for q in store.quantized(*own, True, False, "torch")]
         finally:
             other.set()
 
@@ -537,6 +537,19 @@ def test_compiled_models_read_kept_weights(backend, quantized):
     nn.Sequential(moe).load_state_dict({f"0.{name}": t for name, t in state.items()})
     loaded = compiled(x)[0]
     assert torch.equal(loaded, fresh(moe)) and not torch.equal(loaded, outs[2])
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_layers_of_a_model_are_compiled_once():
+    """PyTorch gives up compiling a function after eight variants of it."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    x = tokens().requires_grad_()
+    for moe in (layer() for _ in range(9)):
+        moe.refresh_fp8_weights()
+        moe.compile(fullgraph=True, backend=counter)
+        moe(x)[0].sum().backward()
     assert counter.frame_count == 1
     torch._dynamo.reset()
 

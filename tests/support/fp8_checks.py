@@ -97,6 +97,7 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
     samples = torch.tensor([quantize.samples_of(*size) for size in sizes])[:, None]
     generation = torch.full((1,), 7, dtype=torch.int32, device=device)
     flags = torch.zeros(2, dtype=torch.int32, pin_memory=device != "cpu")
+    address = torch.tensor([flags.data_ptr()], device=device)
 
     def checked(sample: int) -> dict[int, torch.Tensor]:
         (w1, w2), ((q1, _, scale1, _), (q2, _, scale2, _)) = weights, quantized
@@ -105,7 +106,7 @@ def check_scales_of_weights(sizes: Sequence[tuple[int, int]], dtype, device: str
         def step() -> dict[int, torch.Tensor]:
             now = (sample % samples).expand(2, 3).to(device, torch.int32).contiguous()
             found = quantize.checked_scales(
-                w1, q1, scale1, w2, q2, scale2, now, generation, flags.data_ptr()
+                w1, q1, scale1, w2, q2, scale2, now, generation, address
             )
             after = ((sample + 1) % samples).expand(2, 3).to(torch.int32).contiguous()
             same(now, after, "sample")

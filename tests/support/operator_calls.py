@@ -197,7 +197,7 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
     recomputed = (*p, "swiglu", "interleaved", b)
     ragged = torch.arange(0, 25, 2, dtype=torch.int32)
     sample, generation = (torch.ones(size, dtype=torch.int32) for size in ((2, 4), (1,)))
-    state = (sample, generation, FLAGS.data_ptr())
+    state = (sample, generation, torch.tensor([FLAGS.data_ptr()]))
     return {
         "quantize_rows": [(x, True, b), (x, False, b), (x[:0], True, b)],
         "quantize_weight": [(w1, True, False, b), (w1, False, False, b)]

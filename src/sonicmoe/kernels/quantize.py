@@ -194,7 +194,7 @@ def column_norms_kernel(
     tl.store(norm + expert * C + c, bound, mask=c < C)
 
 
-@triton.jit(do_not_specialize=["flags"])
+@triton.jit
 def checked_scales_kernel(
     w1, q1, scale1, checked1, w2, q2, scale2, checked2, sample, generation, flags,
     SIZE1: tl.constexpr, SAMPLES1: tl.constexpr, SIZE2: tl.constexpr, SAMPLES2: tl.constexpr,
@@ -204,12 +204,12 @@ def checked_scales_kernel(
 
     An expert has SIZE1 and SIZE2 words of four values. A sample of them is compared: groups of four
     words, every SAMPLES1-th and every SAMPLES2-th, from the first one in `sample` (2, E), which is
-    incremented. If an expert changed, `generation` is stored at the address `flags`, for the second
-    weight behind it.
+    incremented. If an expert changed, `generation` is stored at the address in `flags`, for the
+    second weight behind it.
 
     Grid: (E, 2); a program owns the scale and the sample of one expert of one weight.
     """
-    flag = flags.to(tl.int64).to(tl.pointer_type(tl.int32))
+    flag = tl.load(flags).to(tl.pointer_type(tl.int32))
     if tl.program_id(1) == 0:
         _check_scale(w1, q1, scale1, checked1, sample, generation, flag, SIZE1, SAMPLES1, BLOCK)
     else:

@@ -67,8 +67,10 @@ class Alarm:
     def __init__(self, w: torch.Tensor) -> None:
         experts, device = w.shape[0], w.device
         self.memory = torch.zeros(2, dtype=torch.int32, pin_memory=w.is_cuda)
-        self.flags = self.memory.data_ptr()
-        self.read = (ctypes.c_int32 * 2).from_address(self.flags)  # a tensor takes 10 times longer
+        address = self.memory.data_ptr()
+        self.read = (ctypes.c_int32 * 2).from_address(address)  # a tensor takes 10 times longer
+        # A tensor: a compiler would take a number for a constant, and compile each layer anew.
+        self.flags = _static(torch.tensor([address], device=device))
         self.number = 1
         self.generation = _static(torch.ones(1, dtype=torch.int32, device=device))
         self.sample = _static(torch.zeros(2, experts, dtype=torch.int32, device=device))

@@ -73,14 +73,14 @@ def checked_scales(
     scale2: Tensor,
     sample: Mutated,
     generation: Tensor,
-    flags: int,
+    flags: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
 
     If there is such an expert, or one that was not finite when it was quantized and is now, the
-    int32 `generation` (1,) is written to flags[0] for the first weight, flags[1] for the second.
-    `flags` is the address of host memory that the device can write.
+    int32 `generation` (1,) is written to one of two int32 in host memory that the device can write,
+    one for each weight. `flags` (1,) int64 is their address.
 
     Kernels compare one sample of an expert, at most 16384 values. `sample` (2, E) is the number of
     the next one, which they increment: consecutive samples cover all. It lies on the device, so

@@ -70,7 +70,7 @@ def checked_scales(weight1, q1, scale1, weight2, q2, scale2, sample, generation,
     sample.add_(1)
     checked1, stale1 = _compared(weight1, q1, scale1)
     checked2, stale2 = _compared(weight2, q2, scale2)
-    at_address = (ctypes.c_int32 * 2).from_address(flags)
+    at_address = (ctypes.c_int32 * 2).from_address(flags.item())
     raised = torch.frombuffer(at_address, dtype=torch.int32)
     before = raised.to(generation.device, non_blocking=True)
     raised.copy_(torch.where(torch.stack([stale1, stale2]), generation, before), non_blocking=True)
