@@ -133,7 +133,7 @@ def measure(config: GptOssConfig, run: Run, device: torch.device) -> dict[str, A
     optimizer, name = optimizer_of(trained, run)
     ids = torch.randint(config.vocab_size, (run.tokens // CONTEXT, CONTEXT + 1), device=device)
     inputs, targets = ids[:, :-1], ids[:, 1:].flatten()
-    head = model.lm_head.weight  # type: ignore[union-attr]
+    head: torch.Tensor = model.lm_head.weight  # type: ignore[assignment, union-attr]
     made, losses, seconds = time.perf_counter() - begin, [], []
     for _ in range(STEPS):
         begin = time.perf_counter()
