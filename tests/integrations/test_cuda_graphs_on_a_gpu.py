@@ -328,25 +328,29 @@ def test_a_cache_is_refused():
 
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_a_model_compiled_with_reduced_overhead(precision):
-    """Inductor fuses the model's own operations, so the bits of eager calls are not expected."""
+    """Like the model compiled without graphs. Eager calls round, and so route, differently."""
     torch._dynamo.reset()
     counters.clear()
-    mine = model("Olmoe", precision)
-    mine(**sample(0, False))  # quantizes
-    compiled = torch.compile(mine, mode="reduce-overhead")
-    eager = copy.deepcopy(mine)
+    captured = model("Olmoe", precision)
+    launched = copy.deepcopy(captured)
+    for each in (captured, launched):
+        each(**sample(0, False))  # quantizes
+    compiled = [torch.compile(captured, mode="reduce-overhead"), torch.compile(launched)]
     for seed in range(5):
         losses = []
-        for each in (compiled, eager):
+        for each in compiled:
             torch.compiler.cudagraph_mark_step_begin()
             each.zero_grad()
             loss = each(**sample(seed, False)).loss
             loss.backward()
             losses.append(loss.detach().clone())
-        assert abs(losses[0] - losses[1]) <= 0.02 * losses[1]
-        found, expected = gradients(mine), gradients(eager)
+        assert torch.equal(*losses)
+        found, expected = gradients(captured), gradients(launched)
+        assert found.keys() == expected.keys()
         for name in expected:
             error = (found[name] - expected[name]).float().norm()
-            assert error <= 0.1 * expected[name].float().norm(), name
+            # Rows of the embedding may be added up in any order.
+            allowed = 0.01 if "embed_tokens" in name else 0
+            assert error <= allowed * expected[name].float().norm(), name
     assert counters["inductor"]["cudagraph_skips"] == 0
     torch._dynamo.reset()
