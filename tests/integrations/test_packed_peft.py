@@ -28,7 +28,8 @@ def _registered():
 
 def load(kind, folder, **options):
     if kind.startswith("dense"):
-        kept = ["self_attn", "lm_head"]
+        # Attention too: with gradients bitsandbytes multiplies otherwise than without, on some CPUs.
+        kept = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=kept
         )
