@@ -13,7 +13,7 @@ from sonicmoe.bench.results import Record
 from sonicmoe.bench.tables import table
 from sonicmoe.train.progress import count
 
-from . import fp8, kept
+from . import fp8, kept, training_step_report
 from .finetune import BASE, ERRORS, TUNED
 from .rounding_sweep import sweep_table
 from .training_report import (
@@ -107,7 +107,8 @@ def _sections(
         _cold(found),
     ]
     if dtype == "bfloat16":
-        made += [_rounding([r for r in everything if r["device"] == device])]
+        mine = [r for r in everything if r["device"] == device]
+        made += [_rounding(mine), _models(mine), _steps(mine)]
         ours = [e for e in evidence if e["device"] == device]
         made += [part(e) for part in (_training, _precision, _finetuning, _errors) for e in ours]
     return [section for section in made if section]
@@ -298,6 +299,34 @@ def _rounding(records: Sequence[Record]) -> Section | None:
     newest = [r for r in sweep if r["date"] == sweep[-1]["date"]]
     caption = "Speedup of NR-f with tiles of 128 and 64 rows over top-K, forward and backward."
     return Section("Token rounding", caption, sweep_table(newest), newest[:1])
+
+
+def _models(records: Sequence[Record]) -> Section | None:
+    found = [r for r in records if r.get("part") == "model"]
+    if not found:
+        return None
+    found = [r for r in found if r["date"] == found[-1]["date"]]
+    rows = [
+        (r["case"], r["shape"].rpartition(", ")[2], r["candidate"], f"{r['fwd_bwd_ms']:.0f}",
+         f"{r['peak_mib'] / 1024:.1f}")
+        for r in found
+    ]  # fmt: skip
+    caption = (
+        "Forward and backward in transformers, random weights, 4 sequences of 4096 tokens, no "
+        "checkpointing, no optimizer."
+    )
+    head = ("model", "intermediate size", "experts", "ms", "peak GiB")
+    return Section("Models of transformers", caption, table(head, rows), found)
+
+
+def _steps(records: Sequence[Record]) -> Section | None:
+    steps = [r for r in records if r.get("kind") == "training step" and "failed" not in r]
+    if not steps:
+        return None
+    newest = training_step_report.newest(steps)
+    caption = "`sonicmoe train` on one GPU, random tokens; then where the GPU's time goes."
+    tables = [training_step_report.step_table(newest), training_step_report.part_table(newest)]
+    return Section("Training steps", caption, "\n\n".join(tables), newest)
 
 
 def _training(evidence: Evidence) -> Section | None:

@@ -28,7 +28,7 @@ def _registered():
 
 def load(kind, folder, **options):
     if kind.startswith("dense"):
-        # Attention too: with gradients bitsandbytes multiplies otherwise than without, on some CPUs.
+        # Attention too: on some CPUs bitsandbytes rounds otherwise where no gradient is needed.
         kept = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=kept

@@ -88,30 +88,29 @@ def _planned(seconds: Callable[..., float], shape: str) -> float:
     return seconds(model, tokens, gpu("H200"), Efficiency())
 
 
-# Seconds forward and backward of a micro-batch of 7B with four layers, compiled, on 2026-11-18.
-FOUR_LAYERS = {("bf16", False): 55.9e-3, ("bf16", True): 59.4e-3, ("bf16_fp8", False): 52.0e-3}
-
-
-@pytest.mark.parametrize(("how", "seconds"), FOUR_LAYERS.items(), ids=str)
-def test_four_layers_take_what_was_measured(how, seconds):
-    changes = {"num_layers": 4, "precision": how[0], "deterministic": how[1]}
-    config = preset("7B").override(changes)
-    found = step_time.predict(config, gpu("H200"), Layout(1, 1, 1, 1), Efficiency())
-    assert sum(found.compute.values()) == pytest.approx(seconds, rel=0.03)
-    # 3.3 to 3.9 ms with gradients that were scaled first; in FP8 weights are quantized too.
-    assert 2.4e-3 < found.optimizer < 3.9e-3
+def test_attention_that_repeats_takes_what_was_measured():
+    """One layer of 7B alone: 3.21 ms instead of 2.32, see docs/log/training.md."""
+    config = preset("7B").override({"num_layers": 1})
+    ms = []
+    for deterministic in (True, False):
+        config = config.override({"deterministic": deterministic})
+        found = step_time.predict(config, gpu("H200"), Layout(1, 1, 1, 1), Efficiency())
+        ms.append(found.compute["attention"] * 1e3)
+    assert ms[0] - ms[1] == pytest.approx(3.21 - 2.32, rel=0.1)
 
 
 def test_training_steps_take_what_was_measured():
-    """Every kept step of our layer within 10%; none were kept before 2026-11-18."""
+    """Every kept step of our layer: its time within 10%, its memory within 5%."""
     records = training_step_report.plannable(
         [r for r in read(RESULTS) if r.get("kind") == "training step"]
     )
+    assert len(records) >= 2
     for r in records:
         config, layout = training_step_report.settings(r)
         planned = step_time.predict(config, recognise(r["device"]), layout, Efficiency())
         about = training_step_report.name(r), r["layers"]
         assert planned.step * 1e3 == pytest.approx(r["step_ms"], rel=0.1), about
+        assert planned.memory.total / 2**30 == pytest.approx(r["peak_gib"], rel=0.05), about
 
 
 def test_a_calibrated_plan_repeats_its_record():
@@ -168,7 +167,7 @@ def test_every_assumption_moves_the_prediction_the_right_way():
     usual = found.pop("as assumed")
     assert found.pop("attention reaches 60% of peak") > usual
     assert all(tokens < usual for tokens in found.values())
-    assert found["no transfer is hidden"] < plan.PAPER[0] < usual
+    assert plan.PAPER[0] < usual
 
 
 def test_recomputing_z_takes_what_was_measured():

@@ -136,7 +136,10 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
         which = "FlexAttention" if config.compile else "FlashAttention-2"
         which += " with repeatable gradients"
     reached = f"attention reaches {attention:.0%} of peak ({which})"
+    elements = accounting.block_elements(config)
+    keeps = f"a block keeps {elements:g} elements per token and unit of H outside the MoE layer"
     assumed = []
+    (measured if config.compile else assumed).append(keeps)
     if m.head_dim >= 128:
         measured.append(reached)
     else:
@@ -152,8 +155,7 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
         f"transfers overlap with at most {eff.overlap:.0%} of the computation, the all-to-all "
         "with none of it",
         "routing is even; half a tile of 128 rows per expert is padding, and a padding row takes "
-        f"{eff.empty:.0%} of a row's time; a block keeps "
-        f"{accounting.BLOCK_ELEMENTS} elements per token and unit of H outside the MoE layer",
+        f"{eff.empty:.0%} of a row's time",
         "the number of layers is chosen to reach the parameter count: the paper gives one layer",
     ]
     given = [
