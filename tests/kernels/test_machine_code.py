@@ -187,22 +187,23 @@ def test_other_architectures(arch, activation):
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype", "activation", "gate_up", "sizes"),
+    ("arch", "dtype", "activation", "gate_up", "sizes", "bias"),
     [
-        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[0], WIDE),
-        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], WIDE),
-        (90, torch.float16, ActivationType.SWIGLU_CLAMPED, LAYOUTS[0], WIDE),
-        (90, torch.float16, ActivationType.GELU, LAYOUTS[0], WIDE),
-        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], NARROW),  # rows of Z: 72 bytes
-        (90, torch.bfloat16, ActivationType.GELU, LAYOUTS[0], (2048, 272)),  # biases are masked
-        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], (2048, 272)),
-        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[0], (264, 48)),  # N of one block
-        (90, torch.float32, ActivationType.SWIGLU, LAYOUTS[1], NARROW),
-        (89, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], WIDE),
-        (100, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[0], WIDE),
+        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[0], WIDE, True),
+        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], WIDE, False),
+        (90, torch.float16, ActivationType.SWIGLU_CLAMPED, LAYOUTS[0], WIDE, True),
+        (90, torch.float16, ActivationType.GELU, LAYOUTS[0], WIDE, False),
+        # Rows of Z have 72 bytes.
+        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], NARROW, True),
+        (90, torch.bfloat16, ActivationType.GELU, LAYOUTS[0], (2048, 272), False),
+        (90, torch.bfloat16, ActivationType.GELU, LAYOUTS[0], (2048, 272), True),  # is masked
+        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], (2048, 272), False),
+        (90, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[0], (264, 48), False),  # one block of N
+        (90, torch.float32, ActivationType.SWIGLU, LAYOUTS[1], NARROW, True),
+        (89, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[1], WIDE, True),
+        (100, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[0], WIDE, False),
     ],
 )
-@pytest.mark.parametrize("bias", [False, True])
 def test_z_in_fp8(arch, dtype, activation, gate_up, sizes, bias):
     whole = not bias and sizes in ((2048, 272), (264, 48))  # which no other test compiles
     layer = (arch, dtype, activation, gate_up, False, bias, sizes)
