@@ -6,7 +6,7 @@ benchmarks/README.md says how to fill the folder. What is not in it is left out.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -108,16 +108,20 @@ def unsloth_nf4(folder: Path, inputs: Inputs, weights: tuple[Any, Any]) -> Forwa
 def _axolotl() -> ModuleType:
     module = importlib.import_module(_AXOLOTL)
     kernels = importlib.import_module(f"{_AXOLOTL}.kernels.lora_ops")
-    tuner = kernels._scatter2scatter_lora
-    chosen = [c for c in tuner.configs if _tile(c) in _TILES]
-    assert chosen
-    tuner.configs = chosen
+    _choose(kernels._scatter2scatter_lora, _TILES, "MNK")
     return module
 
 
-def _tile(config: Any) -> tuple[int, ...]:
-    sizes = (config.kwargs[f"BLOCK_{name}"] for name in "MNK")
-    return (*sizes, config.num_warps, config.num_stages)
+def _choose(tuner: Any, tiles: Sequence[tuple[int, ...]], order: str) -> None:
+    """Let a kernel's tuner try these tiles alone: sizes in this order, warps, stages."""
+
+    def tile(config: Any) -> tuple[int, ...]:
+        sizes = (config.kwargs[f"BLOCK_{name}"] for name in order)
+        return (*sizes, config.num_warps, config.num_stages)
+
+    chosen = [c for c in tuner.configs if tile(c) in tiles]
+    assert chosen
+    tuner.configs = chosen
 
 
 def axolotl(inputs: Inputs, weight_of: Callable[[int], Any]) -> Forward:
@@ -182,11 +186,12 @@ def axolotl_mxfp4(inputs: Inputs, weights: tuple[Any, Any]) -> Forward:
     _axolotl()
     kernels: Any = importlib.import_module(f"{_AXOLOTL}.kernels.lora_ops")
     mx = importlib.import_module(f"{_AXOLOTL}.mx_weights")
+    # It takes them for two shapes with many tokens alone; others try 144 tiles, for minutes.
+    _choose(kernels._scatter2scatter_lora_mx, kernels._GLM_MX_SUBSET, "MNK")
+    _choose(kernels._scatter2scatter_lora_dX_mx, kernels._GLM_DX_MX_SUBSET, "MKN")
     made = []
     for packed in weights:
         experts, n, k = packed.shape
-        kernels._FWD_MX_PROFILES[9, 0][n, k] = kernels._GLM_MX_SUBSET
-        kernels._DX_MX_PROFILES[9, 0][n, k] = kernels._GLM_DX_MX_SUBSET
         codes = packed.blocks.view(experts, n, k // 2)
         made.append(
             mx.MXWeights(

@@ -19,12 +19,12 @@ LAST = 50  # steps whose mean is compared
 
 
 def report(results: Path) -> str:
-    """Write step.md and curve.png below training/step of each device; return the text."""
+    """Write step.md and curve.png below training-step of each device; return the text."""
     texts = []
     records = [r for r in read(results) if r.get("kind") in ("training step", "training curve")]
     for device in dict.fromkeys(r["device"] for r in records):
         mine = [r for r in records if r["device"] == device]
-        folder = results / slug(device) / "training" / "step"
+        folder = results / slug(device) / "training-step"
         folder.mkdir(parents=True, exist_ok=True)
         steps = newest([r for r in mine if r["kind"] == "training step"])
         curves = newest([r for r in mine if r["kind"] == "training curve"])

@@ -71,7 +71,7 @@ def test_curves_repeat_are_compared_and_drawn(tmp_path, tokens, capsys):
     assert script.main(["--redraw", "--results", str(results)]) == 0
     told = capsys.readouterr().out
     assert told.count("seed 0") == 2  # of the first two only the newer one
-    (folder,) = results.glob("*/training/step")
+    (folder,) = results.glob("*/training-step")
     assert {path.name for path in folder.iterdir()} == {"step.md", "curve.png"}
     assert (folder / "step.md").read_text() in f"{told}\n"
 
