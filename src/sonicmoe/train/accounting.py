@@ -93,8 +93,9 @@ def memory(config: TrainConfig, shards: int = 1) -> Memory:
     if config.fp8_experts and shards == 1:  # FP8 weights and their transposes stay
         state += 2 * count.experts
         policy = policy._replace(weights="recompute")
-    layer = layer_bytes(m, tokens, config.precision, policy).ours
-    layer += block_elements(config) * element * tokens * m.hidden_size
+    layer = layer_bytes(m, tokens, config.precision, policy).ours + (
+        block_elements(config) * element * tokens * m.hidden_size
+    )
     if config.recompute:
         kept = m.num_layers * element * tokens * m.hidden_size + layer
     else:

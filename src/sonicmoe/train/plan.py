@@ -138,7 +138,7 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
     reached = f"attention reaches {attention:.0%} of peak ({which})"
     elements = accounting.block_elements(config)
     keeps = f"a block keeps {elements:g} elements per token and unit of H outside the MoE layer"
-    assumed = []
+    assumed: list[str] = []
     (measured if config.compile else assumed).append(keeps)
     if m.head_dim >= 128:
         measured.append(reached)
