@@ -9,13 +9,15 @@ benchmarks/README.md says how to fill FOLDER; without it only what needs no othe
 """
 
 import argparse
+import contextlib
 import json
+import signal
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from research.packed_layer import LAYERS, Layer, by_experts, errors, make_inputs
 STEPS, WARMUP = 3, 1  # of a round, and before the first round
 LIMIT = 0.03  # of the norm; bf16 errs by 0.005. Decoded to e4m3 it is 0.1.
 LIMIT_FP8 = 0.1
+SECONDS = 60  # for a candidate's first step, which compiles and tunes
 Makers = dict[str, Callable[..., plain.Forward]]
 
 
@@ -81,8 +84,8 @@ class Bench:
         for label, maker in self.makers.items():
             begin = time.perf_counter()
             try:
-                with warnings.catch_warnings():  # PEFT's, of all its modules
-                    warnings.simplefilter("ignore")
+                with warnings.catch_warnings(), time_limit(SECONDS):
+                    warnings.simplefilter("ignore")  # PEFT's, of all its modules
                     forward = maker(self.inputs, self.weights)
                     step(self.inputs, forward)
                 self.found[label] = forward
@@ -131,6 +134,22 @@ class Bench:
         base = medians.get("ours to bf16", float("nan"))
         of_ours = {label: round(ms / base, 2) for label, ms in medians.items()}
         return {"ms": medians, "÷ ours to bf16": of_ours, "peak GiB": peak}
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise a TimeoutError in the code within, at the first Python statement after that time."""
+
+    def stop(*_) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _milliseconds(run: Callable[[], Any]) -> float:

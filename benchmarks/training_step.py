@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, metavar="N", help=words)
     words = "keep the losses of N steps of one micro-batch, instead of times"
     parser.add_argument("--curve", type=int, metavar="N", help=words)
-    words = "16-bit tokens to train on, little-endian; default: random tokens"
+    words = "train.tokens of a prepared corpus, or its begin; default: random tokens"
     parser.add_argument("--tokens", type=Path, metavar="FILE", help=words)
     words = "folder with the packages to compare with"
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help=words)

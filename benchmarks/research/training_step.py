@@ -44,13 +44,12 @@ class Tokens(Corpus):
 
 
 def read_tokens(path: Path | None, config: TrainConfig) -> torch.Tensor:
-    """(n,) int32 of a file of 16-bit tokens, little-endian; random tokens without a file."""
+    """(n,) int32 of a file of such tokens; random tokens without a file."""
     size = config.model.vocab_size
     if path is None:
         count = 4 * max(config.tokens_per_step, config.model.context + 1)
         return torch.randint(size, (count,), dtype=torch.int32)
-    words = torch.from_file(str(path), size=path.stat().st_size // 2, dtype=torch.int16)
-    tokens = words.to(torch.int32) & 0xFFFF
+    tokens = torch.from_file(str(path), size=path.stat().st_size // 4, dtype=torch.int32)
     if (most := int(tokens.max())) >= size:
         expected, remedy = f"tokens below vocab_size = {size}", "Use the vocabulary of the file."
         raise bad_argument("--tokens", expected, most, remedy)

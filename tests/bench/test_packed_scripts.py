@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 import torch
@@ -133,6 +134,18 @@ def test_a_wrong_candidate_is_named_and_not_timed():
     assert "out" in bench.failed["twice"] and bench.failed["none"] == "wrong: dB2"
     assert bench.failed["broken"] == "ImportError: no such package"
     assert bench.found.keys() == bench.makers.keys() - bench.failed.keys()
+
+
+def test_a_candidate_that_compiles_for_ever_is_left_out(monkeypatch):
+    def endless(inputs, weights):
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(peers, "SECONDS", 0.2)
+    bench = peers.Bench(layers()[0], "mxfp4", 24, None, CPU)
+    bench.makers = {"endless": endless}
+    bench.make()
+    assert bench.failed == {"endless": "TimeoutError: not done after 0.2 s"} and not bench.found
 
 
 def test_experts_of_bitsandbytes_under_peft_are_reported():

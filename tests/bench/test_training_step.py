@@ -33,8 +33,8 @@ def _determinism_as_before():
 @pytest.fixture
 def tokens(tmp_path) -> Path:
     """A text that repeats, so that 60 steps learn it."""
-    path = tmp_path / "tokens.u16"
-    path.write_bytes(b"".join((i % 61).to_bytes(2, "little") for i in range(4000)))
+    path = tmp_path / "train.tokens"
+    path.write_bytes(b"".join((i % 61).to_bytes(4, "little") for i in range(4000)))
     return path
 
 
@@ -78,7 +78,7 @@ def test_curves_repeat_are_compared_and_drawn(tmp_path, tokens, capsys):
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
     path = tmp_path / "tokens"
-    path.write_bytes((50303).to_bytes(2, "little") * 500)
+    path.write_bytes((50303).to_bytes(4, "little") * 500)
     config = preset("7B")
     assert training_step.read_tokens(path, config).unique().tolist() == [50303]
     with pytest.raises(ValueError, match=r"--tokens.*vocab_size = 1024.*50303"):
