@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -133,21 +132,23 @@ def compare(workers: dict[str, Worker], layer: str, mode: str, rounds: int) -> d
 
 
 def main() -> None:
+    from research import records  # not in a worker, which takes sonicmoe from its checkout
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     words = "the folder src of a checkout; times are divided by those of the first"
     parser.add_argument("checkouts", nargs="+", metavar="LABEL=SRC", help=words)
     parser.add_argument("--layers", default=",".join(LAYERS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--modes", default=",".join(MODES), help="of the experts")
+    records.add_options(parser)
     args = parser.parse_args()
-    about = {"date": datetime.now(UTC).isoformat(), "device": torch.cuda.get_device_name()}
-    about |= {"torch": torch.__version__, "command": " ".join(sys.argv)}
-    print(json.dumps(about), flush=True)
+    command = records.command("gpu_busy.py", sys.argv[1:])
+    made = records.Records("gpu busy", "cuda", command, args)
     checkouts = (checkout.split("=", 1) for checkout in args.checkouts)
     workers = {label: Worker(source) for label, source in checkouts}
     for layer in args.layers.split(","):
         for mode in args.modes.split(","):
-            print(json.dumps(compare(workers, layer, mode, args.rounds)), flush=True)
+            made.keep(compare(workers, layer, mode, args.rounds))
 
 
 if __name__ == "__main__":

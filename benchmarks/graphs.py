@@ -1,6 +1,6 @@
 """A training step of the layer, eager, as CUDA graphs and compiled, as JSON lines.
 
-    python benchmarks/graphs.py --out benchmarks/results/nvidia-h200/DATE-graphs.jsonl
+    python benchmarks/graphs.py
 
 Every mode first gives the bits of the eager layer, in outputs and all gradients; compiled ones are
 also accepted within 1% of them, and `same_bits` says so. Wall time is the median of interleaved
@@ -11,7 +11,6 @@ about a minute on an H200.
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -19,10 +18,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from research import records
 
 from sonicmoe import MoE, graphed
 from sonicmoe.bench.dense import dense
-from sonicmoe.bench.results import provenance
 from sonicmoe.bench.timing import interleaved
 from sonicmoe.shapes import Problem
 
@@ -154,20 +153,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", nargs="+", default=LAYERS, metavar="T,H,I,E,K")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
-    parser.add_argument("--out", help="append the lines to this file too")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    records.add_options(parser)
     args = parser.parse_args()
-    about = provenance("cuda", "python " + " ".join(sys.argv), args.commit)
+    made = records.Records("graphs", "cuda", records.command("graphs.py", sys.argv[1:]), args)
     for layer in args.layers:
         _, both = dense(Problem(*map(int, layer.split(","))), "cuda", torch.bfloat16)
         both()
         for precision in args.precisions:
             for record in measure(layer, precision, both):
-                line = json.dumps(about | record, ensure_ascii=False)
-                print(line, flush=True)
-                if args.out:
-                    with open(args.out, "a") as file:
-                        print(line, file=file)
+                made.keep(record)
             gc.collect()
             torch.cuda.empty_cache()
 

@@ -9,15 +9,14 @@ weights that were decoded before.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import torch
 from packed_random import FORMATS, random_packed
+from research import records
 
 from sonicmoe import ActivationType, Fp8Weights, experts
 from sonicmoe.integrations.lora import LowRank
@@ -150,14 +149,13 @@ def main() -> None:
     parser.add_argument("--formats", default="mxfp4,nf4,fp8,int4", help=f"of {', '.join(FORMATS)}")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    records.add_options(parser)
     args = parser.parse_args()
-    about = {"date": datetime.now(UTC).isoformat(), "device": torch.cuda.get_device_name()}
-    about |= {"torch": torch.__version__, "command": " ".join(sys.argv)}
-    print(json.dumps(about), flush=True)
+    command = records.command("packed.py", sys.argv[1:])
+    made = records.Records("packed", "cuda", command, args)
     for name in args.layers.split(","):
         for tokens in map(int, args.tokens.split(",")):
-            line = measure(name, tokens, args.rank, args.rounds, args.formats.split(","))
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            made.keep(measure(name, tokens, args.rank, args.rounds, args.formats.split(",")))
             torch.cuda.empty_cache()
 
 

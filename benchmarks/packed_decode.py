@@ -7,15 +7,14 @@ backward pass reads. Every configuration is measured; the fastest is printed las
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from packed_random import FORMATS, random_packed
+from research import records
 
 from sonicmoe.launch import packed as launch
 from sonicmoe.launch.packed import Config
@@ -138,16 +137,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", default=",".join(LAYERS))
     parser.add_argument("--formats", default="mxfp4,nf4,fp8,int4", help=f"of {', '.join(FORMATS)}")
+    records.add_options(parser)
     args = parser.parse_args()
     layers, formats = args.layers.split(","), args.formats.split(",")
-    about = {"date": datetime.now(UTC).isoformat(), "device": torch.cuda.get_device_name()}
-    about |= {"torch": torch.__version__, "command": " ".join(sys.argv)}
-    print(json.dumps(about), flush=True)
+    command = records.command("packed_decode.py", sys.argv[1:])
+    made = records.Records("packed decode", "cuda", command, args)
     compile_all(layers, formats)
     for layer in layers:
         for format in formats:
             for line in measure(layer, format):
-                print(json.dumps(line, ensure_ascii=False), flush=True)
+                made.keep(line)
             torch.cuda.empty_cache()
 
 

@@ -12,16 +12,15 @@ exist for some tokens at a time. Prints a JSON line for each run; `--tiny` runs 
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import torch
 from packed_random import random_packed
 from peft import LoraConfig, get_peft_model
+from research import records
 from research.sink_attention import register_sink_attention
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig
@@ -171,18 +170,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", nargs="+", default=RUNS.split(), metavar="RUN", help=words)
     parser.add_argument("--peers", metavar="FOLDER", help="with bitsandbytes, unpacked")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1M weights")
-    args = parser.parse_args(argv)
+    records.add_options(parser)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(given)
     runs = [Run.of(text) for text in args.runs]
     if args.peers:
         sys.path.append(args.peers)
     register()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    about = {"date": datetime.now(UTC).isoformat(), "torch": torch.__version__}
-    about["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(json.dumps({**about, "command": " ".join(sys.argv)}), flush=True)
+    command = records.command("packed_model.py", given, ["--peers"])
+    made = records.Records("packed model", device, command, args)
     config = GptOssConfig(**(TINY if args.tiny else LARGE))
     for run in runs:
-        print(json.dumps(measure(config, run, device)), flush=True)
+        made.keep(measure(config, run, device))
         gc.collect()  # modules refer to each other
         if device.type == "cuda":
             torch.cuda.empty_cache()

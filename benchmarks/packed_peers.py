@@ -10,7 +10,6 @@ benchmarks/README.md says how to fill FOLDER; without it only what needs no othe
 
 import argparse
 import contextlib
-import json
 import signal
 import statistics
 import subprocess
@@ -18,7 +17,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ import torch
 from packed_random import random_packed
 from research import packed_candidates as plain
 from research import packed_peers as peers
+from research import records
 from research.packed_layer import LAYERS, Layer, by_experts, errors, make_inputs, step
 
 STEPS, WARMUP = 3, 1  # of a round, and before the first round
@@ -186,7 +185,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--compile-only", action="store_true", help="run each step once, and end")
-    args = parser.parse_args(argv)
+    records.add_options(parser)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(given)
     device = torch.device(args.device)
     if args.peers is not None:
         sys.path.append(str(args.peers))
@@ -194,9 +195,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.compile_only:
         rest = ["--tokens", *tokens, *(["--peers", str(args.peers)] if args.peers else [])]
         compile_in_parallel(args.layers, args.formats, rest)
-        about = {"date": datetime.now(UTC).isoformat(), "device": torch.cuda.get_device_name()}
-        about |= {"torch": torch.__version__, "command": " ".join(sys.argv)}
-        print(json.dumps(about), flush=True)
+        command = records.command("packed_peers.py", given, ["--peers"])
+        made = records.Records("packed peers", device, command, args)
     for name in args.layers:
         for format in args.formats:
             for number, count in enumerate(args.tokens):
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     record = {"layer": name, "format": format, "tokens": count}
                     record |= bench.measure(args.rounds)
                     record |= {"errors": wrong, "not timed": bench.failed}
-                    print(json.dumps(record, ensure_ascii=False), flush=True)
+                    made.keep(record)
                 del bench
                 torch.cuda.empty_cache()
 

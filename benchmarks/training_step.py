@@ -7,25 +7,19 @@ python benchmarks/training_step.py --redraw
 """
 
 import argparse
-import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from research import training_step, training_step_report
+from research import records, training_step, training_step_report
 
-from sonicmoe.bench.results import RESULTS, provenance, write
 from sonicmoe.train import hardware
 from sonicmoe.train.backends import BACKENDS, check_backend
 from sonicmoe.train.config import PRECISIONS, TrainConfig, parse_assignments
 from sonicmoe.train.presets import PRESETS, preset
 from sonicmoe.validation import check_writable
-
-# Not part of the command that is kept: they do not change what is measured.
-PRIVATE = ("--results", "--commit", "--peers", "--tokens")
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -51,8 +45,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=words)
     words = "only write the table and the picture of the kept records"
     parser.add_argument("--redraw", action="store_true", help=words)
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
-    parser.add_argument("--commit", help="of the source, where there is no git repository")
+    records.add_options(parser)
     return parser.parse_args(argv)
 
 
@@ -109,28 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.peers:
         sys.path.insert(0, str(args.peers))
     device = "cuda" if torch.cuda.is_available() and "device=cpu" not in args.set else "cpu"
-    record = provenance(device, _command(given), args.commit) | run(args)
-    known = hardware.recognise(record["device"])
-    record["peak_flops"] = known.half if known else None
-    shown = {k: v for k, v in record.items() if k not in ("losses", "norms", "kernels_ms")}
-    print(json.dumps(shown))
-    write([record], args.results, "training-step")
-    return 1 if "failed" in record else 0
-
-
-def _command(given: Sequence[str]) -> str:
-    """This command; paths of one machine are left out or called FOLDER and FILE."""
-    kept, words = [], iter(given)
-    for word in words:
-        name, sign, _ = word.partition("=")
-        if name not in PRIVATE:
-            kept.append(word)
-            continue
-        if not sign:
-            next(words, None)
-        if name in ("--peers", "--tokens"):
-            kept += [name, "FOLDER" if name == "--peers" else "FILE"]
-    return shlex.join(["python", "benchmarks/training_step.py", *kept])
+    command = records.command("training_step.py", given, ["--peers", "--tokens"])
+    made = records.Records("training step", device, command, args)
+    known = hardware.recognise(made.about["device"])
+    found = {"peak_flops": known.half if known else None} | run(args)
+    made.keep(found, unshown=("losses", "norms", "kernels_ms"))
+    return 1 if "failed" in found else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sonicmoe.bench.candidates import OURS
 from sonicmoe.bench.cases import HOST
@@ -13,9 +13,12 @@ from sonicmoe.bench.results import Record
 from sonicmoe.bench.tables import table
 from sonicmoe.train.progress import count
 
-from . import fp8, kept, training_step_report
+from . import fp8, kept
 from .finetune import BASE, ERRORS, TUNED
+from .packed_tables import packed, packed_peers
 from .rounding_sweep import sweep_table
+from .section import Section, form
+from .step_tables import graphs, models, steps
 from .training_report import (
     LAST,
     base_table,
@@ -30,18 +33,6 @@ Evidence = Mapping[str, Any]  # a training/**/evidence.json
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NOTHING = "No results are kept yet."
 _METHOD = Path(__file__).with_name("method.md")
-
-
-class Section(NamedTuple):
-    """A table with a heading and a one-line caption; `records` are its sources."""
-
-    title: str
-    caption: str
-    table: str
-    records: Sequence[Mapping[str, Any]]
-
-    def __str__(self) -> str:
-        return f"### {self.title}\n\n{self.caption}\n\n{self.table}"
 
 
 def document(
@@ -108,7 +99,8 @@ def _sections(
     ]
     if dtype == "bfloat16":
         mine = [r for r in everything if r["device"] == device]
-        made += [_rounding(mine), _models(mine), _steps(mine)]
+        made += [_rounding(mine), packed(mine), packed_peers(mine)]
+        made += [graphs(mine), models(mine), steps(mine)]
         ours = [e for e in evidence if e["device"] == device]
         made += [part(e) for part in (_training, _precision, _finetuning, _errors) for e in ours]
     return [section for section in made if section]
@@ -126,10 +118,10 @@ def _times(layers: kept.Runs, gpu: str | None) -> Section | None:
         times = [found[OURS], *kept.peers_of(found).values()]
         best = min(r["fwd_bwd_ms"] for r in times) if len(times) > 1 else 0.0
         row = [layer.name, layer.shape, *(_ms(found.get(p), best) for p in (OURS, *peers))]
-        row.append(_form(found.get(DENSE, {}).get("fwd_bwd_ms"), "{:.2f}"))
+        row.append(form(found.get(DENSE, {}).get("fwd_bwd_ms"), "{:.2f}"))
         if gpu:
             row.append(f"{kept.roofline(layer, gpu):.2f}")
-        rows.append([*row, _form(kept.speedup(found, DENSE), "{:.2f}")])
+        rows.append([*row, form(kept.speedup(found, DENSE), "{:.2f}")])
     bold = "; the fastest layer is bold" if peers else ""
     mine = [found[OURS] for found in layers.values()]
     tuned = "; with a table of `sonicmoe tune`" if any(r.get("tuned") for r in mine) else ""
@@ -162,8 +154,8 @@ def summary(records: Sequence[Record]) -> str:
         head += ["fraction of dense cuBLAS", "kept MiB"]
         rows = [
             [layer.name, layer.shape, f"{f[OURS]['fwd_bwd_ms']:.2f}"]
-            + [_form(kept.speedup(f, p), "{:.2f}×") for p in peers]
-            + [_form(kept.speedup(f, DENSE), "{:.2f}"), _form(f[OURS].get("kept_mib"), "{:.0f}")]
+            + [form(kept.speedup(f, p), "{:.2f}×") for p in peers]
+            + [form(kept.speedup(f, DENSE), "{:.2f}"), form(f[OURS].get("kept_mib"), "{:.0f}")]
             for layer, f in layers.items()
         ]
         caption = f"One layer, forward and backward, on one {device} in {dtype}; vs: speedup."
@@ -241,7 +233,7 @@ def _skew(records: Sequence[Record]) -> Section | None:
     if not found:
         return None
     rows = [
-        [layer.label, *(_form(found[layer].get(r), "{:.2f}×") for r in ("zipf", "hot"))]
+        [layer.label, *(form(found[layer].get(r), "{:.2f}×") for r in ("zipf", "hot"))]
         for layer in kept.ordered(found)
     ]
     caption = "Time relative to uniform routing."
@@ -254,7 +246,7 @@ def _modes(records: Sequence[Record]) -> Section | None:
     if not runs:
         return None
     rows = [
-        [layer.label, *(_form(run[-1].get(f), "{:.2f}") for f in MODES.values())]
+        [layer.label, *(form(run[-1].get(f), "{:.2f}") for f in MODES.values())]
         for layer, run in runs.items()
     ]
     caption = "`MoE` with its auxiliary loss, ms forward and backward."
@@ -299,34 +291,6 @@ def _rounding(records: Sequence[Record]) -> Section | None:
     newest = [r for r in sweep if r["date"] == sweep[-1]["date"]]
     caption = "Speedup of NR-f with tiles of 128 and 64 rows over top-K, forward and backward."
     return Section("Token rounding", caption, sweep_table(newest), newest[:1])
-
-
-def _models(records: Sequence[Record]) -> Section | None:
-    found = [r for r in records if r.get("part") == "model"]
-    if not found:
-        return None
-    found = [r for r in found if r["date"] == found[-1]["date"]]
-    rows = [
-        (r["case"], r["shape"].rpartition(", ")[2], r["candidate"], f"{r['fwd_bwd_ms']:.0f}",
-         f"{r['peak_mib'] / 1024:.1f}")
-        for r in found
-    ]  # fmt: skip
-    caption = (
-        "Forward and backward in transformers, random weights, 4 sequences of 4096 tokens, no "
-        "checkpointing, no optimizer."
-    )
-    head = ("model", "intermediate size", "experts", "ms", "peak GiB")
-    return Section("Models of transformers", caption, table(head, rows), found)
-
-
-def _steps(records: Sequence[Record]) -> Section | None:
-    steps = [r for r in records if r.get("kind") == "training step" and "failed" not in r]
-    if not steps:
-        return None
-    newest = training_step_report.newest(steps)
-    caption = "`sonicmoe train` on one GPU, random tokens; then where the GPU's time goes."
-    tables = [training_step_report.step_table(newest), training_step_report.part_table(newest)]
-    return Section("Training steps", caption, "\n\n".join(tables), newest)
 
 
 def _training(evidence: Evidence) -> Section | None:
@@ -376,7 +340,3 @@ def _errors(evidence: Evidence) -> Section | None:
 
 def _finished(evidence: Evidence, experiment: str) -> list[Mapping[str, Any]]:
     return [r for r in evidence["records"] if r["experiment"] == experiment and r.get("finished")]
-
-
-def _form(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)

@@ -117,6 +117,42 @@ def test_versions_are_said_once_unless_they_differ():
     assert versions == ["torch 2.9, triton 3", "torch 2, triton 3"]
 
 
+def test_only_the_newest_record_of_a_case_is_shown():
+    """Of scripts that keep one record for each case, whose fields are their own."""
+    packed = {"kind": "packed", "layer": "a", "tokens": 64, "ms": {"bf16": 2.0}}
+    peers = {"kind": "packed peers", "layer": "a", "format": "nf4", "tokens": 64, "not timed": {}}
+    ours = {"ms": {"ours": 2.0}, "÷ ours to bf16": {"ours": 1.0}, "peak GiB": {"ours": 0.5}}
+    graphs = {"kind": "graphs", "layer": "64,8,8,2,1", "precision": "bf16", "mode": "eager"}
+    times = {"wall_ms": 3.0, "gpu_busy_ms": 2.0, "wall ÷ gpu_busy": 1.5, "dense_ms": 1.5}
+    model = {"part": "model", "shape": "64 tokens, 2 layers, I = 8", "peak_mib": 2048.0}
+    text = document.document(
+        [
+            record(),
+            record() | packed | {"÷ bf16": {"bf16": 1.0, "old": 9.0}},
+            record(date=SECOND) | packed | {"÷ bf16": {"bf16": 1.0, "nf4": 1.1}},
+            record(date=THIRD) | packed | {"÷ bf16": {"bf16": 1.0, "int4": 1.2}, "tokens": 128},
+            record() | peers | ours,
+            record(date=SECOND) | peers | ours | {"not timed": {"peer": "wrong: dX"}},
+            record() | graphs | times | {"wall_ms": 9.0},
+            record(date=SECOND) | graphs | times,
+            record(**model, ms=7.0),
+            record(**model, ms=8.0, date=SECOND),
+        ]
+    )
+    assert section(text, "LoRA on packed experts") == [
+        ["a", "64", "2.00", "1.10", ""],
+        ["a", "128", "2.00", "", "1.20"],
+    ]
+    assert section(text, "Packed experts in other packages") == [
+        ["a", "nf4", "64", "ours", "2.00", "1.00", "0.5"],
+        ["a", "nf4", "64", "peer", "–", "wrong: dX", ""],
+    ]
+    assert section(text, "CUDA graphs") == [
+        ["64,8,8,2,1", "bf16", "eager", "3.00", "2.00", "1.50", "0.50"]
+    ]
+    assert section(text, "Models of transformers") == [["olmoe", "I = 8", "sonicmoe", "8", "2.0"]]
+
+
 def test_the_roofline_is_that_of_the_cost_model(capsys):
     """Where the power of the GPU was measured, and nowhere else."""
     assert main(["cost", "--case", "olmoe", "--gpu", "h200-measured"]) == 0

@@ -17,6 +17,7 @@ from research import packed_candidates as script_candidates
 from research import packed_peers as of_folder
 from research.packed_layer import Layer
 
+from sonicmoe.bench.results import read
 from sonicmoe.integrations.packed_parameter import PackedParameter
 from sonicmoe.integrations.transformers import register
 
@@ -30,13 +31,16 @@ def test_random_weights_are_near_one_over_root_k(format):
 
 
 # --- a whole model --------------------------------------------------------------------------------
-def test_a_tiny_model_trains_its_adapters(capsys, monkeypatch):
+def test_a_tiny_model_trains_its_adapters(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "CONTEXT", 64)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)  # absent
-    script.main(["--tiny", "--runs", "128,8,bf16", "64,4,fp32"])
+    options = ["--tiny", "--runs", "128,8,bf16", "64,4,fp32"]
+    script.main([*options, "--peers", "folder", "--results", str(tmp_path)])
     told = capsys.readouterr()
-    about, first, second = map(json.loads, told.out.splitlines())
-    assert about["device"] == "CPU" or torch.cuda.is_available()
+    first, second = map(json.loads, told.out.splitlines())
+    assert read(tmp_path) == [first, second]
+    words = "python benchmarks/packed_model.py"
+    assert first["command"] == " ".join([words, *options, "--peers", "FOLDER"])
     assert "no 8-bit Adam (" in told.err
     assert first["optimizer"].startswith("torch AdamW, states in bf16")
     assert second["optimizer"].startswith("torch AdamW, states in fp32")
@@ -166,20 +170,19 @@ def test_what_is_not_in_the_folder_is_left_out(tmp_path, capsys):
     assert capsys.readouterr().err.count("left out: ") == 3
 
 
-def test_the_script_prints_a_line_for_each_layer_format_and_length(capsys, monkeypatch):
+def test_the_script_keeps_a_line_for_each_layer_format_and_length(monkeypatch, tmp_path):
     names = ("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated", "empty_cache")
     for name in names:
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     started, order = [], []
     monkeypatch.setattr(peers, "compile_in_parallel", lambda *args: started.append(args))
     monkeypatch.setattr(peers, "_milliseconds", lambda run: order.append(run) or 2.0)
     monkeypatch.setitem(peers.LAYERS, "tiny", layers()[0])
     arguments = "--device cpu --layers tiny --formats mxfp4 --tokens 24 16 --rounds 2"
-    peers.main(arguments.split())
+    peers.main([*arguments.split(), "--results", str(tmp_path)])
     assert started == [(["tiny"], ["mxfp4"], ["--tokens", "24", "16"])]
-    about, *records = map(json.loads, capsys.readouterr().out.splitlines())
-    assert about["device"] == "a GPU" and [r["tokens"] for r in records] == [24, 16]
+    records = read(tmp_path)
+    assert [r["tokens"] for r in records] == [24, 16]
     assert [len(r["errors"]) for r in records] == [6, 0]  # fp64 once
     assert all(r["not timed"] == {} and len(r["ms"]) == 6 for r in records)
     assert order[:6] == order[6:12][::-1]  # interleaved, in turn from both ends
