@@ -78,9 +78,7 @@ def memory_policy(memory: str | MemoryPolicy) -> MemoryPolicy:
         expected, remedy = "a positive integer", "Use 4 where rows of dX make the peak."
         raise bad_argument("slices of memory", expected, repr(policy.slices), remedy)
     if policy.weights not in WEIGHT_POLICIES:
-        expected, remedy = (
-            " or ".join(map(repr, WEIGHT_POLICIES)),
-            "Use 'recompute' to save memory.",
-        )
+        expected = " or ".join(map(repr, WEIGHT_POLICIES))
+        remedy = "Use 'recompute' to save memory."
         raise bad_argument("weights of memory", expected, repr(policy.weights), remedy)
     return policy
