@@ -284,9 +284,9 @@ def test_routing(arch, experts):
     assert len(compiled) == 13
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("arch", [80, 90, 100])
 def test_quantizers(arch):
-    """For sm_80 the scales only: Triton has no e4m3 there."""
+    """FP8 runs on Hopper. For sm_80 the scales only: Triton has no e4m3 there."""
 
     def kernels(tokens):
         def new(*shape, dtype=torch.float32):
