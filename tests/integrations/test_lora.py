@@ -50,10 +50,9 @@ def test_equals_the_layer_written_out(case, rank):
 TINY = "33,24,8,3,2"
 OF_ACTIVATIONS = [
     Case(TINY, torch.bfloat16, activation, not transposed, gate_up, transposed, "dropped")
-    for activation in ACTIVATIONS
-    for gate_up in ("interleaved", "concatenated")
-    if activation.is_gated or gate_up == "interleaved"
-    for transposed in [gate_up == "concatenated"]
+    for i, activation in enumerate(ACTIVATIONS)
+    for transposed in [i % 2 == 1]
+    for gate_up in ["concatenated" if transposed and activation.is_gated else "interleaved"]
 ]
 
 
@@ -63,8 +62,7 @@ OF_ACTIVATIONS = [
         *((case, 16) for case in OF_ACTIVATIONS),
         *(  # less than a block, one that is no power of two, more than a block
             (Case("40,24,16,3,2", dtype, bias=True), rank)
-            for rank in (3, 24, 40)
-            for dtype in (torch.float16, torch.float32)
+            for rank, dtype in ((3, torch.float16), (24, torch.float32), (40, torch.float16))
         ),
         (Case("0,16,8,3,2", bias=True, routing="uniform"), 8),
         (Case("6,16,8,3,2", bias=True, routing="all_dropped"), 8),
