@@ -4,52 +4,17 @@ import copy
 import gc
 import io
 import pickle
-import sys
-import threading
-import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
-import torch.distributed as dist
+from kept_weights import fresh, layer, tokens
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils.checkpoint import checkpoint
 
-from sonicmoe import Fp8Weights, MoE, experts, grouped_experts
+from sonicmoe import Fp8Weights, experts, grouped_experts
 from sonicmoe.layer import fp8_weights
 from sonicmoe.reference import fp8
-
-
-@pytest.fixture
-def quantized(monkeypatch):
-    """Weights that were quantized, in order."""
-    found, quantize, into = [], fp8.quantize_weight, fp8.quantize_weight_into
-    monkeypatch.setattr(fp8, "quantize_weight", lambda w, *o: found.append(w) or quantize(w, *o))
-    monkeypatch.setattr(
-        fp8, "quantize_weight_into", lambda *given: found.append(given[-1]) or into(*given)
-    )
-    return found
-
-
-def layer(**options: Any) -> MoE:
-    torch.manual_seed(0)
-    common: dict[str, Any] = {"precision": "fp8", "dtype": torch.bfloat16}
-    return MoE(4, 2, 32, 16, **common | {"cache_fp8_weights": True} | options)
-
-
-def tokens() -> torch.Tensor:
-    return torch.randn(12, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-
-def fresh(moe: MoE) -> torch.Tensor:
-    """The output of a layer that quantizes in every call."""
-    other = layer(cache_fp8_weights=False)
-    other.load_state_dict(moe.state_dict())
-    return other(tokens())[0]
 
 
 def test_quantized_once_while_nothing_changes(quantized):
@@ -230,13 +195,6 @@ def test_changes_are_seen(change):
     assert not torch.equal(before, after) and torch.equal(after, fresh(moe))
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rank", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 UNSEEN = {
     "data": lambda w: w.data.mul_(2),
     "storage": lambda w: w.untyped_storage().copy_((2 * w.detach()).untyped_storage()),
@@ -353,73 +311,6 @@ def test_other_weights_leave_those_of_a_running_step_alone():
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want)
 
 
-def test_threads_quantize_once(quantized, monkeypatch):
-    """The second thread waits for the weights that the first one quantizes."""
-    moe, inside, go_on = layer(), threading.Event(), threading.Event()
-    moe(tokens())
-    with torch.no_grad():
-        moe.c_fc.weight.mul_(2)
-        moe.c_proj.weight.mul_(2)
-    want = fresh(moe)
-    quantized.clear()
-    names = ("quantize_weight", "quantize_weight_into")
-    for name, function in [(name, getattr(fp8, name)) for name in names]:
-
-        def waiting(*given, function=function):
-            found = function(*given)
-            inside.set()
-            assert go_on.wait(60)
-            return found
-
-        monkeypatch.setattr(fp8, name, waiting)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(lambda: moe(tokens())[0])
-        assert inside.wait(60)  # W1 is new, W2 is not yet
-        second = pool.submit(lambda: moe(tokens())[0])
-        time.sleep(0.2)
-        go_on.set()
-        assert torch.equal(first.result(), want) and torch.equal(second.result(), want)
-    assert len(quantized) == 2
-
-
-def test_threads_with_weights_of_their_own():
-    """At every line of one thread, another one calls with other weights."""
-    weights = [[torch.full((4, 32, 32), value) for _ in range(2)] for value in (1.0, 16.0)]
-    other = threading.Event()
-
-    def scales(store, own):
-        try:
-            return [q.w_scale[0].item() for q in store.quantized(*own, True, False, "torch")]
-        finally:
-            other.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        for stop in range(1, 1000):
-            store, line, there = layer()._fp8_weights, 0, None
-
-            def trace(frame, event, _):
-                nonlocal line, there
-                if frame.f_code.co_filename == fp8_weights.__file__ and event == "line":
-                    line += 1
-                    if line == stop:  # noqa: B023
-                        other.clear()
-                        there = pool.submit(scales, store, weights[1])  # noqa: B023
-                        other.wait(0.02)  # longer if it waits for this one
-                return trace
-
-            before = sys.gettrace()
-            sys.settrace(trace)
-            try:
-                found = scales(store, weights[0])
-            finally:
-                sys.settrace(before)
-            assert found == [2.0**-8] * 2, f"at line {stop}"
-            if there is None:
-                break
-            assert there.result(60) == [2.0**-4] * 2, f"at line {stop}"
-    assert 20 < stop < 999
-
-
 def test_copies_and_pickles_are_empty():
     moe = layer()
     out = moe(tokens())[0]
@@ -441,155 +332,6 @@ def test_to_frees_them():
     assert moe._fp8_weights.is_kept
     nn.Sequential(moe).to("cpu")
     assert not moe._fp8_weights.is_kept
-
-
-def test_fsdp2_quantizes_in_every_call(process_group, quantized):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    moe = layer()
-    block = nn.Sequential(nn.Identity(), moe)  # the layer itself has no mark
-    fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.SGD(block.parameters(), 1.0)
-    found = []
-    for i in range(3):
-        found.append(block(tokens())[0])
-        (found[-1] + block(tokens())[0]).sum().backward()
-        assert len(quantized) == 4 * (i + 1)
-        optimizer.step()
-    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
-    del quantized[:]
-    beside = layer()
-    for _ in range(2):
-        beside(tokens())
-    assert len(quantized) == 2  # not sharded, so kept
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_fsdp1_quantizes_in_every_call(process_group, quantized, use_orig_params):
-    block = FullyShardedDataParallel(
-        nn.Sequential(layer()), use_orig_params=use_orig_params, device_id=torch.device("cpu")
-    )
-    for grad in (True, False, True):
-        del quantized[:]
-        with torch.set_grad_enabled(grad):
-            block(tokens())
-        assert len(quantized) == 2
-
-
-@pytest.mark.parametrize("collective", ["broadcast", "all_reduce"])
-def test_collectives_need_a_refresh(process_group, collective):
-    """If they bump the version counter one day, the documents may say so."""
-    w = layer().c_fc.weight
-    before = w._version
-    with torch.no_grad():
-        dist.broadcast(w, 0) if collective == "broadcast" else dist.all_reduce(w)
-    assert w._version == before
-
-
-def test_activation_checkpointing(quantized):
-    """The recomputation finds the kept weights, and saves the same tensors."""
-    moe, x = layer(), tokens()
-    want = torch.autograd.grad(moe(x)[0].sum(), list(moe.parameters()))
-    moe.refresh_fp8_weights()
-    assert len(quantized) == 4
-
-    def run(x):
-        return checkpoint(moe, x, use_reentrant=False)[0]
-
-    torch._dynamo.reset()
-    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        got = torch.autograd.grad(function(x).sum(), list(moe.parameters()))
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a, b)
-    assert len(quantized) == 4
-    torch._dynamo.reset()
-
-
-def test_compiled_models_read_kept_weights(quantized):
-    torch._dynamo.reset()
-    moe, x = layer(), tokens().requires_grad_()
-    moe.refresh_fp8_weights()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(moe, fullgraph=True, backend=counter)
-    optimizer = torch.optim.AdamW(moe.parameters(), 0.05, fused=True)
-
-    def step(layer):
-        out, loss = layer(x)
-        gradients = torch.autograd.grad(out.float().square().sum() + loss, list(moe.parameters()))
-        return [out, *gradients]
-
-    outs = []
-    for _ in range(3):
-        quantized.clear()
-        got = step(compiled)
-        assert not quantized
-        for p, gradient in zip(moe.parameters(), got[1:], strict=True):
-            p.grad = gradient
-        for a, b in zip(got, step(moe), strict=True):
-            assert torch.equal(a, b)
-        outs.append(got[0])
-        optimizer.step()
-    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2])
-    state = {name: 2 * t for name, t in moe.state_dict().items()}
-    nn.Sequential(moe).load_state_dict({f"0.{name}": t for name, t in state.items()})
-    loaded = compiled(x)[0]
-    assert torch.equal(loaded, fresh(moe)) and not torch.equal(loaded, outs[2])
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
-
-
-def test_layers_of_a_model_are_compiled_once():
-    """PyTorch gives up compiling a function after eight variants of it."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    x = tokens().requires_grad_()
-    for moe in (layer() for _ in range(9)):
-        moe.refresh_fp8_weights()
-        moe.compile(fullgraph=True, backend=counter)
-        moe(x)[0].sum().backward()
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
-
-
-def test_stale_weights_of_a_compiled_model():
-    torch._dynamo.reset()
-    moe, x = layer(), tokens()
-    moe(x)
-    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
-    out = compiled(x.requires_grad_())[0]
-    with torch.no_grad():
-        moe.c_fc.weight[2].mul_(2)
-    assert compiled(x)[0].isnan().any()
-    with pytest.raises(ValueError, match=r"^c_fc\.weight: expected the values it had"):
-        torch.optim.SGD(moe.parameters(), 0.1).step()
-    with pytest.raises(ValueError, match=r"^c_fc\.weight: expected the values it had"):
-        moe(x)
-    moe.refresh_fp8_weights()
-    assert torch.equal(compiled(x)[0], fresh(moe))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-    torch._dynamo.reset()
-
-
-def test_compiled_with_other_weights(quantized):
-    """They are quantized in the call, as are all before the first call that is not compiled."""
-    torch._dynamo.reset()
-    moe, x = layer(), tokens()
-    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
-    want = compiled(x)[0]
-    assert len(quantized) == 2 and torch.equal(moe(x)[0], want)
-    doubled = {"c_fc.weight": 2 * moe.c_fc.weight.detach()}
-    expected = torch.func.functional_call(moe, doubled, (x,))[0]
-    moe(x)
-    quantized.clear()
-    call = torch.compile(
-        lambda own, x: torch.func.functional_call(moe, own, (x,)), backend="aot_eager"
-    )
-    assert torch.equal(call(doubled, x)[0], expected) and len(quantized) == 2
-    assert torch.equal(compiled(x)[0], want) and len(quantized) == 2
-    torch._dynamo.reset()
 
 
 def arguments(strided: bool) -> dict[str, Any]:

@@ -37,7 +37,7 @@ MUTATIONS = [
     Mutation(
         "threads read FP8 weights that another one is quantizing", "layer/fp8_weights.py",
         "= threading.Lock()", "= __import__(\"contextlib\").nullcontext()",
-        "tests/fp8/test_fp8_weights.py -k threads",
+        "tests/fp8/test_kept_weights_threads.py",
     ),
     Mutation(
         "other weights are quantized into FP8 weights that are in use", "layer/fp8_kept.py",
@@ -47,7 +47,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a compiled model takes the FP8 weights of others", "layer/fp8_kept.py",
-        "self.owner() is w and ", "", "tests/fp8/test_fp8_weights.py -k compiled_with_other",
+        "self.owner() is w and ", "", "tests/fp8/test_kept_weights_compiled.py -k with_other",
     ),
     Mutation(
         "stale FP8 weights of a graph raise no flag", "kernels/quantize.py",
@@ -83,7 +83,7 @@ MUTATIONS = [
     Mutation(
         "FP8 weights outlive an all-gather of FSDP2", "layer/fp8_weights.py",
         "        if is_gathered_by_fsdp2(owner):\n", "        if False:\n",
-        "tests/fp8/test_fp8_weights.py -k fsdp2",
+        "tests/fp8/test_kept_weights_sharded.py -k fsdp2",
     ),
     Mutation(
         "FP8: one scale for all rows of dZ", "reference/fp8_scales.py",
