@@ -152,8 +152,8 @@ MUTATIONS = [
         "tests/fp8/test_fp8.py -k not_needed",
     ),
     Mutation(
-        "FP8: Z is kept though it is recomputed", "layer/run.py",
-        "kept, source = None, Source(", "source = Source(",
+        "FP8: Z is stored though it is recomputed", "layer/memory.py",
+        "        if self.recompute:\n            return None\n", "",
         "tests/test_peak.py -k fp8",
     ),
     Mutation(

@@ -77,7 +77,7 @@ def run(call: Call) -> torch.Tensor:
         u2 = None if down.lora_a is None else kind.low_rank(rows, down.lora_a, p, how)
     source, deferred = None, deferred_output()
     if how.recompute:
-        kept, source = None, Source(x, kind.kept_operand(operand1, how), up.bias, u1, up.lora_b)
+        source = Source(x, kind.kept_operand(operand1, how), up.bias, u1, up.lora_b)
     dz = Up.apply(x, *up, UpGiven(operand1, u1, p, how))
     shape = Shape(x.shape[0], x.dtype)
     given = DownGiven(operand2, rows, kept, source, u2, p, shape, how, deferred)
