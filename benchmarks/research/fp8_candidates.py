@@ -20,7 +20,7 @@ from sonicmoe.bench.timing import is_cuda
 from sonicmoe.reference.fp8 import power_of_two_scale, to_e4m3
 from sonicmoe.shapes import ceil_div
 
-from .peers import _routed
+from .peers import routed
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 OURS_FP8, OURS_FP8_Z, WEIGHTS = "sonicmoe_fp8", "sonicmoe_fp8_z", "weights"
@@ -183,7 +183,7 @@ def padded_layer(name: str, inputs: Inputs, gemm: GroupedGemm, multiple: int) ->
         activation = torch.compile(_weighted_swiglu, dynamic=False)
 
     def forward() -> torch.Tensor:
-        scores, ids = _routed(i)
+        scores, ids = routed(i)
         token, row_scores, ends = padded_rows(ids, scores, p.E, multiple)
         z = gemm(i.x.index_select(0, token), i.w1, ends)
         y = gemm(activation(z, row_scores), i.w2, ends)

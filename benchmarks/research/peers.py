@@ -29,7 +29,7 @@ def grouped_mm(inputs: Inputs) -> Candidate:
         activation = torch.compile(swiglu, dynamic=False)
 
     def forward() -> torch.Tensor:
-        scores, ids = _routed(i)
+        scores, ids = routed(i)
         flat = ids.flatten()
         order = flat.argsort()
         ends = flat.bincount(minlength=p.E).cumsum(0).to(torch.int32)
@@ -53,7 +53,7 @@ def scattermoe(inputs: Inputs) -> Candidate:
     mlp.output_experts.weight = torch.nn.Parameter(i.w2.detach())
 
     def forward() -> torch.Tensor:
-        scores, ids = _routed(i)
+        scores, ids = routed(i)
         return mlp(i.x, scores.to(i.x.dtype), ids)
 
     leaves = leaves_of(inputs, router=True)
@@ -61,7 +61,7 @@ def scattermoe(inputs: Inputs) -> Candidate:
     return Candidate("scattermoe", True, forward, leaves, i.dout, gate_up="concatenated")
 
 
-def _routed(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def routed(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     logits = F.linear(inputs.x, inputs.router_w)
     values, ids = logits.topk(inputs.case.problem.K, dim=-1)
     if inputs.case.router == "sigmoid":

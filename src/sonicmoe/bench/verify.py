@@ -81,7 +81,7 @@ def verify(
     out, got["x"] = out.detach()[judged], got["x"][judged]
 
     names = ("out", *candidate.leaves)
-    errors = {name: _Error(name, by_slice and name in ALONG, outliers) for name in names}
+    errors = {name: ErrorOf(name, by_slice and name in ALONG, outliers) for name in names}
     with honest_gemms():
         exact = _Pass(candidate, inputs, dout, torch.float64)
         plain = _Pass(candidate, inputs, dout, inputs.x.dtype, linear)
@@ -128,7 +128,7 @@ def _untied(inputs: Inputs) -> torch.Tensor:
     return best[:, k - 1] != best[:, k]
 
 
-class _Error:
+class ErrorOf:
     """Sums of squares: our deviation from fp64, plain PyTorch's, and fp64 itself.
 
     With outliers, slices that overflow in plain PyTorch or fp64 are left out.
