@@ -136,7 +136,7 @@ def measure(layer: str, precision: str, dense_ms: Callable[[], object]) -> list[
     wall = interleaved(
         {m: partial(wall_ms, call) for m, call in (timed | {"dense": dense_ms}).items()}, ROUNDS
     )
-    records = []
+    found = []
     for mode, call in timed.items():
         record: dict[str, Any] = {"layer": layer, "precision": precision, "mode": mode}
         record |= {"same_bits": same[mode], "wall_ms": round(wall[mode], 4), **profiled(call)}
@@ -145,8 +145,8 @@ def measure(layer: str, precision: str, dense_ms: Callable[[], object]) -> list[
         record["allocations"] = allocations(call)
         if mode == "reduce_overhead":
             record["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
-        records.append(record)
-    return records
+        found.append(record)
+    return found
 
 
 def main() -> None:

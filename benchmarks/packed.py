@@ -9,9 +9,9 @@ weights that were decoded before.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from packed_random import FORMATS, random_packed
 from research import records
 
 from sonicmoe import ActivationType, Fp8Weights, experts
+from sonicmoe.bench.timing import interleaved
 from sonicmoe.integrations.lora import LowRank
 
 WARMUP = 4  # steps before the first round
@@ -129,12 +130,9 @@ def measure(name: str, tokens: int, rank: int, rounds: int, formats: list[str]) 
     for run in steps.values():
         for _ in range(WARMUP):
             run()
-    times: dict[str, list[float]] = {label: [] for label in steps}
-    for number in range(rounds):
-        order = list(steps.items())
-        for label, run in order if number % 2 == 0 else reversed(order):
-            times[label].append(milliseconds(run))
-    medians = {label: round(statistics.median(found), 4) for label, found in times.items()}
+    medians = interleaved(
+        {label: partial(milliseconds, run) for label, run in steps.items()}, rounds
+    )
     of_bf16 = {label: round(ms / medians["bf16"], 3) for label, ms in medians.items()}
     in_bf16 = sum(w.nbytes for w in dense)
     memory = {format: round(size / in_bf16, 3) for format, size in kept.items()}

@@ -11,7 +11,6 @@ benchmarks/README.md says how to fill FOLDER; without it only what needs no othe
 import argparse
 import contextlib
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -27,6 +26,8 @@ from research import packed_candidates as plain
 from research import packed_peers as peers
 from research import records
 from research.packed_layer import LAYERS, Layer, by_experts, errors, make_inputs, step
+
+from sonicmoe.bench.timing import interleaved
 
 STEPS, WARMUP = 3, 1  # of a round, and before the first round
 LIMIT = 0.03  # of the norm; bf16 errs by 0.005. Decoded to e4m3 it is 0.1.
@@ -124,12 +125,8 @@ class Bench:
             for _ in range(WARMUP):
                 run()
             peak[label] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
-        times: dict[str, list[float]] = {label: [] for label in steps}
-        for number in range(rounds):
-            order = list(steps.items())
-            for label, run in order if number % 2 == 0 else reversed(order):
-                times[label].append(_milliseconds(run))
-        medians = {label: round(statistics.median(t), 3) for label, t in times.items()}
+        timers = {label: partial(_milliseconds, run) for label, run in steps.items()}
+        medians = interleaved(timers, rounds)
         base = medians.get("ours to bf16", float("nan"))
         of_ours = {label: round(ms / base, 2) for label, ms in medians.items()}
         return {"ms": medians, "÷ ours to bf16": of_ours, "peak GiB": peak}

@@ -33,10 +33,14 @@ def median_ms(call: Callable[[], object], device: str | torch.device, rep_ms: in
 def interleaved(
     timers: Mapping[Key, Callable[[], float]], rounds: int = ROUNDS
 ) -> dict[Key, float]:
-    """Median of each timer over rounds that run all of them, so that clock drift cancels out."""
+    """Median of each timer over rounds that run all of them, so that clock drift cancels out.
+
+    Every other round runs backwards: no timer always follows the same one.
+    """
     found: dict[Key, list[float]] = {key: [] for key in timers}
-    for _ in range(rounds):
-        for key, timer in timers.items():
+    for number in range(rounds):
+        order = list(timers.items())
+        for key, timer in order if number % 2 == 0 else reversed(order):
             found[key].append(timer())
     return {key: statistics.median(values) for key, values in found.items()}
 
