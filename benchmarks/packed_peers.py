@@ -73,15 +73,26 @@ def candidates(format: str, layer: Layer, folder: Path | None) -> Makers:
 class Bench:
     """The candidates of one layer, format and number of tokens."""
 
-    def __init__(self, layer: Layer, format: str, tokens: int, folder: Path | None, device) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        format: str,
+        tokens: int,
+        folder: Path | None,
+        device: torch.device,
+        failed: dict[str, str],
+    ) -> None:
+        """`failed`: the candidates that are left out, and why; those that fail join them."""
         self.inputs = make_inputs(layer, tokens, device)
         self.weights = tuple(random_packed(format, shape, device) for shape in layer.shapes)
         self.makers = candidates(format, layer, folder)
         self.found: dict[str, plain.Forward] = {}
-        self.failed: dict[str, str] = {}
+        self.failed = failed
 
     def make(self) -> None:
         for label, maker in self.makers.items():
+            if label in self.failed:
+                continue
             begin = time.perf_counter()
             try:
                 with warnings.catch_warnings(), time_limit(SECONDS):
@@ -196,8 +207,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         made = records.Records("packed peers", device, command, args)
     for name in args.layers:
         for format in args.formats:
+            failed: dict[str, str] = {}
             for number, count in enumerate(args.tokens):
-                bench = Bench(LAYERS[name], format, count, args.peers, device)
+                bench = Bench(LAYERS[name], format, count, args.peers, device, failed)
                 bench.make()
                 if not args.compile_only:
                     # fp64 on the first number of tokens alone, which takes long enough.

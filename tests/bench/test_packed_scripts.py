@@ -104,7 +104,7 @@ def with_outliers(inputs):
 def test_every_candidate_without_other_files_is_right(format, layer, outliers):
     if format == "nf4":
         pytest.importorskip("bitsandbytes", reason="comes with the extra 'test'")
-    bench = peers.Bench(layer, format, 24, None, CPU)
+    bench = peers.Bench(layer, format, 24, None, CPU, {})
     if outliers:  # which activations in e4m3 round more
         with_outliers(bench.inputs)
         del bench.makers["ours to e4m3"]
@@ -118,7 +118,7 @@ def test_every_candidate_without_other_files_is_right(format, layer, outliers):
 
 
 def test_a_wrong_candidate_is_named_and_not_timed():
-    bench = peers.Bench(layers()[0], "mxfp4", 24, None, CPU)
+    bench = peers.Bench(layers()[0], "mxfp4", 24, None, CPU, {})
     decode = script_candidates.by_transformers
 
     def twice(inputs, weights):
@@ -146,7 +146,7 @@ def test_a_candidate_that_compiles_for_ever_is_left_out(monkeypatch):
             time.sleep(0.01)
 
     monkeypatch.setattr(peers, "SECONDS", 0.2)
-    bench = peers.Bench(layers()[0], "mxfp4", 24, None, CPU)
+    bench = peers.Bench(layers()[0], "mxfp4", 24, None, CPU, {})
     bench.makers = {"endless": endless}
     bench.make()
     assert bench.failed == {"endless": "TimeoutError: not done after 0.2 s"} and not bench.found
@@ -155,7 +155,7 @@ def test_a_candidate_that_compiles_for_ever_is_left_out(monkeypatch):
 def test_experts_of_bitsandbytes_under_peft_are_reported():
     """PEFT 0.21.2 adds its adapter once more in every call, or raises in the second."""
     pytest.importorskip("bitsandbytes", reason="comes with the extra 'test'")
-    bench = peers.Bench(layers()[0], "nf4", 24, None, CPU)
+    bench = peers.Bench(layers()[0], "nf4", 24, None, CPU, {})
     bench.makers = {"PEFT": of_folder.peft_on_bitsandbytes}
     bench.make()
     bench.check()
@@ -163,26 +163,45 @@ def test_experts_of_bitsandbytes_under_peft_are_reported():
 
 
 def test_what_is_not_in_the_folder_is_left_out(tmp_path, capsys):
-    bench = peers.Bench(layers()[0], "mxfp4", 24, tmp_path, CPU)
+    bench = peers.Bench(layers()[0], "mxfp4", 24, tmp_path, CPU, {})
     bench.make()
     absent = {label for label in bench.makers if "unsloth" in label or "axolotl" in label}
     assert bench.failed.keys() == absent and len(absent) == 3
     assert capsys.readouterr().err.count("left out: ") == 3
 
 
-def test_the_script_keeps_a_line_for_each_layer_format_and_length(monkeypatch, tmp_path):
+@pytest.fixture
+def timed(monkeypatch):
+    """The steps in the order in which the script times them, on the CPU."""
     names = ("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated", "empty_cache")
     for name in names:
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    started, order = [], []
-    monkeypatch.setattr(peers, "compile_in_parallel", lambda *args: started.append(args))
+    order = []
     monkeypatch.setattr(peers, "_milliseconds", lambda run: order.append(run) or 2.0)
     monkeypatch.setitem(peers.LAYERS, "tiny", layers()[0])
-    arguments = "--device cpu --layers tiny --formats mxfp4 --tokens 24 16 --rounds 2"
-    peers.main([*arguments.split(), "--results", str(tmp_path)])
+    return order
+
+
+ARGUMENTS = "--device cpu --layers tiny --formats mxfp4 --tokens 24 16 --rounds 2"
+
+
+def test_the_script_keeps_a_line_for_each_layer_format_and_length(monkeypatch, tmp_path, timed):
+    started = []
+    monkeypatch.setattr(peers, "compile_in_parallel", lambda *args: started.append(args))
+    peers.main([*ARGUMENTS.split(), "--results", str(tmp_path)])
     assert started == [(["tiny"], ["mxfp4"], ["--tokens", "24", "16"])]
     records = read(tmp_path)
     assert [r["tokens"] for r in records] == [24, 16]
     assert [len(r["errors"]) for r in records] == [6, 0]  # fp64 once
     assert all(r["not timed"] == {} and len(r["ms"]) == 6 for r in records)
-    assert order[:6] == order[6:12][::-1]  # interleaved, in turn from both ends
+    assert timed[:6] == timed[6:12][::-1]  # interleaved, in turn from both ends
+
+
+def test_what_is_wrong_once_is_timed_at_no_length(monkeypatch, tmp_path, timed):
+    monkeypatch.setattr(peers, "compile_in_parallel", lambda *args: None)
+    plain = script_candidates.by_transformers
+    monkeypatch.setattr(script_candidates, "by_transformers", lambda w: 1.05 * plain(w))
+    peers.main([*ARGUMENTS.split(), "--results", str(tmp_path)])
+    for record in read(tmp_path):
+        assert record["ms"].keys() == {"ours to bf16", "ours to e4m3"}
+        assert len(record["not timed"]) == 4

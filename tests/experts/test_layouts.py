@@ -4,7 +4,14 @@ import pytest
 import torch
 from devices import on, values_on
 from helpers import Case, make_inputs
-from layouts import check_operator, check_public, operator_arguments, public_calls
+from layouts import (
+    check_operator,
+    check_public,
+    laid_out,
+    operator_arguments,
+    public_calls,
+    written_arguments,
+)
 from operator_calls import operator_calls
 
 import sonicmoe
@@ -31,11 +38,31 @@ def test_public_functions(dtype, call, device, backend):
     check_public(*public_calls(dtype, backend, device)[call])
 
 
-def test_a_main_grad_that_is_not_dense_is_refused():
-    main_grad, *rest = operator_calls(b="torch")["weight_gradient_into"][0]
-    wide = torch.zeros(*main_grad.shape[:2], 2 * main_grad.shape[2])[..., ::2]
-    with pytest.raises(ValueError, match="main_grad"):
-        torch.ops.sonicmoe.weight_gradient_into(wide, *rest)
+@pytest.mark.parametrize("name", [name for name in operator_calls() if written_arguments(name)])
+def test_what_is_written_to_is_never_a_copy(name):
+    """A buffer that is not dense is refused, or written to by its strides."""
+    overload, args = getattr(torch.ops.sonicmoe, name).default, operator_calls()[name][0]
+    for i in written_arguments(name):
+        if args[i] is None:
+            continue
+        argument = overload._schema.arguments[i].name
+        given = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        given[i] = strided = laid_out(args[i], "strided")
+        if name == "router_gradient_into":
+            overload(*given)
+            overload(want := args[i].clone(), *given[1:])
+            assert torch.equal(strided, want)
+        else:
+            with pytest.raises(ValueError, match=f"^{argument}: expected "):
+                overload(*given)
+
+
+@on("cuda")
+def test_a_buffer_that_is_not_aligned_is_refused():
+    args = list(operator_calls(b="triton", device="cuda")["quantize_weight_into"][0])
+    args[0] = laid_out(args[0], "offset")
+    with pytest.raises(ValueError, match=r"^w8: expected .* 16-byte aligned, got .* element 1 "):
+        torch.ops.sonicmoe.quantize_weight_into(*args)
 
 
 def test_one_row_of_a_wider_matrix_has_the_strides_of_its_shape():

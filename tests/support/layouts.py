@@ -82,12 +82,18 @@ def operator_arguments(
             yield name, args
 
 
+def written_arguments(name: str) -> list[int]:
+    arguments = getattr(torch.ops.sonicmoe, name).default._schema.arguments
+    return [
+        i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+
+
 def check_operator(name: str, args: tuple, layouts: Sequence[str] = LAYOUTS) -> None:
-    """All tensor arguments at once, but the one that is written to."""
+    """All tensor arguments at once, but those that are written to."""
     overload = getattr(torch.ops.sonicmoe, name).default
     names = [argument.name for argument in overload._schema.arguments]
-    first = overload._schema.arguments[0].alias_info
-    written = 0 if first is not None and first.is_write else None
+    written = written_arguments(name)
 
     def call(views: dict[int, torch.Tensor]) -> list:
         given = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
@@ -95,14 +101,14 @@ def check_operator(name: str, args: tuple, layouts: Sequence[str] = LAYOUTS) -> 
         with poisoned():
             out = overload(*given)
         out = out if isinstance(out, tuple) else () if out is None else (out,)
-        return [*out, *([] if written is None else [given[written]])]
+        return [*out, *(given[i] for i in written if given[i] is not None)]
 
     want = call({})
     for layout in layouts:
         views = {
             i: view
             for i, a in enumerate(args)
-            if isinstance(a, torch.Tensor) and i != written
+            if isinstance(a, torch.Tensor) and i not in written
             and (view := laid_out(a, layout, names[i])) is not None
         }  # fmt: skip
         if layout == "expanded":

@@ -3,7 +3,8 @@
 A kernel computes addresses from shapes. It reads by strides only the weights, dense in either order
 of their last two dimensions, and the rows of logits. Every other tensor argument of an operator is
 made contiguous here. What TMA reads must also be 16-byte aligned; tensors in tuples are the
-package's own and aligned, unless they come through PyTorch's dispatcher.
+package's own and aligned, unless they come through PyTorch's dispatcher. What an operator writes to
+cannot be copied: unless it is dense it is refused.
 """
 
 from collections.abc import Sequence
@@ -25,19 +26,23 @@ _BY_STRIDES = frozenset(("logits",))  # launchers copy them where columns are no
 class Layout:
     """Makes the tensor arguments of one operator dense, each by the name of its parameter."""
 
-    def __init__(self, tensors: dict[int, str], tuples: dict[int, Sequence[str]]) -> None:
-        """Places and names of the tensor parameters; places and tensor fields of the tuples."""
-        self.adds_to_main_grad = tensors.get(0) == "main_grad"
+    def __init__(
+        self, tensors: dict[int, str], tuples: dict[int, Sequence[str]], written: dict[int, str]
+    ) -> None:
+        """Places and names of the tensor parameters; places and tensor fields of the tuples; places
+        and names of the parameters that the operator writes to."""
+        self.written = list(written.items())
         self.weights = [i for i, name in tensors.items() if name in _WEIGHTS]
         self.rows = [i for i, name in tensors.items() if name in _ROWS | _E4M3]
-        special = _WEIGHTS | _ROWS | _E4M3 | _BY_STRIDES | {"main_grad"}
+        special = _WEIGHTS | _ROWS | _E4M3 | _BY_STRIDES
         self.others = [i for i, name in tensors.items() if name not in special]
         self.tuples = list(tuples.items())
 
     def dense(self, args: list, for_kernels: bool, dispatched: bool = False) -> list:
         """`args` with dense tensors; the list itself is changed."""
-        if self.adds_to_main_grad:
-            _check_main_grad(args[0])
+        for i, name in self.written:
+            if args[i] is not None:
+                _check_written(args[i], name, for_kernels)
         for i in self.others:
             t = args[i]
             if t is not None and not t.is_contiguous():
@@ -85,15 +90,15 @@ def dense_weight(w: torch.Tensor) -> torch.Tensor:
     return w.contiguous()
 
 
-def _check_main_grad(main_grad: torch.Tensor) -> None:
-    """It is added to where it lies, so it cannot be copied."""
-    if not (main_grad.is_contiguous() or main_grad.mT.is_contiguous()):
-        raise bad_argument(
-            "main_grad",
-            "the strides of a dense weight",
-            main_grad.stride(),
-            "Make it with torch.zeros_like(weight, dtype=torch.float32).",
-        )
+def _check_written(t: torch.Tensor, name: str, for_kernels: bool) -> None:
+    """It is written to where it lies, so it cannot be copied."""
+    if name == "main_grad":
+        if not (t.is_contiguous() or t.mT.is_contiguous()):
+            remedy = "Make it with torch.zeros_like(weight, dtype=torch.float32)."
+            raise bad_argument(name, "the strides of a dense weight", t.stride(), remedy)
+    elif not t.is_contiguous() or (for_kernels and t.data_ptr() % 16):
+        got = f"strides {t.stride()} from element {t.storage_offset()} on"
+        raise bad_argument(name, "a contiguous tensor, 16-byte aligned", got, "Use torch.empty.")
 
 
 def for_tma(t: torch.Tensor) -> torch.Tensor:

@@ -61,11 +61,8 @@ class Signature:
         self.kinds = list(hints.values())
         # A letter for each: a compiled model compares one string per operator in every call.
         self.forms = "".join(map(_form, self.kinds))
-        self.tensors = {
-            place: name
-            for place, (name, kind) in enumerate(hints.items())
-            if kind in (torch.Tensor, torch.Tensor | None, Mutated, Mutated | None)
-        }
+        self.tensors = _places(hints, torch.Tensor)
+        self.written = _places(hints, Mutated)
         self.tuples: dict[int, Sequence[str]] = {}  # the fields that are tensors
         self.flat: list[tuple[str, str]] = []  # name and type in the schema
         for place, (name, kind) in enumerate(hints.items()):
@@ -114,6 +111,12 @@ class Signature:
         return args
 
 
+def _places(hints: dict[str, Any], kind: Any) -> dict[int, str]:
+    """Places and names of the parameters of this type, or of it or None."""
+    found = enumerate(hints.items())
+    return {place: name for place, (name, hint) in found if hint in (kind, kind | None)}
+
+
 def _form(kind: Any) -> str:
     """A letter: e, an enum; t, a NamedTuple; p, what the schema has as it is."""
     if isinstance(kind, enum.EnumMeta):
@@ -135,7 +138,8 @@ class Operator:
     ) -> None:
         self.declaration, self.signature, self.flops = declaration, signature, flops
         self.reference, self.launch = reference, launch
-        self.layout = Layout(signature.tensors, signature.tuples) if launch else None
+        of_arguments = (signature.tensors, signature.tuples, signature.written)
+        self.layout = Layout(*of_arguments) if launch else None
         self.function = declaration.__name__
         _library.define(signature.schema(name), tags=(torch.Tag.needs_exact_strides,))
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
