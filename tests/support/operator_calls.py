@@ -204,7 +204,7 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
         + [(w2_t.float(), transposed, True, b) for transposed in (True, False)],
         "quantize_weight_into": [
             (*of_w1._replace(w_norm=None), w1, b),
-            (of_w2.w8, None, of_w2.w_scale, of_w2.w_norm, w2_t.float(), b),
+            (of_w2.w8, None, of_w2.w_scale, of_w2.w_norm, w2.float(), b),
         ],
         "checked_scales": [
             (w1, *w1_scaled, w2, of_w2.w8, of_w2.w_scale, *state, b),
