@@ -144,9 +144,9 @@ def test_only_the_newest_record_of_a_case_is_shown():
         ["a", "128", "2.00", "", "1.20"],
     ]
     assert section(text, "Packed experts in other packages") == [
-        ["a", "nf4", "64", "ours", "2.00", "1.00", "0.5"],
-        ["a", "nf4", "64", "peer", "–", "wrong: dX", ""],
+        ["a", "nf4", "64", "ours", "2.00", "1.00", "0.5"]
     ]
+    assert "Left out: peer (a, nf4: wrong: dX)." in text
     assert section(text, "CUDA graphs") == [
         ["64,8,8,2,1", "bf16", "eager", "3.00", "2.00", "1.50", "0.50"]
     ]
