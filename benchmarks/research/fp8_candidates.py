@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sonicmoe import MoE, ops
+from sonicmoe import MoE, graphed, ops
 from sonicmoe.bench import dense
 from sonicmoe.bench.candidates import OURS, Candidate, leaves_of
 from sonicmoe.bench.inputs import Inputs
@@ -24,6 +24,8 @@ from .peers import routed
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 OURS_FP8, OURS_FP8_Z, WEIGHTS = "sonicmoe_fp8", "sonicmoe_fp8_z", "weights"
+OURS_GRAPHED, OURS_FP8_GRAPHED = "sonicmoe_graphed", "sonicmoe_fp8_graphed"
+MINE = (OURS, OURS_GRAPHED, OURS_FP8, OURS_FP8_GRAPHED, OURS_FP8_Z)
 Call = Callable[[], object]
 # (rows, weights (E, N, K), ends of the groups) → rows
 GroupedGemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -34,17 +36,27 @@ def bf16_layer(inputs: Inputs) -> Candidate:
     return _moe(OURS, inputs)
 
 
+def bf16_layer_graphed(inputs: Inputs) -> Candidate:
+    return _moe(OURS_GRAPHED, inputs, captured=True)
+
+
+# Weights are quantized in the first call and cached while they do not change.
+_FP8: dict[str, Any] = {"precision": "fp8", "cache_fp8_weights": True}
+
+
 def fp8_layer(inputs: Inputs) -> Candidate:
-    """Weights are quantized in the first call and cached while they do not change."""
-    return _moe(OURS_FP8, inputs, precision="fp8", cache_fp8_weights=True)
+    return _moe(OURS_FP8, inputs, **_FP8)
+
+
+def fp8_layer_graphed(inputs: Inputs) -> Candidate:
+    return _moe(OURS_FP8_GRAPHED, inputs, captured=True, **_FP8)
 
 
 def fp8_layer_with_fp8_z(inputs: Inputs) -> Candidate:
-    fp8 = {"precision": "fp8", "cache_fp8_weights": True}
-    return _moe(OURS_FP8_Z, inputs, **fp8, memory="fp8")
+    return _moe(OURS_FP8_Z, inputs, **_FP8, memory="e4m3")
 
 
-def _moe(name: str, inputs: Inputs, **options: Any) -> Candidate:
+def _moe(name: str, inputs: Inputs, captured: bool = False, **options: Any) -> Candidate:
     p = inputs.case.problem
     options |= {"aux_loss_coef": 0.0, "device": inputs.x.device, "dtype": inputs.x.dtype}
     moe = MoE(p.E, p.K, p.H, p.I, **options)
@@ -52,7 +64,11 @@ def _moe(name: str, inputs: Inputs, **options: Any) -> Candidate:
     for leaf, module in (("w1", moe.c_fc), ("w2", moe.c_proj), ("router_w", moe.router)):
         module.weight = torch.nn.Parameter(getattr(inputs, leaf).detach())
         leaves[leaf] = module.weight
-    return Candidate(name, True, lambda: moe(inputs.x)[0], leaves, inputs.dout)
+    layer: torch.nn.Module = moe
+    if captured:
+        moe(inputs.x)  # quantizes
+        layer = graphed(moe, inputs.x, other="error")
+    return Candidate(name, True, lambda: layer(inputs.x)[0], leaves, inputs.dout)
 
 
 def quantize_weights(inputs: Inputs) -> Call:
@@ -249,7 +265,9 @@ def rounded(t: torch.Tensor, dim: int) -> torch.Tensor:
 
 CANDIDATES: dict[str, Callable[[Inputs], Candidate | Call]] = {
     OURS: bf16_layer,
+    OURS_GRAPHED: bf16_layer_graphed,
     OURS_FP8: fp8_layer,
+    OURS_FP8_GRAPHED: fp8_layer_graphed,
     OURS_FP8_Z: fp8_layer_with_fp8_z,
     WEIGHTS: quantize_weights,
     dense.DENSE: dense_bf16,

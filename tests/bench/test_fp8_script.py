@@ -5,7 +5,7 @@ import itertools
 import fp8 as script
 import pytest
 import torch
-from research import document, fp8
+from research import document, fp8, fp8_candidates
 from research.fp8_candidates import fp8_linear, padded_layer, padded_rows, rounded
 
 from sonicmoe.bench import results
@@ -66,7 +66,7 @@ def test_a_candidate_that_breaks_between_turns_does_not_stop_the_others(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--candidates", "someone"], "--candidates: expected names of sonicmoe, sonicmoe_fp8"),
+        (["--candidates", "someone"], "--candidates: expected names of sonicmoe, sonicmoe_graphed"),
         (["--case", "gpt-oss-20b"], "--case: expected SwiGLU, no biases, softmax over top-K"),
         (["--peers-path", "/nowhere"], "--peers-path: expected a folder"),
         (["--rounds", "0"], "--rounds: expected at least 1"),
@@ -103,6 +103,20 @@ def test_a_padded_layer_of_fp8_gemms_is_verified():
         found = fp8.verified(padded_layer("peer", given, grouped, multiple), given)
         assert [c["tensor"] for c in found["checks"]] == ["out", "x", "w1", "w2", "router_w"]
         assert 0.05 < found["error"] < 0.08
+
+
+@pytest.mark.parametrize("name", ["sonicmoe_graphed", "sonicmoe_fp8_graphed"])
+def test_a_graphed_layer_is_captured_and_verified(name, monkeypatch):
+    given, captured = inputs(), []
+
+    def capture(layer, x, other):
+        captured.append(layer)
+        return layer  # a capture needs a GPU
+
+    monkeypatch.setattr(fp8_candidates, "graphed", capture)
+    found = fp8.verified(fp8_candidates.CANDIDATES[name](given), given)
+    assert [layer.precision for layer in captured] == ["fp8" if "fp8" in name else None]
+    assert (0.05 < found["error"] < 0.08) == ("fp8" in name)
 
 
 @pytest.mark.parametrize("wrong", ["out", "w1"])
