@@ -10,6 +10,7 @@ benchmarks/README.md says how to fill FOLDER; without it only what needs no othe
 
 import argparse
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -200,6 +201,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.peers is not None:
         sys.path.append(str(args.peers))
     tokens = [str(t) for t in args.tokens]
+    # Else each process starts 16 workers for three small kernels.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if not args.compile_only:
         rest = ["--tokens", *tokens, *(["--peers", str(args.peers)] if args.peers else [])]
         compile_in_parallel(args.layers, args.formats, rest)
