@@ -35,6 +35,11 @@ MUTATIONS = [
         "kinds.append(address & 15 == 0)", "tests/test_launch.py",
     ),
     Mutation(
+        "a copy of a strided buffer is written to", "ops/layout.py",
+        "    elif not t.is_contiguous() or (", "    elif (",
+        "tests/experts/test_layouts.py -k written_to",
+    ),
+    Mutation(
         "the host waits", "launch/grouped_gemm.py", *_SYNC,
         "tests/experts/test_streams_and_graphs.py -k never_wait", gpu=True,
     ),
