@@ -1,8 +1,8 @@
 """Hash what the layer computes on a GPU, to see that a change leaves every bit as it was.
 
+    git worktree add ../before COMMIT
+    PYTHONPATH=../before/src python tests/support/result_hashes.py before.json
     PYTHONPATH=src python tests/support/result_hashes.py after.json
-    cp tests/support/result_hashes.py ../before/tests/support   # a checkout of the commit before
-    (cd ../before && PYTHONPATH=src python tests/support/result_hashes.py ../before.json)
 
 The cases are those of the GPU test matrix and some of the experts in FP8; `--every N` takes each
 N-th of them.
