@@ -66,6 +66,10 @@ class Permutation(NamedTuple):
         """R, where x (T, H) are the tokens, or (R, H) the sorted rows."""
         return (x if self.row_token is None else self.row_token).shape[0]
 
+    def most_rows_of_an_expert(self, x: torch.Tensor) -> int:
+        """T if each token names K experts, no expert twice; else R."""
+        return x.shape[0] if self.token_start is None else self.rows_of(x)
+
 
 class Lora(NamedTuple):
     """U (R, r), contiguous, and B (E, N, r): U Bᵀ joins a GEMM's accumulator.

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sonicmoe.launch import grouped_gemm
+from sonicmoe.launch.grouped_gemm import Spans
 from sonicmoe.tuning import Target, is_valid, row_config, weight_config
 from sonicmoe.tuning.select import fp8_row_config
 
@@ -72,6 +73,11 @@ def test_z_in_e4m3_needs_a_gpu_that_has_it(arch, fits):
             fp8_row_config(*given)
 
 
+def spans_of(rows: int, longest: int, experts: int, tiles: int) -> Spans:
+    sizes = (rows, longest, (experts, 64, 64), tiles, 132)
+    return grouped_gemm.spans_of(*sizes, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("experts", "tiles", "split"),
     [
@@ -84,7 +90,23 @@ def test_z_in_e4m3_needs_a_gpu_that_has_it(arch, fits):
 )
 def test_even_experts_are_split_where_they_leave_programs_idle(experts, tiles, split):
     rows = 524288
-    spans = grouped_gemm.spans_of(rows, (experts, 64, 64), tiles, 132, torch.device("cpu"))
+    spans = spans_of(rows, rows, experts, tiles)
     assert (rows // experts >= 2 * spans.rows) == split
     assert spans.rows <= rows * tiles / 132 or spans.rows == grouped_gemm.SHORTEST_SPAN
     assert rows >= 2 * spans.rows  # an expert that has them all is split
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("tiles", [4, 24, 64, 128])
+def test_no_spans_where_no_expert_is_long_enough(tiles, k):
+    """The same for every T, since the kernel differs."""
+    found = set()
+    for tokens in (1, 100, 2048, 32768, 524288):
+        unbounded = spans_of(tokens * k, tokens * k, 64, tiles)
+        bounded = spans_of(tokens * k, tokens, 64, tiles)
+        found.add(bounded.partial is None)
+        if bounded.partial is None:
+            assert tokens < 2 * unbounded.rows  # not even an expert that has them all is split
+        else:
+            assert (bounded.rows, bounded.places) == (unbounded.rows, unbounded.places)
+    assert found == {tiles * k > 2 * 132}

@@ -372,7 +372,9 @@ def write_weight_gradient(
     config = config or weight_config(left.element_size(), m, n, *gather, target)
     per_expert = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
     rows = p.rows_of(left)
-    spans = spans_of(rows, dw.shape, per_expert, config.programs * target.processors, left.device)
+    longest = p.most_rows_of_an_expert(left if gather[0] else right)
+    programs = config.programs * target.processors
+    spans = spans_of(rows, longest, dw.shape, per_expert, programs, left.device)
     grid = _grid(config, (experts + spans.places) * per_expert, target)
     if config.hopper and left.shape[0] and right.shape[0]:
         kernel, args = _hopper().weight_gradient(left, right, dw, add, p, gather, spans, config)
@@ -410,11 +412,14 @@ class Spans(NamedTuple):
     places: int = 0
 
 
-def spans_of(rows: int, shape, tiles: int, programs: int, device, block_k: int = 64) -> Spans:
+def spans_of(
+    rows: int, longest: int, shape, tiles: int, programs: int, device, block_k: int = 64
+) -> Spans:
     """Spans of a quarter of the rows that a program gets with balanced routing, in multiples of
-    `block_k`; none if one expert has tiles for all programs. The partial sums take at most four
-    fp32 tiles per program, 69 MB on an H200."""
-    if tiles >= programs:
+    `block_k`. None if one expert has tiles for all programs, or if the `longest` possible expert
+    is shorter than two spans: for K rows a token, the same for every T, so that a new one compiles
+    nothing. The partial sums take at most four fp32 tiles per program, 69 MB on an H200."""
+    if tiles >= programs or rows * tiles > 2 * programs * longest:
         return Spans()
     experts, m, n = shape
     span = max(SHORTEST_SPAN, block_k * ceil_div(rows * tiles, 4 * block_k * programs))

@@ -49,28 +49,30 @@ def _saved(ctx: Any) -> Any:
     return _with_tensors(ctx.parts, iter(ctx.saved_tensors))
 
 
-def _without_tensors(part: Any, tensors: list[torch.Tensor]) -> Any:
-    """`part` with a mark in the place of each tensor, which is appended to `tensors`."""
-    kept: list = []
-    for value in part:
+def _without_tensors(part: tuple, tensors: list[torch.Tensor]) -> tuple[Any, list]:
+    """The type of `part` and its values, with a mark in the place of each tensor, which is appended
+    to `tensors`."""
+    values = list(part)
+    for i, value in enumerate(values):
+        if value is None:
+            continue
         if isinstance(value, torch.Tensor):
             tensors.append(value)
-            value = _TENSOR
+            values[i] = _TENSOR
         elif isinstance(value, tuple):
-            value = _without_tensors(value, tensors)
-        kept.append(value)
-    return part._make(kept)
+            values[i] = _without_tensors(value, tensors)
+    return type(part), values
 
 
-def _with_tensors(part: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    kept: list = []
-    for value in part:
+def _with_tensors(part: tuple[Any, list], tensors: Iterator[torch.Tensor]) -> Any:
+    kind, values = part
+    values = values.copy()
+    for i, value in enumerate(values):
         if value is _TENSOR:
-            value = next(tensors)
-        elif isinstance(value, tuple):
-            value = _with_tensors(value, tensors)
-        kept.append(value)
-    return part._make(kept)
+            values[i] = next(tensors)
+        elif type(value) is tuple:
+            values[i] = _with_tensors(value, tensors)
+    return kind._make(values)
 
 
 def _needed(found: tuple, needs: tuple[bool, ...]) -> tuple:
@@ -178,7 +180,7 @@ class Down(torch.autograd.Function):
         operand, rows, kept, source, u, p, shape, how, deferred = given
         kind = kind_of(how.precision)
         ctx.how, ctx.gradient = how, _gradient(weight, shape.dtype)
-        maps = p._replace(token_start=None, counts=None)
+        maps = p._replace(counts=None)
         of_w2 = (kind.kept_operand(operand, how), bias, lora_a, lora_b, u)
         _save(ctx, _DownSaved(scores, *of_w2, kept, source, maps))
         w = Projection(weight, bias, lora_a, lora_b)

@@ -145,31 +145,31 @@ def check(
     up, down, activation, gate_up = weights
     x, b1, b2 = autocast(x, up.bias, down.bias)
     w1, w2 = stored(up.weight), stored(down.weight)
-    if any(adapter is not None for adapter in lora):
+    if lora[0] is not None or lora[1] is not None:
         _, w1, w2 = autocast(x, w1, w2)
         _check_frozen(w1=w1, w2=w2, b1=b1, b2=b2)
     check_weights(x, w1, w2, b1, b2, activation, gate_up)
     weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
     backend = kind_of(precision).check(x, weights, resolve_backend(backend, x))
-    for number, (adapter, w) in enumerate(zip(lora, (w1, w2), strict=True), 1):
-        check_adapter(f"lora{number}", adapter, w)
+    check_adapter("lora1", lora[0], w1)
+    check_adapter("lora2", lora[1], w2)
     return x, weights, backend
 
 
 def _ready(x, weights, lora, precision, backend) -> tuple[torch.Tensor, ExpertWeights, str]:
     """`check`, then x and weights dense, and the weights with their adapters."""
     x, weights, backend = check(x, weights, lora, precision, backend)
-    up, down = (
-        with_adapter(_dense(w), adapter, x.dtype, backend)
-        for w, adapter in zip((weights.up, weights.down), lora, strict=True)
-    )
-    return x.contiguous(), weights._replace(up=up, down=down), backend
+    up = with_adapter(_dense(weights.up), lora[0], x.dtype, backend)
+    down = with_adapter(_dense(weights.down), lora[1], x.dtype, backend)
+    weights = ExpertWeights(up, down, weights.activation, weights.gate_up)
+    return x.contiguous(), weights, backend
 
 
 def _dense(w: Projection) -> Projection:
     if isinstance(w.weight, Packed):
         return w
-    return w._replace(weight=dense_weight(w.weight))
+    weight = dense_weight(w.weight)
+    return w if weight is w.weight else w._replace(weight=weight)
 
 
 def _check_frozen(**tensors: torch.Tensor | Packed | None) -> None:

@@ -27,16 +27,19 @@ class Layout:
     """Makes the tensor arguments of one operator dense, each by the name of its parameter."""
 
     def __init__(
-        self, tensors: dict[int, str], tuples: dict[int, Sequence[str]], written: dict[int, str]
+        self,
+        tensors: dict[int, str],
+        tuples: dict[int, dict[int, str]],
+        written: dict[int, str],
     ) -> None:
-        """Places and names of the tensor parameters; places and tensor fields of the tuples; places
-        and names of the parameters that the operator writes to."""
+        """Places and names of the tensor parameters; places of the tuples, with those of their
+        tensor fields; places and names of the parameters that the operator writes to."""
         self.written = list(written.items())
         self.weights = [i for i, name in tensors.items() if name in _WEIGHTS]
         self.rows = [i for i, name in tensors.items() if name in _ROWS | _E4M3]
         special = _WEIGHTS | _ROWS | _E4M3 | _BY_STRIDES
         self.others = [i for i, name in tensors.items() if name not in special]
-        self.tuples = list(tuples.items())
+        self.tuples = [(i, list(fields.items())) for i, fields in tuples.items()]
 
     def dense(self, args: list, for_kernels: bool, dispatched: bool = False) -> list:
         """`args` with dense tensors; the list itself is changed."""
@@ -65,10 +68,12 @@ def _weight(w: torch.Tensor, for_kernels: bool) -> torch.Tensor:
     return for_tma(w) if w.stride(2) == 1 else for_tma(w.mT).mT
 
 
-def _tuple(values: Any, fields: Sequence[str], for_kernels: bool, dispatched: bool) -> Any:
+def _tuple(
+    values: Any, fields: Sequence[tuple[int, str]], for_kernels: bool, dispatched: bool
+) -> Any:
     changed = {}
-    for field in fields:
-        t = getattr(values, field)
+    for i, field in fields:
+        t = values[i]
         if t is None:
             continue
         align = for_kernels and (dispatched or field in _CALLERS)

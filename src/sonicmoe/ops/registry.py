@@ -63,13 +63,12 @@ class Signature:
         self.forms = "".join(map(_form, self.kinds))
         self.tensors = _places(hints, torch.Tensor)
         self.written = _places(hints, Mutated)
-        self.tuples: dict[int, Sequence[str]] = {}  # the fields that are tensors
+        self.tuples: dict[int, dict[int, str]] = {}  # their fields that are tensors
         self.flat: list[tuple[str, str]] = []  # name and type in the schema
         for place, (name, kind) in enumerate(hints.items()):
             if _form(kind) == "t":
                 fields = get_type_hints(kind)
-                optional = (torch.Tensor, torch.Tensor | None)
-                if tensors := [field for field, t in fields.items() if t in optional]:
+                if tensors := _places(fields, torch.Tensor):
                     self.tuples[place] = tensors
                 self.flat += [(field, _SCHEMA_TYPES[t]) for field, t in fields.items()]
             else:
