@@ -3,17 +3,20 @@
     python benchmarks/graphs.py
 
 Every mode first gives the bits of the eager layer, in outputs and all gradients; compiled ones are
-also accepted within 1% of them, and `same_bits` says so. Wall time is the median of interleaved
-rounds of several steps. GPU-busy time is the sum of the kernels' durations by PyTorch's profiler,
-which also counts launches. `dense` are six cuBLAS GEMMs with the FLOPs of the layer in bf16. Takes
-about a minute on an H200.
+also accepted within 1% of them, and `same_bits` says so. Two more are eager too: `one_core`, whose
+threads share one core, and `stack`, a layer of a stack of eight. Wall time is the median of
+interleaved rounds of several steps. GPU-busy time is the sum of the kernels' durations by PyTorch's
+profiler, which also counts launches. `dense` are six cuBLAS GEMMs with the FLOPs of the layer in
+bf16. Takes about a minute on an H200.
 """
 
 import argparse
 import gc
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -30,8 +33,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8_kept": {"precision": "fp8", "cache_fp8_weights": True},
 }
-MODES = ("eager", "calling_thread", "graphed", "graphed_no_copy", "compiled", "reduce_overhead")
 ROUNDS, STEPS, WARMUP, TOLERANCE = 9, 8, 6, 0.01
+STACK = 8  # layers
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
 
 Step = Callable[[], dict[str, torch.Tensor]]
@@ -72,6 +75,30 @@ def training_steps(p: Problem, precision: str) -> dict[str, Step]:
     return {mode: partial(step, layer, mode) for mode, layer in layers.items()}
 
 
+def stack_step(p: Problem, precision: str) -> Callable[[], None]:
+    """A step of a stack of layers, whose auxiliary losses are summed."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        sizes, options = (p.E, p.K, p.H, p.I), PRECISIONS[precision]
+        layers = [MoE(*sizes, std=0.02, dtype=torch.bfloat16, **options) for _ in range(STACK)]
+        x = torch.randn(p.T, p.H, dtype=torch.bfloat16, requires_grad=True)
+        dout = torch.randn_like(x)
+    leaves = [x, *(weight for layer in layers for weight in layer.parameters())]
+
+    def step() -> None:
+        out, losses = x, []
+        for layer in layers:
+            out, aux_loss = layer(out)
+            losses.append(aux_loss)
+        torch.autograd.backward((out, *losses), (dout, *map(torch.ones_like, losses)))
+        for leaf in leaves:
+            leaf.grad = None
+
+    for _ in range(WARMUP):
+        step()
+    return step
+
+
 def checked(steps: dict[str, Step]) -> dict[str, bool]:
     """Which modes have the bits of the eager layer; raises where one is wrong."""
     want = {name: t.detach().clone() for name, t in steps["eager"]().items()}
@@ -89,13 +116,29 @@ def checked(steps: dict[str, Step]) -> dict[str, bool]:
     return same
 
 
-def wall_ms(step: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e3 / STEPS
+def wall_ms(step: Callable[[], object], one_core: bool = False) -> float:
+    with on_one_core() if one_core else nullcontext():
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1e3 / STEPS
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """All threads of the process on the core of this one, as `taskset` would start it."""
+    threads = [int(name) for name in os.listdir("/proc/self/task")]
+    before = {thread: os.sched_getaffinity(thread) for thread in threads}
+    for thread in threads:
+        os.sched_setaffinity(thread, {max(before[os.getpid()])})
+    try:
+        yield
+    finally:
+        for thread, cores in before.items():
+            with suppress(ProcessLookupError):  # it may have ended
+                os.sched_setaffinity(thread, cores)
 
 
 def profiled(step: Callable[[], object]) -> dict[str, float]:
@@ -110,9 +153,9 @@ def profiled(step: Callable[[], object]) -> dict[str, float]:
     launches = sum(event.name.startswith(LAUNCHES) for event in profile.events())
     busy = sum(event.device_time for event in device) / 1e3
     return {
-        "gpu_busy_ms": round(busy / STEPS, 4),
-        "kernels": round(len(device) / STEPS, 1),
-        "launches": round(launches / STEPS, 1),
+        "gpu_busy_ms": busy / STEPS,
+        "kernels": len(device) / STEPS,
+        "launches": launches / STEPS,
     }
 
 
@@ -123,26 +166,35 @@ def allocations(step: Callable[[], object]) -> float:
     before = count()
     for _ in range(STEPS):
         step()
-    return round((count() - before) / STEPS, 1)
+    return (count() - before) / STEPS
 
 
 def measure(layer: str, precision: str, dense_ms: Callable[[], object]) -> list[dict[str, Any]]:
     from torch._dynamo.utils import counters
 
     counters.clear()
-    steps = training_steps(Problem(*map(int, layer.split(","))), precision)
+    p = Problem(*map(int, layer.split(",")))
+    steps = training_steps(p, precision)
     same = checked(steps)
-    timed = {mode: partial(step, keep=False) for mode, step in steps.items()}
+    timed: dict[str, Callable[[], object]] = {
+        mode: partial(step, keep=False) for mode, step in steps.items()
+    }
+    timed |= {"one_core": timed["eager"], "stack": stack_step(p, precision)}
     wall = interleaved(
-        {m: partial(wall_ms, call) for m, call in (timed | {"dense": dense_ms}).items()}, ROUNDS
+        {
+            mode: partial(wall_ms, call, mode == "one_core")
+            for mode, call in (timed | {"dense": dense_ms}).items()
+        },
+        ROUNDS,
     )
     found = []
     for mode, call in timed.items():
+        layers = STACK if mode == "stack" else 1
+        each = {"wall_ms": wall[mode], **profiled(call), "allocations": allocations(call)}
         record: dict[str, Any] = {"layer": layer, "precision": precision, "mode": mode}
-        record |= {"same_bits": same[mode], "wall_ms": round(wall[mode], 4), **profiled(call)}
-        record["wall ÷ gpu_busy"] = round(wall[mode] / record["gpu_busy_ms"], 3)
-        record["dense_ms"] = round(wall["dense"], 4)
-        record["allocations"] = allocations(call)
+        record |= {name: round(value / layers, 4) for name, value in each.items()}
+        record["wall ÷ gpu_busy"] = round(record["wall_ms"] / record["gpu_busy_ms"], 3)
+        record |= {"dense_ms": round(wall["dense"], 4), "same_bits": same.get(mode)}
         if mode == "reduce_overhead":
             record["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
         found.append(record)
