@@ -118,7 +118,10 @@ def _tokens(config: TrainConfig) -> int:
 
 
 def calibration(r: Record) -> dict[str, float]:
-    """The fields of `Efficiency` that a record of compiled steps in bf16 gives."""
+    """The fields of `Efficiency` that a record of compiled steps gives.
+
+    With fp32 weights, attention alone: the other parts hold the casts.
+    """
     config, _ = settings(r)
     device = recognise(r["device"])
     assert device is not None
@@ -132,10 +135,11 @@ def calibration(r: Record) -> dict[str, float]:
     head = 6 * logits * m.hidden_size / (eff.head * device.half) * 1e3
     # All that is no other part: it holds the gaps between kernels too.
     rest = r["micro_batch_ms"] - sum(ms for part, ms in parts.items() if part in _OTHERS)
-    return {
-        f"attention_{128 if m.head_dim >= 128 else 64}": _rate(
-            attention, parts["attention"], device
-        ),
+    field = f"attention_{128 if m.head_dim >= 128 else 64}"
+    reached = {field: _rate(attention, parts["attention"], device)}
+    if config.precision != "bf16":
+        return reached
+    return reached | {
         "dense": _rate(dense, parts["dense GEMMs"], device),
         "logit_bytes": (parts[HEAD] - head) * copy / logits,
         "block_bytes": rest * copy / (m.num_layers * tokens * m.hidden_size),
@@ -163,7 +167,7 @@ def planned_tables(records: list[Record]) -> list[str]:
         share = f"{planned / r['step_ms']:.2f}"
         rows.append((f"{name(r)}, {r['layers']} layers", r["step_ms"], planned, share))
     texts = [table(("step", "measured ms", "`sonicmoe plan`", "planned ÷ measured"), rows)]
-    usable = [r for r in found if "parts_ms" in r and r["precision"] == "bf16" and r["compile"]]
+    usable = [r for r in found if "parts_ms" in r and r["precision"] != "bf16_fp8" and r["compile"]]
     if usable:
         fields = [
             (f"{name(r)}, {r['layers']} layers: {field}", value, getattr(Efficiency(), field))

@@ -1,9 +1,11 @@
 """Strided, offset, expanded and transposed arguments of every operator and public function."""
 
+from functools import partial
+
 import pytest
 import torch
 from devices import on, values_on
-from helpers import Case, make_inputs
+from helpers import Case, make_inputs, ours, poisoned, run, same_bits
 from layouts import (
     check_operator,
     check_public,
@@ -71,6 +73,21 @@ def test_one_row_of_a_wider_matrix_has_the_strides_of_its_shape():
     assert row.is_contiguous() and row.stride() == (33, 1)
     found = layout.for_tma(row)
     assert found.stride() == (16, 1) and torch.equal(found, row)
+
+
+@on("interpreter", "cuda")
+@pytest.mark.parametrize("memory", ["keep", "recompute"])
+def test_saved_tensors_that_a_hook_returns_strided(memory, device, backend):
+    case = Case("12,16,8,4,2", torch.float32, bias=True, routing="dropped")
+    given = make_inputs(case, device)
+    layer = partial(ours(case, backend), memory=memory)
+    want = run(layer, given)
+
+    def strided(t):
+        return laid_out(t, "strided") if t.dim() else t
+
+    with poisoned(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, strided):
+        same_bits(want, run(layer, given))
 
 
 @on("cuda")

@@ -26,8 +26,18 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint computes the output again", "layer/checkpoint.py",
-        "return None if hooks is None else []", "return None",
+        "return [] if packs_saved_tensors() else None", "return None",
         "tests/integrations/test_checkpointing.py",
+    ),
+    Mutation(
+        "kernels read saved tensors by strides that a hook changed", "layer/nodes.py",
+        "tensors = [t.contiguous() if d else t for", "tensors = [t for",
+        "tests/experts/test_layouts.py -k hook_returns", interpreted=True,
+    ),
+    Mutation(
+        "an expert that has all tokens is not split", "launch/grouped_gemm.py",
+        "rows * tiles > 2 * programs * longest", "rows * tiles > programs * longest",
+        "tests/tuning/test_select.py -k long_enough",
     ),
     Mutation(
         "the gradient of the output is lost in a checkpoint", "layer/checkpoint.py",

@@ -13,15 +13,19 @@ Compute = Callable[[], torch.Tensor]
 
 
 def deferred_output() -> list[Compute] | None:
-    """An empty list for a node to put its computation into; None outside of a checkpoint.
+    """An empty list for a node to put its computation into; None outside of a checkpoint."""
+    return [] if packs_saved_tensors() else None
 
-    torch.compile removes dead recomputation.
+
+def packs_saved_tensors() -> bool:
+    """Whether a checkpoint or another hook gets the tensors that a node saves.
+
+    Compiled nodes need not know: torch.compile removes dead recomputation.
     """
     if torch.compiler.is_compiling():
-        return None
-    # No public function tells whether a checkpoint or another hook packs saved tensors.
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if hooks is None else []
+        return False
+    # No public function tells.
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def placeholder(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:

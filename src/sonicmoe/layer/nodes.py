@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..tensors import Permutation
-from .checkpoint import Compute, placeholder
+from .checkpoint import Compute, packs_saved_tensors, placeholder
 from .main_grad import with_main_grad
 from .operands import Gradient, Gradients, How, Source, kind_of
 from .weights import Projection
@@ -42,11 +42,15 @@ def _save(ctx: Any, parts: tuple) -> None:
     """Keep a named tuple of tensors, None, ints and such tuples."""
     tensors: list[torch.Tensor] = []
     ctx.parts = _without_tensors(parts, tensors)
+    ctx.dense = [t.is_contiguous() for t in tensors] if packs_saved_tensors() else None
     ctx.save_for_backward(*tensors)
 
 
 def _saved(ctx: Any) -> Any:
-    return _with_tensors(ctx.parts, iter(ctx.saved_tensors))
+    tensors = ctx.saved_tensors
+    if ctx.dense is not None:  # a hook may return other strides, and operators rely on these
+        tensors = [t.contiguous() if d else t for t, d in zip(tensors, ctx.dense, strict=True)]
+    return _with_tensors(ctx.parts, iter(tensors))
 
 
 def _without_tensors(part: tuple, tensors: list[torch.Tensor]) -> tuple[Any, list]:

@@ -3,8 +3,8 @@
 A kernel computes addresses from shapes. It reads by strides only the weights, dense in either order
 of their last two dimensions, and the rows of logits. Every other tensor argument of an operator is
 made contiguous here. What TMA reads must also be 16-byte aligned; tensors in tuples are the
-package's own and aligned, unless they come through PyTorch's dispatcher. What an operator writes to
-cannot be copied: unless it is dense it is refused.
+package's own, contiguous and aligned, unless they come through PyTorch's dispatcher. What an
+operator writes to cannot be copied: unless it is dense it is refused.
 """
 
 from collections.abc import Sequence
@@ -40,6 +40,8 @@ class Layout:
         special = _WEIGHTS | _ROWS | _E4M3 | _BY_STRIDES
         self.others = [i for i, name in tensors.items() if name not in special]
         self.tuples = [(i, list(fields.items())) for i, fields in tuples.items()]
+        callers = [(i, [f for f in fields if f[1] in _CALLERS]) for i, fields in self.tuples]
+        self.callers = [(i, fields) for i, fields in callers if fields]
 
     def dense(self, args: list, for_kernels: bool, dispatched: bool = False) -> list:
         """`args` with dense tensors; the list itself is changed."""
@@ -56,8 +58,8 @@ class Layout:
                 args[i] = for_tma(t.contiguous()) if for_kernels else t.contiguous()
         for i in self.weights:
             args[i] = _weight(args[i], for_kernels)
-        for i, fields in self.tuples:
-            args[i] = _tuple(args[i], fields, for_kernels, dispatched)
+        for i, fields in self.tuples if dispatched else self.callers:
+            args[i] = _tuple(args[i], fields, for_kernels)
         return args
 
 
@@ -68,19 +70,16 @@ def _weight(w: torch.Tensor, for_kernels: bool) -> torch.Tensor:
     return for_tma(w) if w.stride(2) == 1 else for_tma(w.mT).mT
 
 
-def _tuple(
-    values: Any, fields: Sequence[tuple[int, str]], for_kernels: bool, dispatched: bool
-) -> Any:
+def _tuple(values: Any, fields: Sequence[tuple[int, str]], for_kernels: bool) -> Any:
     changed = {}
     for i, field in fields:
         t = values[i]
         if t is None:
             continue
-        align = for_kernels and (dispatched or field in _CALLERS)
         if field in _WEIGHTS:
-            changed[field] = _weight(t, align)
-        elif align or not t.is_contiguous():
-            changed[field] = for_tma(t.contiguous()) if align else t.contiguous()
+            changed[field] = _weight(t, for_kernels)
+        else:
+            changed[field] = for_tma(t.contiguous()) if for_kernels else t.contiguous()
     return values._replace(**changed) if changed else values
 
 

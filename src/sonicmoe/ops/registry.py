@@ -168,7 +168,7 @@ class Operator:
     def fake(self, *flat: Any) -> Any:
         args = self.signature.unflatten(flat)
         if self.layout is not None:
-            args = self.layout.dense(args, for_kernels=False)
+            args = self.layout.dense(args, for_kernels=False, dispatched=True)
         return self.every_result(self.declaration(*args), flat)
 
     def every_result(self, found: Any, flat: Sequence) -> Any:

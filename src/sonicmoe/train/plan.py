@@ -129,7 +129,7 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
         f"GEMMs of attention reach {eff.dense:.0%} of peak, those of the head {eff.head:.0%}; "
         f"copies {eff.copy:.0%} of bandwidth; norms, rotation and residuals move "
         f"{eff.block_bytes:.0f} bytes per token and unit of H, the loss {eff.logit_bytes:.0f} per "
-        "logit; an update reads and writes its state once (blocks of the 7B model, compiled)",
+        "logit; an update reads and writes its state once (the 7B model, compiled)",
     ]  # fmt: skip
     which = "the fastest kernel, cuDNN on Hopper"
     if config.deterministic:
@@ -140,10 +140,11 @@ def _assumptions(config: TrainConfig, device: Gpu, layout: Layout, eff: Efficien
     keeps = f"a block keeps {elements:g} elements per token and unit of H outside the MoE layer"
     assumed: list[str] = []
     (measured if config.compile else assumed).append(keeps)
-    if m.head_dim >= 128:
+    if m.head_dim == 128 or (m.head_dim == 64 and not config.deterministic):
         measured.append(reached)
     else:
-        assumed.append(f"{reached}; measured only with heads of 128")
+        kernels = "128" if config.deterministic else "64 and 128"
+        assumed.append(f"{reached}; measured only with heads of {kernels}")
     if not config.compile:
         assumed.append("norms, rotation and residuals take as long as compiled")
     if device.name != "H200":
