@@ -4,11 +4,13 @@
     python benchmarks/gpu_busy.py before=../before/src after=src
 
 Busy time is the sum of the kernels' durations in a training step, as PyTorch's profiler reports
-them. Host time is what a step takes until its last kernel is launched. One process per checkout
-holds the layer; they run alternately.
+them. Host time is what a step takes until its last kernel is launched; that of all layers comes
+first, since every launch may take longer once the profiler has run. One process per checkout holds
+the layer; they run alternately.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -76,17 +78,22 @@ def training_step(sizes, mode: str):
 
 
 def work() -> None:
-    """Answer each line of the input, "LAYER MODE" or "again", with a JSON line."""
+    """Answer each line of the input, "LAYER MODE", "host" or "kernels", with a JSON line."""
     step = None
     for line in sys.stdin:
-        if line.strip() != "again":
+        found: Any = None
+        if line.strip() == "host":
+            found = host_ms(step)
+        elif line.strip() == "kernels":
+            found = busy_ms(step)
+        else:
             layer, mode = line.split()
             step = None
             torch.cuda.empty_cache()
             step = training_step(LAYERS[layer], mode)
             for _ in range(WARMUP):
                 step()
-        print(json.dumps({"host": host_ms(step), "kernels": busy_ms(step)}), flush=True)
+        print(json.dumps(found), flush=True)
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -100,32 +107,38 @@ class Worker:
         assert self.process.stdin is not None
         print(line, file=self.process.stdin, flush=True)
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> Any:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
 
-def compare(workers: dict[str, Worker], layer: str, mode: str, rounds: int) -> dict[str, Any]:
+def interleaved(
+    workers: dict[str, Worker], layer: str, mode: str, rounds: int, what: str
+) -> dict[str, list]:
+    """The answers of each checkout to `what`, "host" or "kernels"."""
     for worker in workers.values():
-        worker.send(f"{layer} {mode}")  # both compile at once
+        worker.send(f"{layer} {mode}")  # all compile at once
     for worker in workers.values():
         worker.answer()
-    found: dict[str, list[dict[str, Any]]] = {label: [] for label in workers}
+    found: dict[str, list] = {label: [] for label in workers}
     for number in range(rounds):
         order = list(workers.items())
         for label, worker in order if number % 2 == 0 else reversed(order):
-            worker.send("again")
+            worker.send(what)
             found[label].append(worker.answer())
-    record: dict[str, Any] = {"layer": layer, "mode": mode}
-    for label, measured in found.items():
-        kernels = [answer["kernels"] for answer in measured]
-        record[label] = round(statistics.median(sum(each.values()) for each in kernels), 4)
-        record[f"host {label}"] = round(min(answer["host"] for answer in measured), 4)
-        names = {name for each in kernels for name in each}
-        median = {k: statistics.median(each.get(k, 0.0) for each in kernels) for k in names}
+    return found
+
+
+def summary(hosts: dict[str, list[float]], kernels: dict[str, list[dict]]) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for label, measured in kernels.items():
+        record[label] = round(statistics.median(sum(each.values()) for each in measured), 4)
+        record[f"host {label}"] = round(min(hosts[label]), 4)
+        names = {name for each in measured for name in each}
+        median = {k: statistics.median(each.get(k, 0.0) for each in measured) for k in names}
         largest = sorted(median.items(), key=lambda item: -item[1])[:14]
         record[f"kernels {label}"] = {kernel[:60]: round(ms, 4) for kernel, ms in largest}
-    first, *others = workers
+    first, *others = kernels
     for label in others:
         record[f"{label} ÷ {first}"] = round(record[label] / record[first], 4)
     return record
@@ -146,9 +159,11 @@ def main() -> None:
     made = records.Records("gpu busy", "cuda", command, args)
     checkouts = (checkout.split("=", 1) for checkout in args.checkouts)
     workers = {label: Worker(source) for label, source in checkouts}
-    for layer in args.layers.split(","):
-        for mode in args.modes.split(","):
-            made.keep(compare(workers, layer, mode, args.rounds))
+    steps = list(itertools.product(args.layers.split(","), args.modes.split(",")))
+    hosts = {step: interleaved(workers, *step, args.rounds, "host") for step in steps}
+    for layer, mode in steps:
+        kernels = interleaved(workers, layer, mode, args.rounds, "kernels")
+        made.keep({"layer": layer, "mode": mode} | summary(hosts[layer, mode], kernels))
 
 
 if __name__ == "__main__":

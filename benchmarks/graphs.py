@@ -6,13 +6,15 @@ Every mode first gives the bits of the eager layer, in outputs and all gradients
 also accepted within 1% of them, and `same_bits` says so. Two more are eager too: `one_core`, whose
 threads share one core, and `stack`, a layer of a stack of eight. Wall time is the median of
 interleaved rounds of several steps. GPU-busy time is the sum of the kernels' durations by PyTorch's
-profiler, which also counts launches. `dense` are six cuBLAS GEMMs with the FLOPs of the layer in
-bf16. Takes about a minute on an H200.
+profiler, which also counts launches. Each layer and precision has a process of its own, since every
+launch may take longer once the profiler has run. `dense` are six cuBLAS GEMMs with the FLOPs of the
+layer in bf16. Takes about three minutes on an H200.
 """
 
 import argparse
-import gc
+import itertools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -173,7 +175,7 @@ def measure(layer: str, precision: str, dense_ms: Callable[[], object]) -> list[
     from torch._dynamo.utils import counters
 
     counters.clear()
-    p = Problem(*map(int, layer.split(",")))
+    p = Problem.parse(layer)
     steps = training_steps(p, precision)
     same = checked(steps)
     timed: dict[str, Callable[[], object]] = {
@@ -207,15 +209,19 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     records.add_options(parser)
     args = parser.parse_args()
+    steps = list(itertools.product(args.layers, args.precisions))
+    if len(steps) > 1:
+        given = ["--results", args.results] + (["--commit", args.commit] if args.commit else [])
+        for layer, precision in steps:
+            own = ["--layers", layer, "--precisions", precision]
+            subprocess.run([sys.executable, __file__, *own, *given], check=True)
+        return
+    [(layer, precision)] = steps
     made = records.Records("graphs", "cuda", records.command("graphs.py", sys.argv[1:]), args)
-    for layer in args.layers:
-        _, both = dense(Problem(*map(int, layer.split(","))), "cuda", torch.bfloat16)
-        both()
-        for precision in args.precisions:
-            for record in measure(layer, precision, both):
-                made.keep(record)
-            gc.collect()
-            torch.cuda.empty_cache()
+    _, both = dense(Problem.parse(layer), "cuda", torch.bfloat16)
+    both()
+    for record in measure(layer, precision, both):
+        made.keep(record)
 
 
 if __name__ == "__main__":
