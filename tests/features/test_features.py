@@ -8,6 +8,8 @@ from feature_combinations import Combination, calls, covering, kernels, name_of
 from feature_list import BAD_ARGUMENT, ERRORS, Feature, case_of, pairs, reasons
 from feature_runs import check, results, start
 
+from sonicmoe.ops.layout import Layout
+
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
@@ -26,6 +28,23 @@ def _alone(tmp_path_factory):
     start(str(tmp_path_factory.mktemp("group")))
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _named_tuples_are_dense(monkeypatch):
+    """Operators that are called directly rely on it; what callers own they make dense."""
+    dense = Layout.dense
+
+    def checked(self, args, for_kernels, dispatched=False):
+        callers = {(place, i) for place, fields in self.callers for i, _ in fields}
+        for place, fields in [] if dispatched else self.tuples:
+            for i, name in fields:
+                t = args[place][i]
+                if t is not None and (place, i) not in callers:
+                    assert t.is_contiguous(), name
+        return dense(self, args, for_kernels, dispatched)
+
+    monkeypatch.setattr(Layout, "dense", checked)
 
 
 @pytest.mark.parametrize(("one", "other"), parameters())
