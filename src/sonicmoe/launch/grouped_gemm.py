@@ -416,11 +416,9 @@ def spans_of(
     rows: int, longest: int, shape, tiles: int, programs: int, device, block_k: int = 64
 ) -> Spans:
     """Spans of a quarter of the rows that a program gets with balanced routing, in multiples of
-    `block_k`. The partial sums take at most four fp32 tiles per program, 69 MB on an H200.
-
-    None if one expert has tiles for all programs, or if `longest`, the most rows that an expert can
-    have, are less than two spans. That depends on K, not on T, so that a new T compiles nothing.
-    """
+    `block_k`; the partial sums take at most four fp32 tiles per program, 69 MB on an H200. None if
+    one expert has tiles for all programs, or if two spans are more than `longest`, the most rows
+    that an expert can have: that depends on K, not on T, so a new T compiles nothing."""
     if tiles >= programs or rows * tiles > 2 * programs * longest:
         return Spans()
     experts, m, n = shape
