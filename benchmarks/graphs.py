@@ -197,6 +197,7 @@ def measure(layer: str, precision: str, dense_ms: Callable[[], object]) -> list[
         record |= {name: round(value / layers, 4) for name, value in each.items()}
         record["wall ÷ gpu_busy"] = round(record["wall_ms"] / record["gpu_busy_ms"], 3)
         record |= {"dense_ms": round(wall["dense"], 4), "same_bits": same.get(mode)}
+        record["profiled"] = "afterwards"
         if mode == "reduce_overhead":
             record["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
         found.append(record)
