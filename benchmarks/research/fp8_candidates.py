@@ -6,6 +6,7 @@ operands quantized beforehand.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from sonicmoe import MoE, graphed, ops
 from sonicmoe.bench import dense
 from sonicmoe.bench.candidates import OURS, Candidate, leaves_of
+from sonicmoe.bench.capture import captured
 from sonicmoe.bench.inputs import Inputs
 from sonicmoe.bench.timing import is_cuda
 from sonicmoe.reference.fp8 import power_of_two_scale, to_e4m3
@@ -25,7 +27,9 @@ from .peers import routed
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 OURS_FP8, OURS_FP8_Z, WEIGHTS = "sonicmoe_fp8", "sonicmoe_fp8_z", "weights"
 OURS_GRAPHED, OURS_FP8_GRAPHED = "sonicmoe_graphed", "sonicmoe_fp8_graphed"
-MINE = (OURS, OURS_GRAPHED, OURS_FP8, OURS_FP8_GRAPHED, OURS_FP8_Z)
+OURS_STEP, OURS_FP8_STEP = "sonicmoe_step", "sonicmoe_fp8_step"
+OF_BF16 = (OURS, OURS_GRAPHED, OURS_STEP)
+MINE = (*OF_BF16, OURS_FP8, OURS_FP8_GRAPHED, OURS_FP8_STEP, OURS_FP8_Z)
 Call = Callable[[], object]
 # (rows, weights (E, N, K), ends of the groups) → rows
 GroupedGemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -37,7 +41,11 @@ def bf16_layer(inputs: Inputs) -> Candidate:
 
 
 def bf16_layer_graphed(inputs: Inputs) -> Candidate:
-    return _moe(OURS_GRAPHED, inputs, captured=True)
+    return _moe(OURS_GRAPHED, inputs, is_graphed=True)
+
+
+def bf16_step(inputs: Inputs) -> Candidate:
+    return _one_graph(_moe(OURS_STEP, inputs))
 
 
 # Weights are quantized in the first call and cached while they do not change.
@@ -49,14 +57,18 @@ def fp8_layer(inputs: Inputs) -> Candidate:
 
 
 def fp8_layer_graphed(inputs: Inputs) -> Candidate:
-    return _moe(OURS_FP8_GRAPHED, inputs, captured=True, **_FP8)
+    return _moe(OURS_FP8_GRAPHED, inputs, is_graphed=True, **_FP8)
+
+
+def fp8_step(inputs: Inputs) -> Candidate:
+    return _one_graph(_moe(OURS_FP8_STEP, inputs, **_FP8))
 
 
 def fp8_layer_with_fp8_z(inputs: Inputs) -> Candidate:
     return _moe(OURS_FP8_Z, inputs, **_FP8, memory="e4m3")
 
 
-def _moe(name: str, inputs: Inputs, captured: bool = False, **options: Any) -> Candidate:
+def _moe(name: str, inputs: Inputs, is_graphed: bool = False, **options: Any) -> Candidate:
     p = inputs.case.problem
     options |= {"aux_loss_coef": 0.0, "device": inputs.x.device, "dtype": inputs.x.dtype}
     moe = MoE(p.E, p.K, p.H, p.I, **options)
@@ -65,10 +77,41 @@ def _moe(name: str, inputs: Inputs, captured: bool = False, **options: Any) -> C
         module.weight = torch.nn.Parameter(getattr(inputs, leaf).detach())
         leaves[leaf] = module.weight
     layer: torch.nn.Module = moe
-    if captured:
+    if is_graphed:
         moe(inputs.x)  # quantizes
         layer = graphed(moe, inputs.x, other="error")
     return Candidate(name, True, lambda: layer(inputs.x)[0], leaves, inputs.dout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OneGraph(Candidate):
+    """Its `forward` replays both passes, for its own upstream gradient alone."""
+
+    found: dict[str, torch.Tensor] = field(repr=False)
+
+    def gradients(
+        self, out: torch.Tensor, dout: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        if dout is not None and dout is not self.dout:
+            raise RuntimeError("the graph has another upstream gradient")
+        return self.found
+
+
+def _one_graph(eager: Candidate) -> Candidate:
+    """Both passes in one graph, which copies nothing, as in the graph of a whole training step."""
+    eager.forward()  # quantizes
+
+    def step() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        out = eager.forward()
+        return out.detach(), eager.gradients(out)
+
+    graph, (out, found) = captured(step)
+
+    def forward() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return _OneGraph(eager.name, True, forward, eager.leaves, eager.dout, found=found)
 
 
 def quantize_weights(inputs: Inputs) -> Call:
@@ -266,8 +309,10 @@ def rounded(t: torch.Tensor, dim: int) -> torch.Tensor:
 CANDIDATES: dict[str, Callable[[Inputs], Candidate | Call]] = {
     OURS: bf16_layer,
     OURS_GRAPHED: bf16_layer_graphed,
+    OURS_STEP: bf16_step,
     OURS_FP8: fp8_layer,
     OURS_FP8_GRAPHED: fp8_layer_graphed,
+    OURS_FP8_STEP: fp8_step,
     OURS_FP8_Z: fp8_layer_with_fp8_z,
     WEIGHTS: quantize_weights,
     dense.DENSE: dense_bf16,

@@ -1,6 +1,7 @@
 """benchmarks/fp8.py on the CPU: its arguments, verification, table, and the parts of its peers."""
 
 import itertools
+from types import SimpleNamespace
 
 import fp8 as script
 import pytest
@@ -117,6 +118,26 @@ def test_a_graphed_layer_is_captured_and_verified(name, monkeypatch):
     found = fp8.verified(fp8_candidates.CANDIDATES[name](given), given)
     assert [layer.precision for layer in captured] == ["fp8" if "fp8" in name else None]
     assert (0.05 < found["error"] < 0.08) == ("fp8" in name)
+
+
+@pytest.mark.parametrize("name", ["sonicmoe_step", "sonicmoe_fp8_step"])
+def test_a_step_in_one_graph_is_replayed_and_verified(name, monkeypatch):
+    given, replays = inputs(), []
+
+    def capture(step):  # a capture needs a GPU
+        found = step()
+        return SimpleNamespace(replay=lambda: replays.append(1)), found
+
+    monkeypatch.setattr(fp8_candidates, "captured", capture)
+    candidate = fp8_candidates.CANDIDATES[name](given)
+    found = fp8.verified(candidate, given)
+    assert [c["tensor"] for c in found["checks"]] == ["out", "x", "w1", "w2", "router_w"]
+    assert (0.05 < found["error"] < 0.08) == ("fp8" in name)
+    assert len(replays) == 1
+    candidate.forward_backward()
+    assert len(replays) == 2
+    with pytest.raises(RuntimeError, match="another upstream gradient"):
+        candidate.gradients(candidate.forward(), torch.ones_like(given.dout))
 
 
 @pytest.mark.parametrize("wrong", ["out", "w1"])

@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Case, captured, make_inputs, ours, poisoned, run, same_bits
+from helpers import Case, make_inputs, ours, poisoned, run, same_bits
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import KernelBackendMoE, MoE, ops
+from sonicmoe.bench.capture import captured
 from sonicmoe.tensors import NO_LORA, Permutation
 from sonicmoe.tuning import tile_m
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -435,18 +434,3 @@ def run_poisoned(step: Callable[[], dict], device: str) -> dict:
         if device == "cuda":
             same_bits(got, step())
     return got
-
-
-# --- CUDA graphs ----------------------------------------------------------------------------------
-def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of `step`, and what a replay writes to. Runs it first, in a stream of its own."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        held = step()
-    return graph, held
