@@ -1,13 +1,16 @@
-"""A LoRA step of a model shaped like gpt-oss-120b, experts in MXFP4, on one GPU: memory and time.
+"""A LoRA step of a model shaped like gpt-oss on one GPU: memory and time.
 
     python benchmarks/packed_model.py
     python benchmarks/packed_model.py --peers FOLDER --runs 4096,8,bf16
-    python benchmarks/packed_model.py --tiny
+    python benchmarks/packed_model.py --model gpt-oss-20b --ways all --runs 4096,16,fp32
+    python benchmarks/packed_model.py --model tiny
 
 A run is TOKENS,RANK,ADAPTERS: 4096 tokens with adapters of rank 8 in bf16 and an 8-bit Adam (of
 bitsandbytes, from FOLDER; without it Adam in bf16), and 16384 tokens with rank 16 and Adam in fp32.
-Weights are random and never dense: the experts are made packed. Layers are checkpointed, and logits
-exist for some tokens at a time. Prints a JSON line for each run; `--tiny` runs anywhere.
+Weights are random. The experts are made in MXFP4 and stay so, or are decoded once, before our layer
+or PEFT alone trains adapters on them: `--ways`. All ways have the same weights, tokens and
+adapters, and must have the same losses within 1%. Layers are checkpointed, and logits exist for
+some tokens at a time. Prints a JSON line for each run and way; the tiny model runs anywhere.
 """
 
 import argparse
@@ -25,7 +28,7 @@ from research.sink_attention import register_sink_attention
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from sonicmoe.integrations.packed_parameter import PackedParameter
+from sonicmoe.integrations.packed_parameter import PackedParameter, dequantize_experts
 from sonicmoe.integrations.peft import use_lora_experts
 from sonicmoe.integrations.quantizers import weight_names
 from sonicmoe.integrations.transformers import register
@@ -37,11 +40,32 @@ LOGITS = 1024  # tokens whose logits are alive at a time
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 RUNS = "4096,8,bf16 16384,16,fp32"
-LARGE = {"num_hidden_layers": 36, "num_local_experts": 128}  # other sizes are the defaults
-TINY = dict(
-    vocab_size=128, hidden_size=64, intermediate_size=64, num_local_experts=4, num_hidden_layers=2,
-    num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-)  # fmt: skip
+MODELS: dict[str, dict[str, int]] = {  # other sizes are the defaults
+    "gpt-oss-120b": {"num_hidden_layers": 36, "num_local_experts": 128},
+    "gpt-oss-20b": {"num_hidden_layers": 24, "num_local_experts": 32},
+    "tiny": dict(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_local_experts=4,
+        num_hidden_layers=2, num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=32,
+    ),
+}  # fmt: skip
+DIFFERENCE = 0.01  # of losses
+
+
+class Way(NamedTuple):
+    """How experts are stored and who computes their adapters."""
+
+    implementation: str
+    is_packed: bool
+    by_us: bool = True
+
+
+WAYS = {
+    "ours to bf16": Way("sonicmoe_experts", True),
+    "ours to e4m3": Way("in_fp8", True),
+    "ours on bf16": Way("sonicmoe_experts", False),
+    "PEFT on bf16": Way("grouped_mm", False, by_us=False),
+}
 
 
 class Run(NamedTuple):
@@ -58,13 +82,13 @@ class Run(NamedTuple):
         return cls(int(tokens), int(rank), adapters)
 
 
-def packed_model(config: GptOssConfig, device: torch.device) -> nn.Module:
-    """A frozen model whose experts are in MXFP4."""
+def frozen_model(config: GptOssConfig, way: Way, device: torch.device) -> nn.Module:
+    """A model whose experts are in MXFP4, or have the same values in bf16."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.bfloat16,
-            experts_implementation="sonicmoe_experts",
+            experts_implementation=way.implementation,
             attn_implementation=register_sink_attention(),
         )
     experts = {}
@@ -80,14 +104,17 @@ def packed_model(config: GptOssConfig, device: torch.device) -> nn.Module:
         packed = random_packed("mxfp4", (number, n, k), device)
         weight = PackedParameter(packed, torch.bfloat16, swapped=True)
         module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+        if not way.is_packed:
+            dequantize_experts(module)
     return model.requires_grad_(False)
 
 
-def with_adapters(model: nn.Module, run: Run, device: torch.device) -> nn.Module:
+def with_adapters(model: nn.Module, way: Way, run: Run, device: torch.device) -> nn.Module:
     lora = LoraConfig(r=run.rank, target_modules=[], target_parameters=TARGETS)
     with device:  # PEFT fills in adapters where they are made: on a CPU that takes a minute
         tuned = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    use_lora_experts(tuned)
+    if way.by_us:
+        use_lora_experts(tuned)
     for p in tuned.parameters():
         if p.requires_grad:
             p.data = p.data.to(DTYPES[run.adapters])
@@ -121,13 +148,14 @@ def _adam_in_8_bits(device: torch.device) -> Any:
     return AdamW8bit
 
 
-def measure(config: GptOssConfig, run: Run, device: torch.device) -> dict[str, Any]:
+def measure(config: GptOssConfig, way: Way, run: Run, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(0)
     begin = time.perf_counter()
-    model = packed_model(config, device)
+    model = frozen_model(config, way, device)
     if device.type == "cuda":
         torch.cuda.synchronize()
     weights = sum(_bytes(p) for p in model.parameters())
-    tuned = with_adapters(model, run, device)
+    tuned = with_adapters(model, way, run, device)
     trained = [p for p in tuned.parameters() if p.requires_grad]
     optimizer, name = optimizer_of(trained, run)
     ids = torch.randint(config.vocab_size, (run.tokens // CONTEXT, CONTEXT + 1), device=device)
@@ -166,27 +194,50 @@ def _gib(size: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = list(MODELS)
+    parser.add_argument("--model", choices=names, default=names[0], help=f"default: {names[0]}")
+    ways = list(WAYS)
+    words = f"of {', '.join(ways)}; all; default: {ways[0]}"
+    parser.add_argument("--ways", nargs="+", default=ways[:1], metavar="WAY", help=words)
     words = f"TOKENS,RANK,ADAPTERS; default: {RUNS}"
     parser.add_argument("--runs", nargs="+", default=RUNS.split(), metavar="RUN", help=words)
     parser.add_argument("--peers", metavar="FOLDER", help="with bitsandbytes, unpacked")
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.1M weights")
     records.add_options(parser)
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(given)
     runs = [Run.of(text) for text in args.runs]
+    ways = ways if args.ways == ["all"] else args.ways
+    for way in ways:
+        if way not in WAYS:
+            raise SystemExit(f"--ways: expected some of {', '.join(WAYS)}, or all, got {way}")
     if args.peers:
         sys.path.append(args.peers)
     register()
+    register("in_fp8", precision="fp8")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     command = records.command("packed_model.py", given, ["--peers"])
     made = records.Records("packed model", device, command, args)
-    config = GptOssConfig(**(TINY if args.tiny else LARGE))
+    config = GptOssConfig(**MODELS[args.model])
     for run in runs:
-        made.keep(measure(config, run, device))
-        gc.collect()  # modules refer to each other
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        losses: dict[str, list[float]] = {}
+        for way in ways:
+            found = measure(config, WAYS[way], run, device)
+            losses[way] = found["losses"]
+            made.keep({"model": args.model, "way": way, **found})
+            gc.collect()  # modules refer to each other
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+        check(losses)
+
+
+def check(losses: dict[str, list[float]]) -> None:
+    """Raise unless every way has the losses of the first."""
+    first, *others = losses
+    for way in others:
+        for step, (loss, expected) in enumerate(zip(losses[way], losses[first], strict=True)):
+            if not abs(loss - expected) <= DIFFERENCE * expected:
+                raise SystemExit(f"{way}: loss {loss} in step {step}, {first}: {expected}")
 
 
 if __name__ == "__main__":

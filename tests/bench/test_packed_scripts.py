@@ -11,7 +11,7 @@ pytest.importorskip("peft", reason="comes with the extra 'test'")
 
 import packed_model as script
 import packed_peers as peers
-from packed_model import LARGE, TINY, GptOssConfig, Run
+from packed_model import MODELS, WAYS, GptOssConfig, Run
 from packed_random import FORMATS, random_packed
 from research import packed_candidates as script_candidates
 from research import packed_peers as of_folder
@@ -34,7 +34,7 @@ def test_random_weights_are_near_one_over_root_k(format):
 def test_a_tiny_model_trains_its_adapters(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "CONTEXT", 64)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)  # absent
-    options = ["--tiny", "--runs", "128,8,bf16", "64,4,fp32"]
+    options = ["--model", "tiny", "--runs", "128,8,bf16", "64,4,fp32"]
     script.main([*options, "--peers", "folder", "--results", str(tmp_path)])
     told = capsys.readouterr()
     first, second = map(json.loads, told.out.splitlines())
@@ -48,8 +48,33 @@ def test_a_tiny_model_trains_its_adapters(capsys, monkeypatch, tmp_path):
     trained = 2 * 4 * (64 + 128 + 64 + 64)
     assert (first["trained"], second["trained"]) == (8 * trained, 4 * trained)
     for record in (first, second):
+        assert (record["model"], record["way"]) == ("tiny", "ours to bf16")
         assert len(record["losses"]) == script.STEPS
         assert record["losses"][-1] < record["losses"][0]
+
+
+def test_every_way_has_the_same_losses(monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "CONTEXT", 64)
+    given = ["--model", "tiny", "--ways", "all", "--runs", "128,8,fp32"]
+    script.main([*given, "--results", str(tmp_path)])
+    found = read(tmp_path)
+    assert [record["way"] for record in found] == list(WAYS)
+    assert len({record["trained"] for record in found}) == 1
+    packed, in_fp8, dense, peft = (record["weights GiB"] for record in found)
+    assert packed == in_fp8 and dense == peft
+    losses = {record["way"]: record["losses"] for record in found}
+    assert losses["ours to bf16"] != losses["PEFT on bf16"]  # by other GEMMs
+
+
+def test_other_losses_are_refused():
+    script.check({"ours to bf16": [2.0, 1.5], "PEFT on bf16": [2.01, 1.49]})
+    with pytest.raises(SystemExit, match=r"PEFT on bf16: loss 1.4 in step 1, ours to bf16: 1.5"):
+        script.check({"ours to bf16": [2.0, 1.5], "PEFT on bf16": [2.0, 1.4]})
+
+
+def test_other_ways_are_refused():
+    with pytest.raises(SystemExit, match=r"--ways: expected some of ours to bf16, .* got theirs"):
+        script.main(["--ways", "theirs"])
 
 
 def test_adam_in_8_bits_if_it_is_there():
@@ -63,7 +88,8 @@ def test_adam_in_8_bits_if_it_is_there():
 def test_the_weights_of_the_large_model_take_what_gpt_oss_120b_does():
     """Weights of gpt-oss-120b, without memory: experts in MXFP4, the rest in bf16."""
     register()
-    model = script.packed_model(GptOssConfig(**LARGE), META)
+    config = GptOssConfig(**MODELS["gpt-oss-120b"])
+    model = script.frozen_model(config, WAYS["ours to bf16"], META)
     experts = [p for p in model.parameters() if isinstance(p, PackedParameter)]
     assert sum(p.numel() for p in experts) == 36 * 128 * 3 * 2880 * 2880
     resident = sum(script._bytes(p) for p in model.parameters())
@@ -72,7 +98,7 @@ def test_the_weights_of_the_large_model_take_what_gpt_oss_120b_does():
 
 def test_experts_are_of_the_tiny_models_sizes():
     register()
-    model = script.packed_model(GptOssConfig(**TINY), CPU)
+    model = script.frozen_model(GptOssConfig(**MODELS["tiny"]), WAYS["ours to bf16"], CPU)
     experts = model.model.layers[1].mlp.experts
     assert experts.gate_up_proj.packed.shape == (4, 128, 64) and experts.gate_up_proj.swapped
     assert not any(p.requires_grad for p in model.parameters())
