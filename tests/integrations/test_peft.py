@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from adapters import randomize
 from helpers import budget
 
 pytest.importorskip("transformers")
@@ -17,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from sonicmoe import MoE
 from sonicmoe.integrations import transformers as adapter
 from sonicmoe.integrations.peft import use_lora_experts
 from sonicmoe.integrations.transformers import register
@@ -37,15 +37,8 @@ def adapted(name="Qwen3Moe", targets=None, model=None, std=0.3, **options):
     options = {"r": 4, "lora_alpha": 8, "target_modules": []} | options
     config = peft.LoraConfig(target_parameters=targets, **options)
     model = peft.get_peft_model(with_backend(model or small(name), "eager"), config)
-    _randomize(model, std)
+    randomize(model, std)
     return model
-
-
-def _randomize(model, std=0.3):
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=std)
 
 
 def ours(model):
@@ -140,7 +133,7 @@ def test_several_adapters(calls):
             r=3, lora_alpha=7, target_parameters=TARGETS["Qwen3Moe"], target_modules=[]
         ),
     )
-    _randomize(model)
+    randomize(model)
     with_ours = ours(model)
     results = []
     for active in ("default", "second", ["default", "second"]):
@@ -229,7 +222,7 @@ def test_adapters_of_transformers_itself(calls):
     config = peft.LoraConfig(r=4, target_parameters=TARGETS["Qwen3Moe"], target_modules=[])
     model = with_backend(small("Qwen3Moe"), "eager")
     model.add_adapter(config)
-    _randomize(model)
+    randomize(model)
     close(step(ours(model)), step(model))
     assert calls == [2, 2]
 
@@ -305,65 +298,6 @@ def test_compiled_without_a_graph_break():
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     torch.testing.assert_close(compiled(*given), block(*given))
     assert counter.frame_count == 1
-
-
-# --- MoE ----------------------------------------------------------------------------------------
-def moe_with_lora(**options):
-    """A model of one `MoE` with LoRA on both weights of its experts, none of it zero."""
-    model = torch.nn.Sequential(MoE(4, 2, 16, 8, **options).double())
-    targets = ["0.c_fc.weight", "0.c_proj.weight"]
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_parameters=targets, target_modules=[])
-    model = peft.get_peft_model(model, config)
-    _randomize(model)
-    return model
-
-
-@pytest.mark.tries("PEFT", "LoRA on `MoE`: every gradient, merging, disabling")
-def test_moe():
-    model, x = moe_with_lora(), torch.randn(12, 16, dtype=torch.double)
-    assert use_lora_experts(model) == 1
-    moe = model.base_model.model[0]
-    layer = copy.deepcopy(model).merge_and_unload()[0]
-    torch.testing.assert_close(moe(x)[0], layer(x)[0])
-    weights = {"c_fc": layer.c_fc.weight, "c_proj": layer.c_proj.weight}
-    for weight in weights.values():
-        weight.requires_grad_()
-    dout = torch.randn(12, 16, dtype=torch.double)
-    layer(x)[0].backward(dout)
-    moe(x)[0].backward(dout)
-    for name, weight in weights.items():  # of W + scale·B·A
-        wrapper = getattr(moe, name)
-        a, b = (m["default"].weight for m in (wrapper.lora_A, wrapper.lora_B))
-        factors = a.view(4, 4, -1), b.view(len(b), 4, 4)
-        da, db = torch.autograd.grad(
-            2 * torch.einsum("ore,eri->eoi", factors[1], factors[0]), (a, b), weight.grad
-        )
-        torch.testing.assert_close(a.grad, da)
-        torch.testing.assert_close(b.grad, db)
-        assert wrapper.weight.grad is None
-
-
-def test_moe_with_adapters_disabled_merged_and_copied():
-    model, x = moe_with_lora(), torch.randn(12, 16, dtype=torch.double)
-    use_lora_experts(model)
-    moe = model.base_model.model[0]
-    with torch.no_grad():
-        want = moe(x)[0]
-        with model.disable_adapter():
-            assert not torch.allclose(moe(x)[0], want)
-        copied = copy.deepcopy(model)
-        model.merge_adapter()
-        torch.testing.assert_close(moe(x)[0], want)
-        for parameter in model.parameters():
-            parameter.zero_()
-        assert torch.equal(copied.base_model.model[0](x)[0], want)
-
-
-def test_moe_does_not_ignore_adapters():
-    """PEFT's wrapper has the weight without them."""
-    model = moe_with_lora()
-    with pytest.raises(ValueError, match=r"^c_fc: expected .* after use_lora_experts\(model\)"):
-        model.base_model.model[0](torch.randn(12, 16, dtype=torch.double))
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -29,6 +29,14 @@ def written_out(w: torch.Tensor, lora: LowRank) -> torch.Tensor:
     return w + lora.scale * torch.einsum("ore,eri->eoi", b, a)
 
 
+def randomize(model: torch.nn.Module, std: float = 0.3) -> None:
+    """Of PEFT's adapters, whose B is zero at first."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=std)
+
+
 def run_adapted(layer, given: Inputs, lora1: LowRank, lora2: LowRank) -> dict[str, torch.Tensor]:
     """The output and the six gradients of `layer(arguments, lora1, lora2)`, by name."""
     arguments = given.arguments()
