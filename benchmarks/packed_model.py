@@ -9,12 +9,14 @@ A run is TOKENS,RANK,ADAPTERS: 4096 tokens with adapters of rank 8 in bf16 and a
 bitsandbytes, from FOLDER; without it Adam in bf16), and 16384 tokens with rank 16 and Adam in fp32.
 Weights are random. The experts are made in MXFP4 and stay so, or are decoded once, before our layer
 or PEFT alone trains adapters on them: `--ways`. All ways have the same weights, tokens and
-adapters, and must have the same losses within 1%. Layers are checkpointed, and logits exist for
-some tokens at a time. Prints a JSON line for each run and way; the tiny model runs anywhere.
+adapters. A way whose first gradients differ from those of the first way is not kept. Layers are
+checkpointed, and logits exist for some tokens at a time. Prints a JSON line for each run and way;
+the tiny model runs anywhere.
 """
 
 import argparse
 import gc
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -38,6 +40,7 @@ STEPS = 4  # the first compiles
 CONTEXT = 1024
 LOGITS = 1024  # tokens whose logits are alive at a time
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
+DTYPE = torch.bfloat16  # of the model
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 RUNS = "4096,8,bf16 16384,16,fp32"
 MODELS: dict[str, dict[str, int]] = {  # other sizes are the defaults
@@ -49,7 +52,9 @@ MODELS: dict[str, dict[str, int]] = {  # other sizes are the defaults
         head_dim=32,
     ),
 }  # fmt: skip
-DIFFERENCE = 0.01  # of losses
+# Of gradients, in the norm of each kind of adapter. A kind without gradient differs by 1. Rounding
+# changes choices of the router: 0.16 and, with e4m3, 0.23 in the tiny model; 1e-6 in fp32.
+DIFFERENCE = 0.5
 
 
 class Way(NamedTuple):
@@ -87,7 +92,7 @@ def frozen_model(config: GptOssConfig, way: Way, device: torch.device) -> nn.Mod
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
-            dtype=torch.bfloat16,
+            dtype=DTYPE,
             experts_implementation=way.implementation,
             attn_implementation=register_sink_attention(),
         )
@@ -102,7 +107,7 @@ def frozen_model(config: GptOssConfig, way: Way, device: torch.device) -> nn.Mod
         nn.init.ones_(p) if "norm" in name else nn.init.normal_(p, std=0.02)
     for (module, name), (number, k, n) in experts.items():
         packed = random_packed("mxfp4", (number, n, k), device)
-        weight = PackedParameter(packed, torch.bfloat16, swapped=True)
+        weight = PackedParameter(packed, DTYPE, swapped=True)
         module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
         if not way.is_packed:
             dequantize_experts(module)
@@ -115,8 +120,10 @@ def with_adapters(model: nn.Module, way: Way, run: Run, device: torch.device) ->
         tuned = get_peft_model(model, lora, autocast_adapter_dtype=False)
     if way.by_us:
         use_lora_experts(tuned)
-    for p in tuned.parameters():
+    for name, p in tuned.named_parameters():
         if p.requires_grad:
+            if "lora_B" in name:  # zero at first, and with it the gradient of A
+                nn.init.normal_(p, std=0.02)
             p.data = p.data.to(DTYPES[run.adapters])
     tuned.gradient_checkpointing_enable()
     return tuned.train()
@@ -148,7 +155,13 @@ def _adam_in_8_bits(device: torch.device) -> Any:
     return AdamW8bit
 
 
-def measure(config: GptOssConfig, way: Way, run: Run, device: torch.device) -> dict[str, Any]:
+Gradients = dict[str, list[torch.Tensor]]  # by the kind of adapter, of all layers
+
+
+def measure(
+    config: GptOssConfig, way: Way, run: Run, device: torch.device
+) -> tuple[dict[str, Any], Gradients]:
+    """What is recorded, and the gradients of the first step, on the CPU."""
     torch.manual_seed(0)
     begin = time.perf_counter()
     model = frozen_model(config, way, device)
@@ -162,13 +175,15 @@ def measure(config: GptOssConfig, way: Way, run: Run, device: torch.device) -> d
     inputs, targets = ids[:, :-1], ids[:, 1:].flatten()
     head: torch.Tensor = model.lm_head.weight  # type: ignore[assignment, union-attr]
     made, losses, seconds = time.perf_counter() - begin, [], []
+    gradients: Gradients = {}
     for _ in range(STEPS):
         begin = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, DTYPE, enabled=DTYPE.itemsize == 2):
             # Without a cache of keys and values, which training has no use for.
             hidden = model.model(inputs, use_cache=False).last_hidden_state  # type: ignore
             loss = linear_cross_entropy(hidden.flatten(0, 1), head, targets, LOGITS)
         loss.backward()
+        gradients = gradients or by_kind(tuned)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(round(loss.item(), 4))
@@ -181,7 +196,26 @@ def measure(config: GptOssConfig, way: Way, run: Run, device: torch.device) -> d
     if device.type == "cuda":
         found["max_memory_reserved GiB"] = _gib(torch.cuda.max_memory_reserved())
         found["max_memory_allocated GiB"] = _gib(torch.cuda.max_memory_allocated())
+    return found, gradients
+
+
+def by_kind(tuned: nn.Module) -> Gradients:
+    found: Gradients = {}
+    for name, p in tuned.named_parameters():
+        if p.requires_grad:
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            found.setdefault(re.sub(r"\d+", "", name), []).append(gradient.cpu())
     return found
+
+
+def difference(got: Gradients, expected: Gradients) -> float:
+    """The largest relative one of the kinds; NaN if something is not finite."""
+    found = []
+    for kind, wanted in expected.items():
+        pairs = [(g.float(), w.float()) for g, w in zip(got[kind], wanted, strict=True)]
+        error = torch.stack([(g - w).norm() for g, w in pairs]).norm()
+        found.append(error / torch.stack([w.norm() for _, w in pairs]).norm())
+    return torch.stack(found).max().item()
 
 
 def _bytes(p: torch.Tensor) -> int:
@@ -219,25 +253,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = records.Records("packed model", device, command, args)
     config = GptOssConfig(**MODELS[args.model])
     for run in runs:
-        losses: dict[str, list[float]] = {}
+        expected: Gradients = {}
         for way in ways:
-            found = measure(config, WAYS[way], run, device)
-            losses[way] = found["losses"]
-            made.keep({"model": args.model, "way": way, **found})
+            found, gradients = measure(config, WAYS[way], run, device)
+            expected = expected or gradients
+            differs = difference(gradients, expected)
+            if not differs <= DIFFERENCE:
+                raise SystemExit(f"{way}: gradients differ by {differs:.2f} from {ways[0]}")
+            about = {"model": args.model, "way": way, "difference": float(f"{differs:.2g}")}
+            made.keep(about | found)
+            del gradients
             gc.collect()  # modules refer to each other
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-        check(losses)
-
-
-def check(losses: dict[str, list[float]]) -> None:
-    """Raise unless every way has the losses of the first."""
-    first, *others = losses
-    for way in others:
-        for step, (loss, expected) in enumerate(zip(losses[way], losses[first], strict=True)):
-            if not abs(loss - expected) <= DIFFERENCE * expected:
-                raise SystemExit(f"{way}: loss {loss} in step {step}, {first}: {expected}")
 
 
 if __name__ == "__main__":

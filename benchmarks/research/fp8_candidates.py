@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from sonicmoe import MoE, graphed, ops
 from sonicmoe.bench import dense
 from sonicmoe.bench.candidates import OURS, Candidate, leaves_of
-from sonicmoe.bench.capture import captured
 from sonicmoe.bench.inputs import Inputs
 from sonicmoe.bench.timing import is_cuda
 from sonicmoe.reference.fp8 import power_of_two_scale, to_e4m3
 from sonicmoe.shapes import ceil_div
 
+from .capture import captured
 from .peers import routed
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16

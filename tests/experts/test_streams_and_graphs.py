@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 from helpers import Case, make_inputs, ours, poisoned, run, same_bits
+from research.capture import captured
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import KernelBackendMoE, MoE, ops
-from sonicmoe.bench.capture import captured
 from sonicmoe.tensors import NO_LORA, Permutation
 from sonicmoe.tuning import tile_m
 

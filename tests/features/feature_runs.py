@@ -17,13 +17,13 @@ from feature_list import Case
 from fp8_cases import KINKS, LIMITS
 from helpers import SLACK, budget, relative_error, same_bits
 from packed_weights import NF4
+from research.capture import captured
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from value_checks import activate_three_bits
 
 import sonicmoe
 from sonicmoe import Fp8Weights, KernelBackendMoE, MemoryPolicy, MoE, Nf4, distributed
-from sonicmoe.bench.capture import captured
 from sonicmoe.integrations.lora import LowRank
 from sonicmoe.reference import layer as reference
 from sonicmoe.reference.activation import activate

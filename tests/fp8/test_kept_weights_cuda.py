@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from research.capture import captured
 from torch._dynamo.utils import counters
 
 from sonicmoe import MoE
-from sonicmoe.bench.capture import captured
 from sonicmoe.launch.quantize import samples_of
 
 pytestmark = pytest.mark.gpu
