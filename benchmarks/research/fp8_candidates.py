@@ -88,6 +88,7 @@ class _OneGraph(Candidate):
     """Its `forward` replays both passes, for its own upstream gradient alone."""
 
     found: dict[str, torch.Tensor] = field(repr=False)
+    eager: Candidate = field(repr=False)  # holds the quantized weights, which the graph reads
 
     def gradients(
         self, out: torch.Tensor, dout: torch.Tensor | None = None
@@ -111,7 +112,7 @@ def _one_graph(eager: Candidate) -> Candidate:
         graph.replay()
         return out
 
-    return _OneGraph(eager.name, True, forward, eager.leaves, eager.dout, found=found)
+    return _OneGraph(eager.name, True, forward, eager.leaves, eager.dout, found=found, eager=eager)
 
 
 def quantize_weights(inputs: Inputs) -> Call:
