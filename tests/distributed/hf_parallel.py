@@ -8,20 +8,19 @@ from transformers.distributed import DistributedConfig
 
 from sonicmoe.integrations.transformers import register
 
-NEW = "ep_size" in {field.name for field in dataclasses.fields(DistributedConfig)}
+_FIELDS = {field.name for field in dataclasses.fields(DistributedConfig)}
 LAYOUTS = {
     "tensor": {"tp_size": 2, "tp_plan": "auto"},
-    "expert": {"tp_size": 2, "tp_plan": {}, "ep_size": 2},
-    "dispatch": {
+    "expert": {"tp_size": 2, "enable_expert_parallel": True},
+}
+if "ep_size" in _FIELDS:
+    LAYOUTS["expert"] = {"tp_size": 2, "tp_plan": {}, "ep_size": 2}
+    LAYOUTS["dispatch"] = {
         "tp_size": 1, "tp_plan": {}, "fsdp_size": 2, "ep_size": 2,
         "ep_plan": {"model.layers.*.mlp.experts": "ep_dispatch_experts"},
-    },
-}  # fmt: skip
-if not NEW:
-    LAYOUTS = {
-        "tensor": LAYOUTS["tensor"],
-        "expert": {"tp_size": 2, "enable_expert_parallel": True},
-    }
+    }  # fmt: skip
+if "ep_implementation" in _FIELDS:  # 5.23 wants a plan where tp_size is more than one
+    LAYOUTS["expert"] = {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}
 
 
 def save(rank: int, name: str, folder: str) -> None:
