@@ -1,6 +1,7 @@
 """What each rank does in test_transformers_parallel.py."""
 
 import dataclasses
+from typing import Any
 
 import torch
 from hf_models import NAME, close, small, step, with_backend
@@ -9,7 +10,7 @@ from transformers.distributed import DistributedConfig
 from sonicmoe.integrations.transformers import register
 
 _FIELDS = {field.name for field in dataclasses.fields(DistributedConfig)}
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tp_size": 2, "tp_plan": "auto"},
     "expert": {"tp_size": 2, "enable_expert_parallel": True},
 }
