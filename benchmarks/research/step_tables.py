@@ -25,10 +25,11 @@ def graphs(records: Sequence[Record]) -> Section | None:
         "relative to dense cuBLAS in bf16. calling_thread, one_core and stack are eager too: "
         "backward in the calling thread; all threads on one core; a layer of a stack of eight."
     )
-    if any(r.get("profiled") != "afterwards" for r in found):
+    before = dict.fromkeys(r["layer"] for r in found if r.get("profiled") != "afterwards")
+    if before:
         caption += (
-            " All but the first layer in bf16 were timed in a process in which PyTorch's profiler "
-            "had run: eager and compiled launches may take longer there."
+            " Timed in a process in which PyTorch's profiler had run, where eager and compiled "
+            f"launches may take longer: {'; '.join(before)}."
         )
     head = ("T,H,I,E,K", "precision", "mode", "wall", "GPU-busy", "wall ÷ busy", "dense ÷ wall")
     return Section("CUDA graphs", caption, table(head, rows), found)

@@ -25,8 +25,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations.md"
 BEGIN, END = "<!-- census:begin -->\n", "<!-- census:end -->\n"
 TOKENS, K, EXPERTS = 24, 2, 4
 TOLERANCE = 2e-6  # some compute parts in fp32, also in an fp64 model
-# Files that name experts or routers and have none: a setting that no layer reads; a router between
-# levels of an image.
+# Files that name experts or routers and have none: a setting that no layer reads; a router that
+# picks one of two paths for an image.
 NOT_MOE = {"bamba", "granite_docling"}
 
 
