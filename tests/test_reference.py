@@ -34,6 +34,10 @@ def _limited(gate, up):
     return F.silu(gate.clamp(max=3.0)) * up.clamp(min=-3.0, max=3.0)
 
 
+def _soft_capped(gate, up):
+    return 1.5 * torch.tanh(gate / 1.5) * torch.sigmoid(gate) * 2.5 * torch.tanh(up / 2.5)
+
+
 FORMULAS = {
     A.SWIGLU: lambda g, u: g / (1 + torch.exp(-g)) * u,
     A.GEGLU: lambda g, u: F.gelu(g) * u,
@@ -41,6 +45,7 @@ FORMULAS = {
     A.REGLU: lambda g, u: F.relu(g) * u,
     A.SWIGLU_CLAMPED: _clamped,
     A.clamped_swiglu(3.0): _limited,
+    A.soft_capped_swiglu(1.5, 2.5): _soft_capped,
     A.RELU_SQ: lambda z: torch.where(z > 0, z * z, 0),
     A.RELU: lambda z: F.relu(z),
     A.GELU: lambda z: F.gelu(z),
@@ -73,7 +78,7 @@ def test_the_slope_at_a_limit_is_one():
     assert (dz != 0).all()
 
 
-def test_a_clamp_of_the_same_constants_is_one_activation():
+def test_the_same_constants_are_one_activation():
     limited = A.clamped_swiglu(10)
     assert limited is A.clamped_swiglu(10.0, alpha=1, offset=0) and limited not in list(A)
     assert A.clamped_swiglu(7, alpha=1.702, offset=1) is A.SWIGLU_CLAMPED
@@ -81,6 +86,12 @@ def test_a_clamp_of_the_same_constants_is_one_activation():
         assert again is limited
     assert A("swiglu_clamped(limit=1e1,alpha=1,offset=0)") is limited
     assert limited.is_gated and limited.clamp == (10.0, 1.0, 0.0)
+    capped = A.soft_capped_swiglu(4, 25)
+    assert capped is A.soft_capped_swiglu(4.0, 25.0) and capped not in list(A)
+    for again in (A(capped.value), pickle.loads(pickle.dumps(capped)), copy.deepcopy(capped)):
+        assert again is capped
+    assert A("swiglu_soft_capped(gate=4,up=2.5e1)") is capped
+    assert capped.is_gated and capped.soft_caps == (4.0, 25.0) and capped.clamp is None
 
 
 @pytest.mark.parametrize("constants", [(0,), (-1,), (math.inf,), (math.nan,), (1, math.inf)])
@@ -89,7 +100,13 @@ def test_constants_of_a_clamp_are_checked(constants):
         A.clamped_swiglu(constants[0], alpha=constants[-1])
 
 
-@pytest.mark.parametrize("value", ["swish", "swiglu_clamped()", 7])
+@pytest.mark.parametrize("caps", [(0, 1), (1, -1), (math.inf, 1), (1, math.nan)])
+def test_soft_caps_are_checked(caps):
+    with pytest.raises(ValueError, match="gate_cap and up_cap: expected finite numbers > 0"):
+        A.soft_capped_swiglu(*caps)
+
+
+@pytest.mark.parametrize("value", ["swish", "swiglu_clamped()", "swiglu_soft_capped(gate=1)", 7])
 def test_unknown_values_are_no_activation(value):
     with pytest.raises(ValueError, match="is not a valid ActivationType"):
         A(value)

@@ -157,12 +157,12 @@ def parse_activation(
     """The activation, or the one with that value; `argument` is its name in an error."""
     if isinstance(activation, ActivationType):
         return activation
-    values = [a.value for a in ActivationType]
-    if activation in values:
+    try:
         return ActivationType(activation)
-    expected = f"an ActivationType or one of {', '.join(values)}"
-    remedy = "Import it: from sonicmoe.enums import ActivationType."
-    raise bad_argument(argument, expected, repr(activation), remedy)
+    except ValueError:
+        expected = f"an ActivationType or one of {', '.join(a.value for a in ActivationType)}"
+        remedy = "Import it: from sonicmoe.enums import ActivationType."
+        raise bad_argument(argument, expected, repr(activation), remedy) from None
 
 
 def check_gate_up(gate_up: str) -> None:

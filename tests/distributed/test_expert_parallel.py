@@ -16,9 +16,11 @@ SHARED = {"router_bias": True, "shared_intermediate_size": 24, "shared_gate": Tr
 ROUTINGS = ["uniform", "one_expert", "empty_experts", "dropped", "duplicates", "all_dropped"]
 
 
-def test_ranks_tell_clamps_apart():
+def test_ranks_tell_constants_apart():
     clamps = [ActivationType.clamped_swiglu(limit) for limit in (7.0, 10.0)]
-    assert len({_encode(setting) for setting in (*clamps, *ActivationType, "x", None)}) == 14
+    capped = [ActivationType.soft_capped_swiglu(*caps) for caps in ((4, 25), (25, 4))]
+    settings = (*clamps, *capped, *ActivationType, "x", None)
+    assert len({_encode(setting) for setting in settings}) == len(settings) == 16
 
 
 def case(tokens, routing="uniform", **options) -> Case:

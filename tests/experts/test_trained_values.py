@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from devices import on, values_on
-from helpers import Case, make_inputs, ours, plain, relative_error, run, same_bits
+from helpers import SOFT_CAPPED, Case, make_inputs, ours, plain, relative_error, run, same_bits
 from memory_policies import EXACT, results
 from value_checks import check_values, compare_slices
 
@@ -30,8 +30,12 @@ IN_E4M3 = ("rows_100", "channels_30", "weights_300", "log_normal", "huge", "zero
     interpreter=[
         *(Case(TINY, values=v) for v in TRAINED),
         *(Case(TINY, torch.float16, values=v) for v in IN_FP16),
+        *(Case(TINY, activation=SOFT_CAPPED, values=v) for v in IN_E4M3),
     ],
-    cuda=[Case(s, dtype, values=v) for s in LARGE for v in TRAINED for dtype in DTYPES],
+    cuda=[
+        *(Case(s, dtype, values=v) for s in LARGE for v in TRAINED for dtype in DTYPES),
+        *(Case(LARGE[0], dtype, SOFT_CAPPED, values=v) for v in TRAINED for dtype in DTYPES),
+    ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where fp16 overflows
 def test_every_slice_is_within_the_budget(case, device, backend, on_device):

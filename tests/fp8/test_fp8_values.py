@@ -4,7 +4,7 @@ import pytest
 import torch
 from devices import values_on
 from fp8_value_checks import check_fp8_values
-from helpers import ACTIVATIONS, Case, make_inputs, plain, relative_error, run
+from helpers import ACTIVATIONS, SOFT_CAPPED, Case, make_inputs, plain, relative_error, run
 
 import sonicmoe
 from sonicmoe import ActivationType
@@ -36,7 +36,9 @@ def test_with_z_in_fp8(case, device, backend):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
-@pytest.mark.parametrize("activation", [ActivationType.SWIGLU_CLAMPED, ActivationType.RELU_SQ])
+@pytest.mark.parametrize(
+    "activation", [ActivationType.SWIGLU_CLAMPED, SOFT_CAPPED, ActivationType.RELU_SQ]
+)
 def test_other_activations(shape, values, activation, gate_up, device, backend):
     case = Case(shape, activation=activation, gate_up=gate_up, values=values)
     check_fp8_values(case, device, backend)
@@ -106,13 +108,13 @@ def parallel(case: Case, gate: float, up: float, size: float):
 @pytest.mark.parametrize("size", [1.0, 1.0703125])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
 def test_the_bounds_hold_where_they_are_attained(activation, size, monkeypatch):
-    """Z is 2.4, where the derivatives of SiLU and GELU are 1.1.
+    """Z is 2.4, where the derivatives of SiLU and GELU are 1.1; a gate with a soft cap is 1.
 
     Powers of two hide a factor of 2, so the scale of dO sweeps over them. In dZᵀ nothing is hidden:
     the largest value is a fixed part of 448.
     """
     case = Case("16,32,16,1,1", activation=activation, routing="one_expert")
-    inputs = parallel(case, 2.4, 2.4, size)
+    inputs = parallel(case, 1.0 if activation.soft_caps else 2.4, 2.4, size)
     dout, largest = inputs.dout.float(), []
     for step in range(9):
         inputs.dout = (dout * 2.0 ** (step / 8)).bfloat16()

@@ -169,6 +169,59 @@ def test_another_clamp_is_recognised(limit, calls):
     assert calls[0] is ActivationType.clamped_swiglu(limit, alpha=1.702, offset=1)
 
 
+class _SoftCapped(torch.nn.Module):
+    """As in Inkling 2: caps in modules of their own, computed in fp32."""
+
+    def __init__(self, gate, up):
+        super().__init__()
+        self.gate, self.up = _Cap(gate), _Cap(up)
+
+    def forward(self, gate, up):
+        value = self.gate(gate.float()) * gate.float().sigmoid() * self.up(up.float())
+        return value.to(gate.dtype)
+
+
+class _Cap(torch.nn.Module):
+    def __init__(self, cap):
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x):
+        return self.cap * torch.tanh(x / self.cap)
+
+
+def _of_both(self, gate_up):
+    return self.act_fn(*gate_up.chunk(2, dim=-1))
+
+
+@pytest.fixture
+def block(monkeypatch):
+    """Experts whose gate takes both halves."""
+    found = with_backend(small("Mixtral"), NAME).model.layers[0].mlp.experts
+    monkeypatch.setattr(type(found), "_apply_gate", _of_both)
+    return found
+
+
+@pytest.mark.parametrize("caps", [(4.0, 25.0), (1.5, 2.5), (30.0, 0.3), (7.12345, 100.0)])
+def test_soft_caps_are_recognised(caps, block, calls):
+    block.act_fn = _SoftCapped(*caps)
+    block(torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2))
+    assert calls == [ActivationType.soft_capped_swiglu(*caps)]
+
+
+def test_changed_soft_caps_are_noticed(block, calls):
+    block.act_fn = _SoftCapped(4.0, 25.0)
+    given = torch.randn(12, 32), torch.randint(4, (12, 2)), torch.rand(12, 2)
+    block(*given)
+    block.act_fn.up.cap = 5.0
+    block(*given)
+    block.act_fn.gate = _Cap(3.0)
+    block(*given)
+    assert block in recognition._known
+    wanted = [ActivationType.soft_capped_swiglu(*caps) for caps in ((4, 25), (4, 5), (3, 5))]
+    assert calls == wanted
+
+
 def _two_limits(self, gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate.clamp(max=6)) * up.clamp(-7, 7)

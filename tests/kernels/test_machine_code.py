@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers import SOFT_CAPPED
 from machine_code import bounds_from_outside, compiling, cuobjdump, naming, report
 
 from sonicmoe.enums import ActivationType
@@ -156,6 +157,7 @@ def test_hopper_where_rows_arrive_sorted(transposed):
     [
         (ActivationType.SWIGLU_CLAMPED, True),
         (ActivationType.clamped_swiglu(10.0), False),
+        (SOFT_CAPPED, False),
         (ActivationType.GELU, True),
     ],
 )

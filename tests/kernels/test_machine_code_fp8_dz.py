@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from helpers import SOFT_CAPPED
 from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe.enums import ActivationType
@@ -53,6 +54,7 @@ def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype, ran
         ((272, 144), ActivationType.SWIGLU_CLAMPED, "concatenated", False, ALL, 0, 24, BF16),
         ((1536, 256), ActivationType.RELU, "interleaved", True, ALL, 0, 16, BF16),
         ((1536, 256), ActivationType.SWIGLU, "interleaved", True, FROZEN, 0, 0, BF16),
+        ((2048, 1024), SOFT_CAPPED, "concatenated", True, ALL, 0, 24, BF16),
         ((2048, 1024), ActivationType.SWIGLU, "interleaved", True, ALL, 0, 24, E4M3),
         ((2048, 1024), ActivationType.SWIGLU, "concatenated", True, ALL, 0, 24, E4M3),
         ((272, 144), ActivationType.SWIGLU_CLAMPED, "concatenated", False, ALL, 0, 24, E4M3),

@@ -17,8 +17,13 @@ from sonicmoe.launch import memory
 from sonicmoe.reference import layer as reference
 from sonicmoe.shapes import Problem
 
-# With a clamp of other constants than those of gpt-oss.
-ACTIVATIONS = (*ActivationType, ActivationType.clamped_swiglu(3.0))
+# With a clamp of other constants than those of gpt-oss, and caps that bend what inputs reach.
+SOFT_CAPPED = ActivationType.soft_capped_swiglu(4.0, 25.0)  # Inkling 2's
+ACTIVATIONS = (
+    *ActivationType,
+    ActivationType.clamped_swiglu(3.0),
+    ActivationType.soft_capped_swiglu(1.5, 2.5),
+)
 GATED = tuple(a for a in ACTIVATIONS if a.is_gated)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLACK = 1.1

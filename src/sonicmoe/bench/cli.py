@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..enums import ActivationType
 from ..errors import bad_argument
 from ..layer.memory import KEEP, WEIGHT_POLICIES, Z_POLICIES, MemoryPolicy, memory_policy
 from ..layer.operands import precisions
 from ..shapes import check_size
 from ..tools import cost
-from ..validation import LAYOUTS, check_writable
+from ..validation import LAYOUTS, check_writable, parse_activation
 from .cases import CASES, HOST, ON_CPU, ROUTERS, SUITES, Case, find_case
 from .gemms import NAMES
 
@@ -92,8 +91,7 @@ def add_selection(parser: argparse.ArgumentParser, routings: bool = True) -> Non
     parser.add_argument("--case", **several, metavar="NAME", help="a case of `bench --list`")
     parser.add_argument("--shape", **several, metavar="T,H,I,E,K", help="sizes of a layer")
     parser.add_argument("--suite", choices=SUITES, help="a set of named cases")
-    activations = [a.value for a in ActivationType]
-    parser.add_argument("--activation", choices=activations, help="with --shape")
+    parser.add_argument("--activation", metavar="NAME", help="with --shape; default: swiglu")
     parser.add_argument("--bias", action="store_true", help="with --shape")
     parser.add_argument("--router", choices=ROUTERS, help="with --shape")
     if routings:
@@ -130,7 +128,7 @@ def selected_cases(args: argparse.Namespace) -> list[Case]:
         raise bad_argument(f"--{given[0]}", "--shape with it", "named cases only", remedy)
     cases = list(SUITES[args.suite]) if args.suite else []
     cases += [find_case(name) for name in args.case]
-    activation = ActivationType(args.activation or "swiglu")
+    activation = parse_activation(args.activation or "swiglu", "--activation")
     router = args.router or "softmax_over_topk"
     cases += [Case.of_shape(text, activation, args.bias, router) for text in args.shape]
     if not cases and getattr(args, "device", None) == "cpu":

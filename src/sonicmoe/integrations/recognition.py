@@ -45,29 +45,34 @@ class _Known:
     def __init__(self, module: Any) -> None:
         self.activation = ActivationType(_recognise(*_evaluated(module)))
         own, act_fn = vars(module), _act_fn(module)
+        parts = [*act_fn.modules()] if isinstance(act_fn, nn.Module) else [act_fn]
         self.names = (
             [name for name, value in own.items() if isinstance(value, (int, float))],
-            [name for name, value in _vars(act_fn).items() if not isinstance(value, (dict, set))],
+            [(part, _names_of_values(part)) for part in parts],
         )
         self.state = _state(module, *self.names)
         # A function of the module itself may refer to it, and would keep it alive; what a closure
-        # and modules within `act_fn` depend on is not in the state.
-        self.cacheable = (
-            "_apply_gate" not in own
-            and getattr(act_fn, "__closure__", None) is None
-            and not getattr(act_fn, "_modules", None)
-        )
+        # depends on is not in the state.
+        self.cacheable = "_apply_gate" not in own and getattr(act_fn, "__closure__", None) is None
 
 
-def _state(module: Any, names: list[str], act_fn_names: list[str]) -> tuple:
-    """Class, gate, `act_fn`, and the attributes of both that can change what they compute."""
-    own, kind, act_fn = vars(module), type(module), _act_fn(module)
-    of_act_fn = _vars(act_fn)
+def _state(module: Any, names: list[str], parts: list[tuple[Any, list[str]]]) -> tuple:
+    """Class, gate, `act_fn`, and the attributes of the module, of `act_fn` and of the modules in it
+    that can change what they compute."""
+    own, kind = vars(module), type(module)
+    of_parts = [
+        (len(values := _vars(part)), [values.get(name) for name in part_names],
+         [*values.get("_modules", {}).values()])
+        for part, part_names in parts
+    ]  # fmt: skip
     return (
-        kind, getattr(kind, "_apply_gate", None), act_fn,
-        len(own), [own.get(name) for name in names],
-        len(of_act_fn), [of_act_fn.get(name) for name in act_fn_names],
+        kind, getattr(kind, "_apply_gate", None), _act_fn(module),
+        len(own), [own.get(name) for name in names], of_parts,
     )  # fmt: skip
+
+
+def _names_of_values(part: Any) -> list[str]:
+    return [name for name, value in _vars(part).items() if not isinstance(value, (dict, set))]
 
 
 def _act_fn(module: Any) -> Any:
@@ -121,31 +126,54 @@ def _recognise(
 ) -> str:
     """The value of the activation that maps z to `wanted`."""
     ours = [a for a in ActivationType if a.is_gated == gated]
-    clamped = [] if wanted is None or not gated else _clamped(wanted)
-    for activation in ours + clamped:
+    others = [] if wanted is None or not gated else _with_constants(wanted)
+    for activation in ours + others:
         got = activate(z, activation, gate_up)
         if wanted is None or wanted.shape != got.shape:
             continue
         if torch.allclose(got, wanted, rtol=1e-6, atol=1e-6):
             _BY_VALUE[activation.value] = activation
             return activation.value
-    names = [a.name for a in ours] + ["clamped SwiGLU"] * gated
+    names = [a.name for a in ours] + ["clamped SwiGLU", "soft-capped SwiGLU"] * gated
     expected = "an activation among " + ", ".join(names)
     raise bad_argument("experts", expected, f"another one in {name}", _REMEDY)
 
 
-def _clamped(wanted: torch.Tensor) -> list[ActivationType]:
-    """The clamped SwiGLU that `wanted` may be; the caller compares the rest of the grid.
-
-    With gate and up below the limit it is (up + offset) · h, where h = gate · σ(alpha · gate).
-    """
+def _with_constants(wanted: torch.Tensor) -> list[ActivationType]:
+    """Activations with constants that `wanted` may be; the caller compares the rest of the grid."""
+    if wanted.numel() != 51 * 51:
+        return []
+    grid = wanted.view(51, 51).tolist()
     zero, half, last = 25, 26, -1  # indices of 0, 0.5 and _FAR
-    at = wanted.view(51, 51)[half].tolist() if wanted.numel() == 51 * 51 else [0.0]
-    h = 2 * (at[half] - at[zero]) if len(at) == 51 else 0.0
+    of_half = [grid[half][up] for up in (zero, half, last)]
+    return _clamped(*of_half) + _soft_capped(of_half[1] / (of_half[2] or 1.0), grid[last][last])
+
+
+def _clamped(zero: float, half: float, last: float) -> list[ActivationType]:
+    """From the values for a gate of 0.5 and three ups. Below the limit a clamped SwiGLU is
+    (up + offset) · h, where h = gate · σ(alpha · gate)."""
+    h = 2 * (half - zero)
     if not 0 < h < 0.5:
         return []
-    constants = at[last] / h - at[zero] / h, 2 * math.log(2 * h / (1 - 2 * h)), at[zero] / h
-    limit, alpha, offset = (float(f"{c:.9g}") for c in constants)  # 10.0, not 9.9999999999999
+    constants = last / h - zero / h, 2 * math.log(2 * h / (1 - 2 * h)), zero / h
+    limit, alpha, offset = (_shorter(c, 9) for c in constants)
     if not 0 < limit < _FAR:
         return []
     return [ActivationType.clamped_swiglu(limit, alpha=alpha, offset=offset)]
+
+
+def _soft_capped(ratio: float, largest: float) -> list[ActivationType]:
+    """From tanh(0.5 / up_cap), what an up of 0.5 has of the value of a large one, and from
+    gate_cap · up_cap, the value where gate and up are large."""
+    if not 0 < ratio < 1:
+        return []
+    up_cap = 0.5 / math.atanh(ratio)
+    caps = [_shorter(cap, 6) for cap in (largest / up_cap, up_cap)]  # Inkling 2 computes in fp32
+    if not all(0 < cap < _FAR / 2 for cap in caps):
+        return []
+    return [ActivationType.soft_capped_swiglu(*caps)]
+
+
+def _shorter(constant: float, digits: int) -> float:
+    """10.0, not 9.9999999999999."""
+    return float(f"{constant:.{digits}g}")

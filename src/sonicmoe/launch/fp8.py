@@ -73,7 +73,7 @@ def _up(shape, activation: ActivationType, gate_up, z_dtype, rank):
     """The kernel; boxes of W1, Z and A; columns of Z in a tile."""
     _, columns, hidden = shape
     inner = activation.intermediate_size(columns)
-    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation)}
+    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation, E4M3)}
     options |= {"KEEP_Z": z_dtype is not None}
     sizes = {"H": hidden, "N": columns, "RANK": rank, "STAGES": 4}
     kernel = Bound(fp8_up_kernel, **sizes, **options, num_warps=4)

@@ -34,7 +34,7 @@ def _kernel(shape, z_dtype, activation, gate_up, needs: Fp8DzResults, gather, ra
     """The kernel; boxes of sorted rows of dO, of W2, Z and dZ."""
     _, inner, hidden = shape
     n, k, stages = ring
-    options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), "GATHER": gather}
+    options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation, E4M3), "GATHER": gather}
     options |= {"STORE_DZ": needs.dz, "STORE_T": needs.dz_t, "STORE_A": needs.a_t}
     options |= {"STORE_PARTIAL": needs.dscores}
     sizes = {"H": hidden, "I": inner, "RANK": rank, "BLOCK_N": n, "BLOCK_K": k, "STAGES": stages}

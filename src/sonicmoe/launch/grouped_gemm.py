@@ -144,7 +144,11 @@ def up(
             source = _row_source(x, config, p.is_gathered)
             weights = _weight_source(w, config, gate_up)
             args = (source, p.row_token, weights, bias, *_low_rank(low), *outputs, q.tiles, rows)
-            options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation), "KEEP_Z": keep_z}
+            options = {
+                "GATE_UP": gate_up,
+                "ACTIVATION": value_of(activation, x.dtype),
+                "KEEP_Z": keep_z,
+            }
             options |= _lora_options(low) | _gemm_options(x, source, w, config)
             launch(up_kernel, grid, *args, *w.stride(), H=hidden, N=n, **options)
             del weights
@@ -300,7 +304,11 @@ def dz(
             args = (source, p.row_token, weights, *_low_rank(low), scores, p.row_slot)
             args = (*args, z, z_scale, *outputs, q.tiles, partial.shape[1], rows)
             stored = {"STORE_DZ": needs.dz, "STORE_A": needs.a, "STORE_PARTIAL": needs.dscores}
-            options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), **stored}
+            options = {
+                "GATE_UP": gate_up,
+                "BACKWARD": derivative_of(activation, dout.dtype),
+                **stored,
+            }
             options |= {"SLICES": config.slices, **_lora_options(low)}
             options |= _gemm_options(dout, source, w, config)
             sizes = {"H": hidden, "I": intermediate}

@@ -35,7 +35,7 @@ def _up(dtype, z_dtype, shape, strides, config, activation, gate_up, keep_z, gat
     _, columns, hidden = shape
     inner = activation.intermediate_size(columns)
     n, k = config.block_n, config.block_k
-    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation), "KEEP_Z": keep_z}
+    options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation, dtype), "KEEP_Z": keep_z}
     options |= {"WEIGHT_LAYOUT": "nk" if strides[2] == 1 else "kn", "GATHER": gather}
     sizes = {"H": hidden, "N": columns, "RANK": rank}
     kernel = Bound(hopper_up_kernel, **sizes, **_ring(config), **options, num_warps=4)
@@ -60,7 +60,7 @@ def _gemm(dtype, shape, strides, config, rank):
 def _dz_gemm(dtype, z_dtype, shape, strides, config, activation, gate_up, stores, gather, rank):
     """The kernel; boxes of W2 as (E, I, H) weights, of Z, dZ and A'."""
     experts, hidden, inner = shape
-    options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation), "GATHER": gather}
+    options = {"GATE_UP": gate_up, "BACKWARD": derivative_of(activation, dtype), "GATHER": gather}
     options |= {"STORE_A": stores[0], "STORE_PARTIAL": stores[1]}
     options |= {"WEIGHT_LAYOUT": "nk" if strides[1] == 1 else "kn", **_ring(config)}
     sizes = {"H": hidden, "I": inner, "RANK": rank}

@@ -132,7 +132,7 @@ def scored_activation(dout, z, zmax, scores, p: Permutation, activation: Activat
     a = memory.empty((rows, inner), torch.bfloat16, z.device)
     if rows:
         options = {"GATE_UP": gate_up if activation.is_gated else None}
-        options |= {"ACTIVATION": value_of(activation), "BLOCK_M": p.tile_m}
+        options |= {"ACTIVATION": value_of(activation, a.dtype), "BLOCK_M": p.tile_m}
         options |= {"ROWS": 16, "BLOCK_I": 128, "num_warps": 4}
         grid = (p.tiles.shape[0] - 1, p.tile_m // 16, ceil_div(inner, 128))
         args = (z, zmax if z.dtype == E4M3 else None, scores, p.row_slot, a, p.tiles, rows)

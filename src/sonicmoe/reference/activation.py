@@ -69,6 +69,12 @@ def _clamped(
     return gate, torch.where(up < -limit, -limit, up)
 
 
+def _soft_capped(x: torch.Tensor, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """cap · tanh(x / cap) and its slope."""
+    t = torch.tanh(x / cap)
+    return cap * t, 1 - t * t
+
+
 def activate(z: torch.Tensor, activation: ActivationType, gate_up: str) -> torch.Tensor:
     """A = act(Z)."""
     if not activation.is_gated:
@@ -78,6 +84,9 @@ def activate(z: torch.Tensor, activation: ActivationType, gate_up: str) -> torch
         limit, alpha, offset = activation.clamp
         gate, up = _clamped(gate, up, limit)
         return (up + offset) * gate * torch.sigmoid(alpha * gate)
+    if activation.soft_caps:
+        (g, _), (u, _) = map(_soft_capped, (gate, up), activation.soft_caps)
+        return g * torch.sigmoid(gate) * u
     return _UNARY[_GATE[activation]][0](gate) * up
 
 
@@ -94,6 +103,11 @@ def activate_backward(
         s = torch.sigmoid(alpha * g)
         d_gate = (u + offset) * s * (1 + alpha * g * (1 - s)) * (gate <= limit)
         d_up = g * s * (up.abs() <= limit)
+    elif activation.soft_caps:
+        (g, g_slope), (u, u_slope) = map(_soft_capped, (gate, up), activation.soft_caps)
+        s = torch.sigmoid(gate)
+        d_gate = u * s * (g_slope + g * (1 - s))
+        d_up = g * s * u_slope
     else:
         value, slope = _UNARY[_GATE[activation]]
         d_gate, d_up = slope(gate) * up, value(gate)

@@ -10,17 +10,18 @@ is independent of the batch.
 """
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from ..enums import ActivationType
+from ..enums import ActivationType, SoftCaps
 from ..shapes import BLOCK
 from ..tensors import E4M3_MAX, DzScales, Permutation
 from .grouped_gemm import row_slots
 
-# Covers the derivative of the activations, at most 1.13 (GELU), and rounding in fp32 and bf16.
-SLACK = 1.15
+LARGEST_SLOPE = 1.13  # of the activations (GELU)
+SLACK = 1.15  # covers it, and rounding in fp32 and bf16
 MIN_SCALE = 2.0**-126
 
 
@@ -37,7 +38,7 @@ def z_columns(value: torch.Tensor, activation: ActivationType, gate_up: str) -> 
 
 
 class Slope(NamedTuple):
-    """|∂A/∂Z| ≤ factor · min(|Z|, limit) + offset, up to the factor 1.13 that SLACK has."""
+    """|∂A/∂Z| ≤ factor · min(|Z|, limit) + offset, up to LARGEST_SLOPE."""
 
     factor: float = 1.0
     offset: float = 0.0
@@ -58,9 +59,29 @@ def slope_of(activation: ActivationType) -> Slope | None:
         # The gate is clamped from above; below zero |gate·σ(α·gate)| is at most 0.28/α.
         bounded = alpha > 0 and limit >= 0.28 / alpha
         return Slope(offset=abs(offset), limit=limit if bounded else math.inf)
+    if activation.soft_caps:
+        return _of_soft_caps(activation.soft_caps)
     if activation is ActivationType.RELU_SQ:
         return Slope(factor=2.0)
     return Slope() if activation.is_gated else None
+
+
+@cache
+def _of_soft_caps(caps: SoftCaps) -> Slope:
+    """∂A/∂up is G = cap(gate)·σ(gate), ∂A/∂gate is G' times cap(up), and A is G·cap(up).
+
+    Of G/gate and G' the largest on a grid. With a factor of one Inkling 2's scales would be 1.2
+    times larger, and an outlier would make more of the rest subnormal.
+    """
+    share = slope = 0.0
+    for i in range(-4096, 4096):
+        gate = min(1.0, caps.gate) * (i + 0.5) / 64
+        t, sigmoid = math.tanh(gate / caps.gate), 1 / (1 + math.exp(-gate))
+        value = caps.gate * t * sigmoid
+        share = max(share, value / gate)
+        slope = max(slope, abs(sigmoid * (1 - t * t) + value * (1 - sigmoid)))
+    factor = max(share, slope / LARGEST_SLOPE)
+    return Slope(factor, limit=max(caps.up, caps.gate / factor))
 
 
 def row_experts(p: Permutation, rows: int) -> torch.Tensor:
