@@ -16,6 +16,8 @@ from sonicmoe.reference.quantize import power_of_two_scale, to_e4m3
 # How much more tokens, rows and columns may err than with exact maxima: median, 90th percentile.
 ALLOWED = {"rows_100": (1.5, 3.0)}
 OTHERS = (1.15, 1.2)
+# Where an outlier saturates a soft cap its slope vanishes, but the bound of the slope does not.
+SOFT_CAPPED = (1.15, 1.3)
 
 
 def exact_maxima(
@@ -73,6 +75,7 @@ def error_quantiles(case: Case, device: str = "cpu", backend: str = "torch", mem
 
 
 def check_fp8_values(case: Case, device: str = "cpu", backend: str = "torch", memory: str = "keep"):
+    others = SOFT_CAPPED if case.activation.soft_caps else OTHERS
     for name, quantiles in error_quantiles(case, device, backend, memory).items():
-        for factor, (mine, theirs) in zip(ALLOWED.get(case.values, OTHERS), quantiles, strict=True):
+        for factor, (mine, theirs) in zip(ALLOWED.get(case.values, others), quantiles, strict=True):
             assert mine <= factor * theirs, f"{name}: {mine:.3f}, with exact maxima {theirs:.3f}"

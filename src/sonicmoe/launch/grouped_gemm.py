@@ -144,13 +144,9 @@ def up(
             source = _row_source(x, config, p.is_gathered)
             weights = _weight_source(w, config, gate_up)
             args = (source, p.row_token, weights, bias, *_low_rank(low), *outputs, q.tiles, rows)
-            options = {
-                "GATE_UP": gate_up,
-                "ACTIVATION": value_of(activation, x.dtype),
-                "KEEP_Z": keep_z,
-            }
+            options = {"GATE_UP": gate_up, "ACTIVATION": value_of(activation, x.dtype)}
             options |= _lora_options(low) | _gemm_options(x, source, w, config)
-            launch(up_kernel, grid, *args, *w.stride(), H=hidden, N=n, **options)
+            launch(up_kernel, grid, *args, *w.stride(), H=hidden, N=n, KEEP_Z=keep_z, **options)
             del weights
         del part, w, args
     return z, a, z_scale
@@ -304,12 +300,8 @@ def dz(
             args = (source, p.row_token, weights, *_low_rank(low), scores, p.row_slot)
             args = (*args, z, z_scale, *outputs, q.tiles, partial.shape[1], rows)
             stored = {"STORE_DZ": needs.dz, "STORE_A": needs.a, "STORE_PARTIAL": needs.dscores}
-            options = {
-                "GATE_UP": gate_up,
-                "BACKWARD": derivative_of(activation, dout.dtype),
-                **stored,
-            }
-            options |= {"SLICES": config.slices, **_lora_options(low)}
+            options = {"GATE_UP": gate_up, "SLICES": config.slices, **stored}
+            options |= {"BACKWARD": derivative_of(activation, dout.dtype), **_lora_options(low)}
             options |= _gemm_options(dout, source, w, config)
             sizes = {"H": hidden, "I": intermediate}
             launch(dz_kernel, grid, *args, *w.stride(), **sizes, **options)
