@@ -9,7 +9,8 @@ from helpers import ACTIVATIONS, SOFT_CAPPED, Case, make_inputs, plain, relative
 import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.bench.values import VALUES
-from sonicmoe.reference import fp8, quantize
+from sonicmoe.reference import activation as reference
+from sonicmoe.reference import fp8, fp8_scales, quantize
 
 LARGE = ("2048,2048,768,4,2", "1024,2880,2880,2,2", "1024,7168,2048,4,2")
 
@@ -123,6 +124,21 @@ def test_the_bounds_hold_where_they_are_attained(activation, size, monkeypatch):
         largest.append(values)
     of_rows, of_columns, _ = (max(each) for each in zip(*largest, strict=True))
     assert of_rows > 224 and of_columns > 224  # and the bounds are tight
+
+
+@pytest.mark.parametrize(
+    "caps", [(4.0, 25.0), (1.5, 2.5), (100.0, 0.1), (0.1, 100.0), (1e-3, 1e-3)]
+)
+def test_the_bounds_of_soft_caps_hold(caps):
+    activation = ActivationType.soft_capped_swiglu(*caps)
+    bound = fp8_scales.slope_of(activation)
+    size = torch.exp2(torch.linspace(-16, 10, 261, dtype=torch.float64))
+    z = torch.cartesian_prod(torch.cat([size, -size]), size)
+    zmax, one = z.abs().amax(1), torch.ones(len(z), 1, dtype=torch.float64)
+    slopes = reference.activate_backward(z, one, activation, "interleaved").abs().amax(1)
+    values = reference.activate(z, activation, "interleaved")[:, 0].abs()
+    assert (slopes <= 1.0001 * fp8_scales.LARGEST_SLOPE * bound.bound(zmax)).all()
+    assert (values <= 1.0001 * bound.value_bound(zmax)).all()
 
 
 def test_a_clamp_that_does_not_bound_the_slope(monkeypatch):

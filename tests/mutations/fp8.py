@@ -108,6 +108,11 @@ MUTATIONS = [
         "limit if bounded else math.inf", "limit", "tests/fp8/test_fp8_values.py -k clamp",
     ),
     Mutation(
+        "FP8: the slope of soft caps as of the gate alone", "reference/fp8_scales.py",
+        "factor = max(share, slope / LARGEST_SLOPE)", "factor = slope / LARGEST_SLOPE",
+        "tests/fp8/test_fp8_values.py -k bounds_of_soft_caps",
+    ),
+    Mutation(
         "FP8: half the slope of ReLU²", "reference/fp8_scales.py",
         "Slope(factor=2.0)", "Slope()", "tests/fp8/test_fp8_values.py -k attained",
     ),

@@ -6,6 +6,16 @@ _LAYER = "tests/experts/test_gradients.py"
 
 MUTATIONS = [
     Mutation(
+        "activation: a soft cap whose slope is that of one side", "kernels/activation.py",
+        "        return value, 1.0 - t * t\n", "        return value, 1.0 - t\n",
+        "tests/kernels/test_activations.py -k soft_caps", interpreted=True,
+    ),
+    Mutation(
+        "activation: a soft cap that cancels next to zero", "kernels/activation.py",
+        "tl.where(tl.abs(x) < CAP / 128, x, far)", "far",
+        "tests/kernels/test_activations.py -k soft_caps", interpreted=True,
+    ),
+    Mutation(
         "main_grad is overwritten by the kernel", "kernels/triton/wgrad.py",
         "            acc += tl.load(ptr, mask=inside, other=0.0)\n", "            pass\n",
         f"{_LAYER} -k buffer", interpreted=True,
