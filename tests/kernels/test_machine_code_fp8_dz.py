@@ -58,6 +58,7 @@ def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype, ran
         ((2048, 1024), ActivationType.SWIGLU, "interleaved", True, ALL, 0, 24, E4M3),
         ((2048, 1024), ActivationType.SWIGLU, "concatenated", True, ALL, 0, 24, E4M3),
         ((272, 144), ActivationType.SWIGLU_CLAMPED, "concatenated", False, ALL, 0, 24, E4M3),
+        ((2048, 1024), ActivationType.GEGLU_TANH, "concatenated", True, ALL, 8, 24, E4M3),
     ],
     ids=str,
 )

@@ -19,6 +19,8 @@ from ..enums import ActivationType, Clamp, SoftCaps
 
 _PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 _LOG2E = tl.constexpr(1.4426950408889634)
+_GELU_LINEAR = tl.constexpr(1.5957691216057308)  # √(8/π)
+_GELU_CUBIC = tl.constexpr(1.5957691216057308 * 0.044715)
 _CLAMP_LIMIT = tl.constexpr(Clamp().limit)
 _CLAMP_ALPHA = tl.constexpr(Clamp().alpha)
 _CLAMP_OFFSET = tl.constexpr(Clamp().offset)
@@ -40,11 +42,6 @@ def _reciprocal(x):
 @triton.jit
 def _sigmoid(x):
     return _reciprocal(1.0 + tl.exp2(-_LOG2E * x))
-
-
-@triton.jit
-def _tanh(x):
-    return 1.0 - 2.0 * _reciprocal(tl.exp2(2.0 * _LOG2E * x) + 1.0)
 
 
 @triton.jit
@@ -79,11 +76,19 @@ def _gelu(x):
 
 @triton.jit
 def _gelu_tanh(x):
-    t = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
-    slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (
-        1.0 + 0.134145 * x * x
-    )
-    return 0.5 * x * (1.0 + t), slope
+    """x·σ(v) with v = √(8/π)·(x + 0.044715·x³), since (1 + tanh(v/2))/2 = σ(v).
+
+    σ(v) and σ(−v) both come from e^−|v|: the smaller one, as 1 minus the other, would lose its
+    digits, and the slope err by 2e-6 in fp32. With tanh dZ also has 6 to 12% more instructions.
+    """
+    square = x * x
+    e = tl.exp2(-_LOG2E * tl.abs(x * (_GELU_LINEAR + _GELU_CUBIC * square)))
+    larger = _reciprocal(1.0 + e)
+    smaller = e * larger
+    s = tl.where(x > 0, larger, smaller)
+    other = tl.where(x > 0, smaller, larger)
+    value = x * s
+    return value, s + value * other * (_GELU_LINEAR + 3.0 * _GELU_CUBIC * square)
 
 
 @triton.jit
