@@ -16,6 +16,11 @@ MUTATIONS = [
         "tests/kernels/test_activations.py -k soft_caps", interpreted=True,
     ),
     Mutation(
+        "activation: the smaller of σ(±v) as a difference from 1", "kernels/activation.py",
+        "smaller = e * larger", "smaller = 1.0 - larger",
+        "tests/kernels/test_activations.py -k far_below_zero", interpreted=True,
+    ),
+    Mutation(
         "main_grad is overwritten by the kernel", "kernels/triton/wgrad.py",
         "            acc += tl.load(ptr, mask=inside, other=0.0)\n", "            pass\n",
         f"{_LAYER} -k buffer", interpreted=True,
