@@ -45,6 +45,18 @@ def test_other_activations(shape, values, activation, gate_up, device, backend):
     check_fp8_values(case, device, backend)
 
 
+@values_on(
+    "shape",
+    cpu=["320,512,272,2,1", "1024,1040,400,3,2"],
+    cuda=["1024,1040,400,3,2"],
+)
+@pytest.mark.parametrize("values", ["channels_30", "channels_100"])
+def test_weight_gradients_in_bf16_of_saturated_soft_caps(shape, values, device, backend):
+    """What docs/numerics.md advises where the bound of a slope is loose."""
+    case = Case(shape, activation=SOFT_CAPPED, values=values)
+    check_fp8_values(case, device, backend, precision="fp8_bf16_dw")
+
+
 def in_fp8(case: Case, inputs) -> dict[str, torch.Tensor]:
     def layer(**given):
         return sonicmoe.experts(**given, precision="fp8", **case.options)
