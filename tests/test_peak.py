@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton", reason="launchers need Triton, which is for Linux")
 
 from sonicmoe import MemoryPolicy, experts, validation
-from sonicmoe.launch import grouped_gemm, memory
+from sonicmoe.launch import fp8_wgrad, grouped_gemm, memory
+from sonicmoe.launch.spans import Spans
 from sonicmoe.layer.memory import Z_POLICIES
 from sonicmoe.shapes import Problem
 from sonicmoe.tools import cost
@@ -51,7 +52,8 @@ def live(monkeypatch):
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(memory, name, found.watched(getattr(memory, name)))
     # The cost model leaves out the partial sums of weight gradients, at most 69 MB on an H200.
-    monkeypatch.setattr(grouped_gemm, "spans_of", lambda *args: grouped_gemm.Spans())
+    for module in (grouped_gemm, fp8_wgrad):
+        monkeypatch.setattr(module, "spans_of", lambda *args: Spans())
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
     monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
     return found

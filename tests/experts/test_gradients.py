@@ -23,6 +23,7 @@ import sonicmoe
 from sonicmoe import ActivationType
 from sonicmoe.kernels import spans
 from sonicmoe.launch import grouped_gemm
+from sonicmoe.launch import spans as launch_spans
 from sonicmoe.tuning import Target
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -117,7 +118,7 @@ def test_gradients_of_fp32_weights(shape, dtype, bias, routing, transposed, devi
 
 @pytest.fixture
 def short_spans(monkeypatch):
-    monkeypatch.setattr(grouped_gemm, "SHORTEST_SPAN", 64)
+    monkeypatch.setattr(launch_spans, "SHORTEST_SPAN", 64)
 
 
 @on("interpreter")

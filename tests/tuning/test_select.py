@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from sonicmoe.launch import grouped_gemm
-from sonicmoe.launch.grouped_gemm import Spans
+from sonicmoe.launch import spans as launch_spans
 from sonicmoe.tuning import Target, is_valid, row_config, weight_config
 from sonicmoe.tuning.select import fp8_row_config
 
@@ -73,9 +72,9 @@ def test_z_in_e4m3_needs_a_gpu_that_has_it(arch, fits):
             fp8_row_config(*given)
 
 
-def spans_of(rows: int, longest: int, experts: int, tiles: int) -> Spans:
+def spans_of(rows: int, longest: int, experts: int, tiles: int) -> launch_spans.Spans:
     sizes = (rows, longest, (experts, 64, 64), tiles, 132)
-    return grouped_gemm.spans_of(*sizes, torch.device("cpu"))
+    return launch_spans.spans_of(*sizes, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_even_experts_are_split_where_they_leave_programs_idle(experts, tiles, s
     rows = 524288
     spans = spans_of(rows, rows, experts, tiles)
     assert (rows // experts >= 2 * spans.rows) == split
-    assert spans.rows <= rows * tiles / 132 or spans.rows == grouped_gemm.SHORTEST_SPAN
+    assert spans.rows <= rows * tiles / 132 or spans.rows == launch_spans.SHORTEST_SPAN
     assert rows >= 2 * spans.rows  # an expert that has them all is split
 
 

@@ -49,3 +49,8 @@ def _boxes(dtype, shape, strides, block) -> Boxes:
 
 def descriptor(t: torch.Tensor, block: list[int]) -> tuple[torch.Tensor, Boxes]:
     return t, _boxes(t.dtype, t.shape, t.stride(), tuple(block))
+
+
+def weight_layout(w: torch.Tensor) -> str:
+    """How (E, N, K) weights lie in memory: "nk" as (E, N, K), "kn" as (E, K, N)."""
+    return "nk" if w.stride(2) == 1 else "kn"

@@ -17,6 +17,7 @@ from ..tensors import E4M3, Permutation
 from . import grouped_gemm
 from .descriptors import Boxes
 from .launcher import Bound, launch
+from .spans import spans_of, sum_spans
 
 STAGES = 3
 BUFFERS = 4  # quarters of a consumer's half of a tile that can be stored at once
@@ -56,7 +57,7 @@ def weight_gradient(rows8, other_t, scale, dw, p: Permutation, add=False) -> Non
     programs = grouped_gemm.target_of(rows8).processors
     per_expert = ceil_div(m, _M) * ceil_div(n, _N)
     rows, longest = p.rows_of(rows8), p.most_rows_of_an_expert(rows8)
-    spans = grouped_gemm.spans_of(rows, longest, dw.shape, per_expert, programs, rows8.device, _K)
+    spans = spans_of(rows, longest, dw.shape, per_expert, programs, rows8.device, _K)
     kernel, boxes = _kernel(dw.dtype, dw.shape, dw.stride(), p.is_gathered, add, STAGES, BUFFERS)
     outputs = (None, dw) if boxes is None else ((dw, boxes), None)
     split = (p.expert_start, p.tiles, experts, spans.rows, spans.places)
@@ -64,5 +65,5 @@ def weight_gradient(rows8, other_t, scale, dw, p: Permutation, add=False) -> Non
     grid = (min((experts + spans.places) * per_expert, programs),)
     launch(kernel, grid, rows8, p.row_token, other, scale, *outputs, spans.partial, *split)
     if spans.places:
-        kernel = grouped_gemm.sum_spans(m * n, add)
+        kernel = sum_spans(m * n, add)
         launch(kernel, (programs,), spans.partial, dw, *split)

@@ -7,7 +7,6 @@ Functions without an underscore have the names, parameters and results of the op
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from ..enums import ActivationType
 from ..kernels import combine as combine_kernels
 from ..kernels.activation import derivative_of, value_of
-from ..kernels.spans import sum_spans_kernel
 from ..kernels.transpose import transpose_kernel
 from ..kernels.triton.dz import dz_kernel
 from ..kernels.triton.gemm import gemm_kernel, up_kernel
@@ -25,12 +23,12 @@ from ..tensors import E4M3, NO_LORA, Lora, Permutation
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from ..tuning.select import default_row_config, fp8_row_config
 from . import memory
-from .descriptors import descriptor
+from .descriptors import descriptor, weight_layout
 from .launcher import Bound, dot_precision, launch, power_of_two, target_of
 from .packed import decoded_once, parts
+from .spans import spans_of, sum_spans
 
 SLOTS = 1024  # slots per program of `sum_partials_kernel`
-SHORTEST_SPAN = 1024  # least rows of a span, see `kernels.spans`
 
 
 @cache
@@ -38,11 +36,6 @@ def _hopper():
     from . import grouped_gemm_hopper
 
     return grouped_gemm_hopper
-
-
-def weight_layout(w: torch.Tensor) -> str:
-    """How (E, N, K) weights lie in memory: "nk" as (E, N, K), "kn" as (E, K, N)."""
-    return "nk" if w.stride(2) == 1 else "kn"
 
 
 def _weight_source(w: torch.Tensor, config: RowConfig, gate_up: str | None = None):
@@ -397,38 +390,6 @@ def write_weight_gradient(
     if spans.places:
         args = (spans.partial, dw, p.expert_start, p.tiles, experts, spans.rows, spans.places)
         launch(sum_spans(m * n, add), (target.processors,), *args)
-
-
-@cache
-def sum_spans(size: int, add: bool) -> Bound:
-    return Bound(sum_spans_kernel, SIZE=size, BLOCK=2048, ADD=add, num_warps=4)
-
-
-class Spans(NamedTuple):
-    """How the rows of long experts are split: see `kernels.spans`."""
-
-    partial: torch.Tensor | None = None  # (places, M·N)
-    rows: int = 0
-    places: int = 0
-
-
-def spans_of(
-    rows: int, longest: int, shape, tiles: int, programs: int, device, block_k: int = 64
-) -> Spans:
-    """Spans of a quarter of the rows that a program gets with balanced routing, in multiples of
-    `block_k`; the partial sums take at most four fp32 tiles per program, 69 MB on an H200. None if
-    one expert has tiles for all programs, or if two spans are more than `longest`, the most rows
-    that an expert can have: that depends on K, not on T, so a new T compiles nothing."""
-    if tiles >= programs or rows * tiles > 2 * programs * longest:
-        return Spans()
-    experts, m, n = shape
-    span = max(SHORTEST_SPAN, block_k * ceil_div(rows * tiles, 4 * block_k * programs))
-    work = experts * tiles
-    if work >= 0.9 * programs * ceil_div(work, programs):
-        # Balanced experts keep all programs busy without spans: split only much longer ones.
-        span = max(span, block_k * ceil_div(5 * rows, 8 * block_k * experts))
-    places = rows // span
-    return Spans(memory.empty((max(places, 1), m * n), torch.float32, device), span, places)
 
 
 def bias_gradient(rows, scores, p: Permutation, gathered, dtype):

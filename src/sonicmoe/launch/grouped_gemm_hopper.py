@@ -16,8 +16,9 @@ from ..kernels.hopper.wgrad import hopper_wgrad_kernel
 from ..tensors import Lora, Permutation
 from ..tuning import RowConfig, WeightConfig
 from .boxes import laid_out, low_rank, ragged_boxes, row_boxes, weight_boxes, z_boxes
-from .grouped_gemm import Spans, weight_layout
+from .descriptors import weight_layout
 from .launcher import Bound
+from .spans import Spans
 
 _ROWS = 64  # rows of one consumer warpgroup
 _WIDTH = SLICE.value

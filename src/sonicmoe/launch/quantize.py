@@ -16,7 +16,7 @@ from ..kernels.activation import value_of
 from ..shapes import BLOCK, ceil_div
 from ..tensors import E4M3, Permutation
 from . import memory
-from .grouped_gemm import weight_layout
+from .descriptors import weight_layout
 from .launcher import Bound, launch, power_of_two
 
 _STEPS, _BLOCK = 4, 4096  # of a program of `weight_amax_kernel`, and weights per step
