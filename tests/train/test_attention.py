@@ -104,12 +104,12 @@ def test_strided_tensors(layout):
     check(results(views, dout, attend), exact(views, dout), 1e-5)
 
 
-def test_a_token_that_continues_sees_all_keys(flex_on_a_cpu):
-    (q, k, v), _ = inputs(33)
-    whole = attend(q, k, v)
-    for given in (None, causal_mask(128, CPU)):
-        last = attend(q[:, :, -1:], k, v, given, continues=True)
-        torch.testing.assert_close(last, whole[:, :, -1:])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("queries", [1, 5, 32])
+def test_the_last_tokens_see_no_later_keys(queries, heads):
+    (q, k, v), _ = inputs(33, heads)
+    last = attend(q[:, :, -queries:], k, v)
+    torch.testing.assert_close(last, attend(q, k, v)[:, :, -queries:])
 
 
 def test_a_mask_decides_which_kernel_runs(monkeypatch):
@@ -117,7 +117,7 @@ def test_a_mask_decides_which_kernel_runs(monkeypatch):
     monkeypatch.setattr("sonicmoe.train.attention.flex_attention", lambda *args, **options: "flex")
     assert attend(q, k, v, causal_mask(33, CPU)) == "flex"
     assert attend(q, k, v).shape == q.shape
-    assert attend(q[:, :, -1:], k, v, causal_mask(33, CPU), continues=True).shape == (2, 4, 1, 16)
+    assert attend(q[:, :, -1:], k, v, causal_mask(33, CPU)).shape == (2, 4, 1, 16)
 
 
 def test_a_mask_is_made_once_and_only_where_it_is_needed(deterministic):

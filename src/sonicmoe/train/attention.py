@@ -42,13 +42,17 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: BlockMask | None = None,
-    continues: bool = False,
 ) -> torch.Tensor:
-    """q (B, heads, S, D), k and v (B, fewer or as many heads, S, D) → (B, heads, S, D).
+    """q (B, heads, S, D), k and v (B, fewer or as many heads, L, D) → (B, heads, S, D).
 
-    With `continues`, q is one token that sees all keys.
+    The S queries are those of the last S of L keys; `mask` is used where S = L.
     """
-    grouped = q.shape[1] != k.shape[1]
-    if mask is not None and not continues:
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=not continues, enable_gqa=grouped)
+    grouped, queries, keys = q.shape[1] != k.shape[1], q.shape[2], k.shape[2]
+    if queries == keys:
+        if mask is not None:
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    past = None  # one query sees all keys
+    if queries > 1:
+        past = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=past, enable_gqa=grouped)

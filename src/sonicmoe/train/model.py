@@ -69,7 +69,7 @@ class Attention(nn.Module):
         v = heads(self.v_proj(x)).transpose(1, 2)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
-        out = attend(q, k, v, mask, continues=past is not None)
+        out = attend(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v) if keep else None
 
 
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
         """With targets: their mean cross-entropy and the auxiliary loss, summed over the layers.
 
         Without: the logits (B, S, V). A `cache` (one entry per layer, filled here) continues text;
-        the first call passes the prompt, each further call one token.
+        each call passes the tokens that follow those before.
         """
         x = self.embed(ids)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream is bfloat16 there too
