@@ -61,6 +61,20 @@ def test_strided_arguments(layout):
         torch.testing.assert_close(got, want)
 
 
+def test_chunks_change_the_gradient_of_the_weight_by_less_than_a_rounding_to_bf16():
+    """Summed in bf16, or of chunks that were rounded to it, it would differ by 1e-3 and more."""
+    x, weight, targets = _inputs(torch.bfloat16, torch.float32, rows=509)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [torch.autograd.grad(linear_cross_entropy(x, weight, targets, chunk), weight)[0]
+                 for chunk in (0, 4)]  # fmt: skip
+    assert _error(found[1], found[0].double()) < 1e-5
+
+
+def test_a_negative_chunk_is_refused():
+    with pytest.raises(ValueError, match=r"chunk: expected 0 or more rows, got -1"):
+        linear_cross_entropy(*_inputs(torch.float32), -1)
+
+
 def test_under_autocast_the_weight_has_a_gradient_of_its_own_dtype():
     x, weight, targets = _inputs(torch.bfloat16, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from ..errors import bad_argument
+
 _BLOCK = 4096  # logits that a program of the kernel reads at once
 
 
@@ -14,6 +16,8 @@ def linear_cross_entropy(
     The logits of `chunk` rows are alive at a time; 0: of all rows. Gradients are computed in the
     forward pass, so logits are computed once: the backward pass multiplies by a number.
     """
+    if chunk < 0:
+        raise bad_argument("chunk", "0 or more rows", chunk, "0 computes all rows at once.")
     # Rounded like the operands of any GEMM under autocast; its gradient has the dtype of `weight`.
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -31,8 +35,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         dx = torch.empty_like(x) if of_x else None
         dw = torch.zeros_like(w, dtype=total.dtype) if of_weight else None
-        for start in range(0, rows, chunk or rows):
-            part = slice(start, start + (chunk or rows))
+        chunk = chunk or max(rows, 1)
+        for start in range(0, rows, chunk):
+            part = slice(start, start + chunk)
             logits = F.linear(x[part], w)
             losses, dlogits = _losses(logits, targets[part], of_x or of_weight)
             total += losses.sum()
