@@ -136,6 +136,11 @@ def test_fewer_steps_than_done_are_refused(trained, capsys):
     assert _contents(folder) == before
 
 
+def test_a_continued_run_keeps_its_warm_up(tiny, trained):
+    assert run.continued(trained[0], {"steps": 15}).warmup_steps == tiny.warmup_steps
+    assert run.continued(trained[0], {"warmup_steps": 2}).warmup_steps == 2
+
+
 @pytest.mark.parametrize("flag", ["--preset", "--name", "--runs"])
 def test_what_contradicts_resume_is_refused(trained, capsys, flag):
     assert main(["train", "--resume", str(trained[0]), flag, "demo"]) == 2

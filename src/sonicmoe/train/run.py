@@ -174,7 +174,8 @@ def continued(folder: Path, overrides: dict[str, Any]) -> TrainConfig:
         allowed = f"changes only of {', '.join(sorted(_CHANGEABLE))}"
         remedy = "Start a new run for other settings."
         raise bad_argument("--resume", allowed, ", ".join(fixed), remedy)
-    return load_config(folder).override(overrides)
+    config = load_config(folder)
+    return config.override({"warmup_steps": config.warmup_steps, **overrides})
 
 
 def fresh_folder(runs: Path, name: str) -> Path:
