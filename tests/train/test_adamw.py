@@ -47,6 +47,22 @@ def test_updates_that_rounding_to_the_nearest_loses_arrive():
     assert weights["mine"].mean(dtype=torch.float32).item() == pytest.approx(1 - 1e-3, abs=1.5e-4)
 
 
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_moments_follow_gradients_that_shrink(beta2):
+    """After a burst, the second moment decays by less than rounding to the nearest keeps."""
+    weight = nn.Parameter(torch.ones(4096).bfloat16())
+    optimizer = StochasticAdamW([weight], lr=1e-5, betas=(0.995, beta2))
+    m = v = 0.0
+    for step in range(400):
+        g = 8.0 if step < 4 else 0.25
+        weight.grad = torch.full_like(weight, g)
+        optimizer.step()
+        m, v = 0.995 * m + 0.005 * g, beta2 * v + (1 - beta2) * g * g
+    for name, want in (("exp_avg", m), ("exp_avg_sq", v)):
+        mean = optimizer.state[weight][name].mean(dtype=torch.float32).item()
+        assert mean == pytest.approx(want, rel=0.01)
+
+
 def test_autograd_sees_the_update(monkeypatch):
     """Kernels write without it, as `.data` does."""
     monkeypatch.setattr(adamw, "update", lambda w, *others: w.data.add_(1))

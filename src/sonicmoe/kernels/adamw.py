@@ -1,4 +1,4 @@
-"""AdamW on weights in bfloat16, rounded stochastically."""
+"""AdamW on weights and moments in bfloat16, rounded stochastically."""
 
 import triton
 import triton.language as tl
@@ -26,8 +26,8 @@ def adamw_kernel(
     weight, gradient, mean, square, divisor, count, key, lr, decay, beta1, beta2, correction1,
     correction2, eps, DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One step of AdamW on `count` elements, in fp32; moments are rounded to the nearest. With
-    DIVIDE, the gradient is divided by the number at `divisor`, fp32.
+    """One step of AdamW on `count` elements, in fp32. With DIVIDE, the gradient is divided by the
+    number at `divisor`, fp32.
 
     Grid: count/BLOCK; a program owns BLOCK elements of weight, mean and square.
     """
@@ -43,7 +43,7 @@ def adamw_kernel(
     v = beta2 * v + (1 - beta2) * g * g
     step = (m / correction1) / (tl.sqrt(v / correction2) + eps)
     w = w * decay - lr * step
-    noise = hashed(i.to(tl.uint32), key.to(tl.uint32)) & 0xFFFF
-    tl.store(weight + i, rounded_stochastically(w, noise), mask=inside)
-    tl.store(mean + i, m.to(tl.bfloat16), mask=inside)
-    tl.store(square + i, v.to(tl.bfloat16), mask=inside)
+    noise = hashed(i.to(tl.uint32), key.to(tl.uint32))
+    tl.store(weight + i, rounded_stochastically(w, noise & 0xFFFF), mask=inside)
+    tl.store(mean + i, rounded_stochastically(m, noise * 0x9E3779B1 >> 16), mask=inside)
+    tl.store(square + i, rounded_stochastically(v, noise >> 16), mask=inside)

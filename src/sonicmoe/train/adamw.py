@@ -1,7 +1,8 @@
 """AdamW for weights in bfloat16, whose updates are not rounded away.
 
-A weight has 8 bits: an update of less than 1/512 of it is lost when rounded to the nearest, and
-late in a training nearly all are. Rounded up or down at random, in proportion, the mean is right.
+bfloat16 has 8 bits: a change of less than 1/512 is lost when rounded to the nearest. Late in a
+training nearly all updates of weights are that small, and with beta2 above 0.99 those of the second
+moment. Rounded up or down at random, in proportion, the mean is right.
 """
 
 import torch
@@ -15,7 +16,7 @@ _MASK = 0xFFFFFFFF
 
 
 class StochasticAdamW(Optimizer):
-    """AdamW that rounds weights in bfloat16 stochastically; moments are bfloat16 too.
+    """AdamW that rounds weights and moments, all in bfloat16, stochastically.
 
     The random bits depend on `seed`, the step, the place of the parameter among the parameters, and
     the element: runs repeat, and replicas of a weight stay equal. Gradients are divided by
@@ -102,10 +103,10 @@ def update(w, g, m, v, key, lr, decay, beta1, beta2, correction1, correction2, e
     m32 = beta1 * m32 + (1 - beta1) * g32
     v32 = beta2 * v32 + (1 - beta2) * g32 * g32
     step = (m32 / correction1) / ((v32 / correction2).sqrt() + eps)
-    noise = (hashed(torch.arange(w.numel(), device=w.device), key) & 0xFFFF).view(w.shape)
-    w.copy_(rounded_stochastically(w.float() * decay - lr * step, noise))
-    m.copy_(m32)
-    v.copy_(v32)
+    noise = hashed(torch.arange(w.numel(), device=w.device), key).view(w.shape)
+    w.copy_(rounded_stochastically(w.float() * decay - lr * step, noise & 0xFFFF))
+    m.copy_(rounded_stochastically(m32, (noise * 0x9E3779B1 & _MASK) >> 16))
+    v.copy_(rounded_stochastically(v32, noise >> 16))
 
 
 def hashed(i: torch.Tensor, key: int) -> torch.Tensor:
