@@ -27,7 +27,8 @@ def test_a_random_router_continues_its_random_numbers(tiny, cache, tmp_path, sto
 
 def test_validation_is_that_of_the_model_in_eval_mode(tiny, cache, tmp_path):
     """In training mode token rounding changes which experts a token meets, and so the loss."""
-    config = tiny.override({**RANDOM_ROUTER, "steps": 2, "warmup_steps": 1})
+    changes = {"steps": 2, "warmup_steps": 1, "validation_sequences": 7}  # batches of 2, 2, 2 and 1
+    config = tiny.override({**RANDOM_ROUTER, **changes})
     numbers = run.train(config, tmp_path / "run", cache, picture=False)
     model = generate.load_model(tmp_path / "run", torch.device("cpu"))
     tokens = corpus.prepare(config, cache, lambda _: None).tokens("validation")
@@ -67,6 +68,31 @@ def test_the_optimizer_sees_clipped_gradients(tiny, cache, tmp_path):
     # After one step the first moment is (1 − beta1) times the gradient.
     norm = torch.cat([m["exp_avg"].flatten() for m in moments.values()]).norm().item()
     assert norm / (1 - config.beta1) == pytest.approx(limit, rel=1e-4)
+
+
+def test_the_biases_of_sigmoid_routers_follow_the_load(tiny, cache, tmp_path):
+    config = tiny.override({"router": "sigmoid", "steps": 1, "warmup_steps": 0})
+    run.train(config, tmp_path / "run", cache, picture=False)
+    end = checkpoint.load_latest(tmp_path / "run" / "checkpoints")["model"]
+
+    torch.manual_seed(config.seed)
+    model = Decoder(config.model)
+    tokens = corpus.prepare(config, cache, lambda _: None).tokens("train")
+    model(*Batches(tokens, config.model.context, config.batch, config.seed).step(0))
+    for i, block in enumerate(model.blocks):
+        load = block.moe.routing.load
+        bias = end[f"blocks.{i}.moe.routing.selection_bias"]
+        assert bias.count_nonzero() > 0
+        torch.testing.assert_close(bias, 1e-3 * (load.mean() - load).sign())
+
+
+def test_each_step_has_its_own_learning_rate(tiny, cache, tmp_path):
+    config = tiny.override({"steps": 4, "warmup_steps": 3, "checkpoint_every": 1, "keep": 4})
+    run.train(config, tmp_path / "run", cache, picture=False)
+    folders = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    states = [torch.load(folder / "state.pt", weights_only=True) for folder in folders]
+    rates = [g["lr"] / config.learning_rate for s in states for g in s["optimizer"]["param_groups"]]
+    assert rates == pytest.approx([r for r in (1 / 3, 2 / 3, 1, 1) for _ in range(2)])
 
 
 def test_weight_decay_spares_the_norms(tiny):

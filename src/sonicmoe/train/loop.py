@@ -18,6 +18,7 @@ import torch
 
 from ..errors import bad_argument
 from ..moe import MoE
+from ..routing import Sigmoid
 from . import accounting, checkpoint, hardware, optim, parallel
 from .backends import check_backend, prepare_to_compile
 from .batches import Batches
@@ -132,6 +133,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = optim.learning_rate(c, self.step)
         norm = optim.step(self.model, self.optimizer, c.gradient_clip)
+        for router in self.model.modules():
+            if isinstance(router, Sigmoid):
+                router.update_bias(all_reduce=self.world.sum)
         self.pending.append(torch.cat([total, norm.to(total)[None]]))
         self.step += 1
 
@@ -175,12 +179,13 @@ class Trainer:
         per_call = self.micro_batch * self.world.size
         for x, y in self.held_out.spread(c.validation_sequences, per_call):
             mine = slice(self.world.rank, None, self.world.size)
-            if x.shape[0] < self.world.size:  # every rank must take part in the collectives
-                mine = slice(None)
+            sequences = x[mine].shape[0]
+            if not sequences:  # every rank must take part in the collectives
+                mine = slice(1)
             x, y = x[mine].to(self.world.device), y[mine].to(self.world.device)
             with self.autocast():
                 loss, _ = self.model(x, y, loss_chunk=c.loss_chunk)
-            total += torch.stack([loss.double() * x.shape[0], loss.new_tensor(x.shape[0]).double()])
+            total += torch.stack([loss.double(), torch.ones_like(total[1])]) * sequences
         summed, count = self.world.sum(total).tolist()
         self.validation_loss = summed / count
         if not math.isfinite(self.validation_loss):
