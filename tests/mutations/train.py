@@ -3,6 +3,7 @@
 from mutations.mutation import Mutation
 
 _DATA = "tests/train/test_data.py"
+_KERNELS = "tests/kernels/test_training.py"
 
 MUTATIONS = [
     Mutation(
@@ -177,12 +178,104 @@ MUTATIONS = [
     ),
     Mutation(
         "FlexAttention is not used where runs must repeat", "train/attention.py",
-        "    if mask is not None and not continues:\n", "    if False:\n",
+        "        if mask is not None:\n", "        if False:\n",
         "tests/train/test_attention.py -k which_kernel",
     ),
     Mutation(
         "a plan for GPUs without the kernels", "train/plan.py",
         "    device.check(memory_policy(config.memory)", "    (memory_policy(config.memory)",
         "tests/train/test_plan.py -k layer_refuses",
+    ),
+    Mutation(
+        "every validation batch weighs the same", "train/loop.py",
+        "torch.ones_like(total[1])]) * sequences", "torch.ones_like(total[1])])",
+        "tests/train/test_step.py -k eval_mode",
+    ),
+    Mutation(
+        "a sequence that all ranks read counts once per rank", "train/loop.py",
+        "                mine = slice(1)\n",
+        "                mine, sequences = slice(1), 1\n",
+        "tests/train/test_parallel.py -k experts_spread_over",
+    ),
+    Mutation(
+        "the learning rate of the step before", "train/loop.py",
+        "optim.learning_rate(c, self.step)\n", "optim.learning_rate(c, max(self.step - 1, 0))\n",
+        "tests/train/test_step.py -k own_learning_rate",
+    ),
+    Mutation(
+        "the biases of sigmoid routers follow the load of one rank", "train/loop.py",
+        "all_reduce=self.world.sum", "all_reduce=lambda load: load",
+        "tests/train/test_parallel.py -k experts_spread_over",
+    ),
+    Mutation(
+        "a continued run has a shorter warm-up", "train/run.py",
+        '{"warmup_steps": config.warmup_steps, **overrides}', "overrides",
+        "tests/train/test_run_folder.py -k keeps_its_warm_up",
+    ),
+    Mutation(
+        "several tokens that continue a text see each other's future", "train/attention.py",
+        "    if queries > 1:\n", "    if False:\n", "tests/train/test_attention.py -k no_later",
+    ),
+    Mutation(
+        "dW of the head is summed in bf16", "train/cross_entropy.py",
+        "dw = torch.zeros_like(w, dtype=total.dtype)", "dw = torch.zeros_like(w)",
+        "tests/train/test_cross_entropy.py -k chunks_change",
+    ),
+    Mutation(
+        "dW of the head is a sum of rounded chunks", "train/cross_entropy.py",
+        "        total.addmm_(left.to(total.dtype), right.to(total.dtype))\n",
+        "        total.add_(left @ right)\n", "tests/train/test_cross_entropy.py -k chunks_change",
+    ),
+    Mutation(
+        "dW of the head is a sum of the means of chunks", "train/cross_entropy.py",
+        "_add_gemm(dw, dlogits.mT, x[part])",
+        "_add_gemm(dw, dlogits.mT * (rows / chunk / len(dlogits)), x[part])",
+        "tests/train/test_cross_entropy.py -k chunks_change",
+    ),
+    Mutation(
+        "the second moment in bf16 is rounded to the nearest", "train/adamw.py",
+        "v.copy_(rounded_stochastically(v32, noise >> 16))", "v.copy_(v32)",
+        "tests/train/test_adamw.py -k shrink",
+    ),
+    Mutation(
+        "AdamW's kernel rounds the second moment to the nearest", "kernels/adamw.py",
+        "rounded_stochastically(v, noise >> 16)", "v.to(tl.bfloat16)",
+        f"{_KERNELS} -k in_proportion", interpreted=True,
+    ),
+    Mutation(
+        "AdamW's kernel rounds weight and second moment by the same bits", "kernels/adamw.py",
+        "rounded_stochastically(v, noise >> 16)", "rounded_stochastically(v, noise & 0xFFFF)",
+        f"{_KERNELS} -k in_proportion", interpreted=True,
+    ),
+    Mutation(
+        "AdamW's kernel does not clip", "kernels/adamw.py",
+        "        g *= 1 / tl.load(divisor)\n", "        pass\n",
+        f"{_KERNELS} -k in_proportion", interpreted=True,
+    ),
+    Mutation(
+        "AdamW's kernel does not correct the second moment", "kernels/adamw.py",
+        "tl.sqrt(v / correction2)", "tl.sqrt(v)",
+        f"{_KERNELS} -k in_proportion", interpreted=True,
+    ),
+    Mutation(
+        "AdamW's kernel adds epsilon under the root", "kernels/adamw.py",
+        "(tl.sqrt(v / correction2) + eps)", "tl.sqrt(v / correction2 + eps)",
+        f"{_KERNELS} -k in_proportion", interpreted=True,
+    ),
+    Mutation(
+        "the loss kernel does not rescale its sum", "kernels/cross_entropy.py",
+        "total * tl.exp(peak - base) + ", "total + ",
+        f"{_KERNELS} -k losses_of_rows", interpreted=True,
+    ),
+    Mutation(
+        "the loss kernel leaves out the last logit", "kernels/cross_entropy.py",
+        "mask=start + column < V, other=float(\"-inf\")",
+        "mask=start + column < V - 1, other=float(\"-inf\")",
+        f"{_KERNELS} -k losses_of_rows", interpreted=True,
+    ),
+    Mutation(
+        "the loss kernel's gradient forgets the target", "kernels/cross_entropy.py",
+        "tl.exp(x - lse) - (start + column == target).to(tl.float32)", "tl.exp(x - lse)",
+        f"{_KERNELS} -k losses_of_rows", interpreted=True,
     ),
 ]  # fmt: skip
