@@ -63,6 +63,20 @@ def test_weights_are_quantized_in_place():
         assert not torch.equal(was.float(), now.float())
 
 
+@pytest.mark.parametrize("name", ["c_fc", "c_proj"])
+def test_renew_quantizes_what_changed(name, quantized):
+    """A replay of a CUDA graph starts with it."""
+    moe = layer()
+    moe(tokens())
+    changed = getattr(moe, name).weight
+    with torch.no_grad():
+        changed.mul_(2)
+    quantized.clear()
+    moe._fp8_weights.renew()
+    assert [w.data_ptr() for w in quantized] == [changed.data_ptr()]
+    assert torch.equal(moe(tokens())[0], fresh(moe))
+
+
 def test_without_a_cache_quantized_in_every_call(quantized):
     moe = layer(cache_fp8_weights=False)
     for _ in range(3):
@@ -166,6 +180,19 @@ def _through_fp32(moe):
         moe.c_fc.bfloat16()
 
 
+def _swapped(moe):
+    w = nn.Parameter(2 * moe.c_fc.weight.detach())
+    torch.utils.swap_tensors(moe.c_fc.weight, w)
+
+
+def _loaded_by_swapping(moe):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        _loaded(moe)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 CHANGES = {
     "in place": lambda moe: moe.c_fc.weight.detach().mul_(2),
     "foreach": lambda moe: torch._foreach_mul_([moe.c_fc.weight.detach()], 2),
@@ -174,10 +201,12 @@ CHANGES = {
     "reset": lambda moe: moe.reset_parameters(),
     "load": _loaded,
     "load, assigned": lambda moe: _loaded(moe, assign=True),
+    "load, swapped": _loaded_by_swapping,
     "load of a part": lambda moe: moe.c_fc.load_state_dict(
         {"weight": 2 * moe.c_fc.weight.detach()}
     ),
     "replaced": _replaced,
+    "swapped": _swapped,
     "data assigned": lambda moe: setattr(moe.c_fc.weight, "data", 2 * moe.c_fc.weight.data),
     "set_": lambda moe: moe.c_fc.weight.set_(2 * moe.c_fc.weight.detach()),
     "another dtype": _through_fp32,
@@ -188,7 +217,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen(change):
     moe = layer()
-    before = moe(tokens())[0]
+    before = moe(tokens())[0].detach()  # `swap_tensors` refuses what a graph saved
     with torch.no_grad():
         CHANGES[change](moe)
     after = moe(tokens())[0]
@@ -396,13 +425,22 @@ def test_bad_stores():
         experts(*list(given.values())[:3], given["w1"], given["w2"], fp8_weights=Fp8Weights())
 
 
-def test_refresh_of_weights_that_are_gone():
+def test_refresh_of_weights_whose_memory_is_gone():
     given, kept = arguments(False), Fp8Weights()
     kept.refresh()
     run_experts(given, fp8_weights=kept)
     kept.refresh()
     assert kept.is_kept
-    given.clear()
-    gc.collect()
+    given["owners"][1].data = torch.empty(0)
     kept.refresh()
     assert not kept.is_kept
+
+
+def test_cleared_weights_are_freed():
+    given, kept = arguments(False), Fp8Weights()
+    run_experts(given, fp8_weights=kept)
+    weights = [weakref.ref(owner) for owner in given["owners"]]
+    given.clear()
+    kept.clear()
+    gc.collect()
+    assert all(w() is None for w in weights)

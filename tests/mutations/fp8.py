@@ -35,6 +35,16 @@ MUTATIONS = [
         "tests/fp8/test_kept_weights_cuda.py -k refreshed", gpu=True,
     ),
     Mutation(
+        "renew of FP8 weights forgets W2", "layer/fp8_weights.py",
+        "(kept.first.has_changed(), kept.second.has_changed())",
+        "(kept.first.has_changed(), False)", "tests/fp8/test_fp8_weights.py -k renew",
+    ),
+    Mutation(
+        "FP8 weights outlive a change of a DTensor", "distributed/module.py",
+        "            fp8_weights.follow(self.c_fc.weight, self.c_proj.weight)\n",
+        "            pass\n", "tests/distributed/test_expert_parallel.py -k kept_fp8_weights_that",
+    ),
+    Mutation(
         "threads read FP8 weights that another one is quantizing", "layer/fp8_weights.py",
         "= threading.Lock()", "= __import__(\"contextlib\").nullcontext()",
         "tests/fp8/test_kept_weights_threads.py",
@@ -47,7 +57,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a compiled model takes the FP8 weights of others", "layer/fp8_kept.py",
-        "self.owner() is w and ", "", "tests/fp8/test_kept_weights_compiled.py -k with_other",
+        "self.owner is w and ", "", "tests/fp8/test_kept_weights_compiled.py -k with_other",
     ),
     Mutation(
         "stale FP8 weights of a graph raise no flag", "kernels/quantize.py",

@@ -53,10 +53,12 @@ class ExpertParallelMoE(MoE):
     def _run_experts(self, x, r, logits, backend, is_inference_mode):
         # Counts of this rank's tokens, which its own experts do not know.
         aux_loss = None if is_inference_mode else self._aux_loss(logits, r, None, backend)
+        fp8_weights = None if self.precision is None else self._fp8_weights
+        if fp8_weights is not None:
+            fp8_weights.follow(self.c_fc.weight, self.c_proj.weight)
         (w1, b1, *_), (w2, b2, *_), activation, gate_up = self._weights()
         with self._raise_on_all_ranks():
             lora1, lora2 = self._adapters()
-        fp8_weights = None if self.precision is None else self._fp8_weights
         out = experts(
             x,
             r.ids,

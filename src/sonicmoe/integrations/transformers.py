@@ -209,6 +209,7 @@ def _fp8_weights(module: Any, name: str) -> Fp8Weights | None:
         if torch.compiler.is_compiling():
             return None
         module.sonicmoe_fp8_weights = Fp8Weights((name, "down_proj"))
+    module.sonicmoe_fp8_weights.follow(getattr(module, name), module.down_proj)
     return module.sonicmoe_fp8_weights
 
 

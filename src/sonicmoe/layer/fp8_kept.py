@@ -2,7 +2,6 @@
 
 import ctypes
 import sys
-import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,9 @@ from ..tensors import E4M3, Fp8Weight
 class KeptWeight:
     """One weight in FP8, and what tells that it is still that of a tensor. Never changed."""
 
-    owner: weakref.ref  # the tensor that an optimizer has: the weight, or what it is a view of
+    # The tensor that an optimizer has: the weight, or what it is a view of. `swap_tensors` refuses
+    # tensors with weak references.
+    owner: torch.Tensor
     storage: StorageWeakRef  # while it exists, no other storage gets its address
     place: tuple  # in the storage
     version: int
@@ -30,20 +31,19 @@ class KeptWeight:
         return self.has_memory_of(w) and w._version == self.version
 
     def has_changed(self) -> bool:
-        """Whether the weight was written since, or is gone."""
-        owner = self.owner()
-        return owner is None or owner._version != self.version
+        """Whether the weight was written to since, or its memory was replaced."""
+        return self.owner._version != self.version or self.found() is None
 
     def is_owned_by(self, w: torch.Tensor) -> bool:
         """What a compiler can tell: it has no addresses."""
         kept = self.quantized.w8
         assert kept is not None
-        return self.owner() is w and kept.shape == w.shape and kept.device == w.device
+        return self.owner is w and kept.shape == w.shape and kept.device == w.device
 
     def found(self) -> torch.Tensor | None:
-        """The weight, unless it is gone or its memory was replaced."""
-        owner = self.owner()
-        if owner is None or owner.untyped_storage()._cdata != self.storage.cdata:
+        """The weight, unless its memory was replaced."""
+        owner = self.owner
+        if owner.untyped_storage()._cdata != self.storage.cdata:
             return None
         address, shape, strides, dtype = self.place
         if owner.dtype != dtype:
@@ -139,7 +139,7 @@ def quantized_weight(
     else:
         storage = StorageWeakRef(w.untyped_storage())
         quantized = _empty(w, norms)
-        part = KeptWeight(weakref.ref(owner_of(w)), storage, _place(w), w._version, quantized)
+        part = KeptWeight(owner_of(w), storage, _place(w), w._version, quantized)
     w = w.detach()
     ops.quantize_weight_into(*part.quantized, w, backend)
     # Kernels are not seen by autograd, which checks the versions of tensors that it saved.

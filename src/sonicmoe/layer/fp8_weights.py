@@ -80,7 +80,8 @@ class Fp8Weights:
     A call that is compiled or captured does not quantize. Before it, call the layer once or call
     `refresh`: else a capture raises a ValueError, and a compiled model quantizes in every call.
     Under FSDP, which gathers the weights in every pass, and for weights that are computed, every
-    call quantizes. Threads may share the object. Copies and pickles are empty.
+    call quantizes. Threads may share the object, which holds the weights of the last call until
+    `clear`. Copies and pickles are empty.
 
     `names` are those of the weights in errors.
     """
@@ -89,7 +90,8 @@ class Fp8Weights:
         self._names = names
         self._kept: Kept | None = None  # replaced as a whole, so that threads need no lock to read
         self._lock = threading.Lock()  # held to quantize
-        self._gathered: weakref.ref | None = None  # a weight of FSDP2, seen in the last call
+        self._gathered: torch.Tensor | None = None  # a weight of FSDP2, seen in the last call
+        self._followed: tuple[tuple[torch.Tensor, int], ...] = ()  # DTensors and their versions
 
     def __reduce__(self) -> tuple:
         return type(self), (self._names,)
@@ -102,7 +104,8 @@ class Fp8Weights:
     def clear(self) -> None:
         """Free the memory; the next call quantizes into new memory."""
         with self._lock:
-            self._kept = None
+            self._kept = self._gathered = None
+            self._followed = ()
 
     def refresh(self, w1: torch.Tensor | None = None, w2: torch.Tensor | None = None) -> None:
         """Quantize w1 and w2 now; by default those of the last call, if there was one."""
@@ -130,6 +133,20 @@ class Fp8Weights:
             self._step(changed)
         else:
             kept.wait_in_other_streams()
+
+    def follow(self, *weights: torch.Tensor) -> None:
+        """Pass changes of DTensors on to their local tensors, which calls are given.
+
+        An in-place operation on a DTensor leaves the version counter of its local tensor alone.
+        """
+        if torch.compiler.is_compiling():
+            return
+        weights = tuple([w for w in weights if hasattr(w, "_local_tensor")])
+        for w, (seen, version) in zip(weights, self._followed, strict=False):
+            local: Any = w._local_tensor  # type: ignore[attr-defined]
+            if (w is not seen or w._version != version) and local is not self._gathered:
+                torch.autograd.graph.increment_version(local)
+        self._followed = tuple([(w, w._version) for w in weights])
 
     def address(self) -> tuple[int, ...]:
         """Where the kept weights lie; empty without any."""
@@ -221,6 +238,7 @@ class Fp8Weights:
             kept = self._kept
             if kept is None:
                 return
+            self.follow(*[w for w, _ in self._followed])  # the step's own changes
             w1, w2 = kept.first.found(), kept.second.found()
             if w1 is None or w2 is None:
                 self._kept = None
@@ -232,10 +250,10 @@ class Fp8Weights:
         if not (is_tracked(w1) and is_tracked(w2)):
             return False
         owner = owner_of(w1)
-        if self._gathered is not None and self._gathered() is owner:
+        if self._gathered is owner:
             return False
         if is_gathered_by_fsdp2(owner):
-            self._gathered = weakref.ref(owner)
+            self._gathered = owner
             self._kept = None
             return False
         return True
@@ -289,6 +307,6 @@ def _owned_by(optimizer: Optimizer) -> Iterator[tuple[Fp8Weights, tuple[bool, bo
             owned.add(id(getattr(p, "_local_tensor", p)))  # a DTensor's own
     for store, kept in stores:
         if kept is not None:
-            changed = (id(kept.first.owner()) in owned, id(kept.second.owner()) in owned)
+            changed = (id(kept.first.owner) in owned, id(kept.second.owner) in owned)
             if any(changed):
                 yield store, changed
