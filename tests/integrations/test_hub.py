@@ -150,6 +150,22 @@ def test_the_same_build_from_a_second_folder(kernel, tmp_path):
     assert again.enums.ActivationType is kernel.enums.ActivationType
 
 
+def test_each_build_refuses_models_without_experts_interface(kernel):
+    """Each checks the names that it registered, whichever registers first."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Llama4TextConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=8, intermediate_size=8, intermediate_size_mlp=8, num_local_experts=2,
+        vocab_size=32, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.Llama4ForCausalLM(config)
+    for package, name in ((sonicmoe, "sonicmoe_experts"), (kernel, "of_the_build")):
+        adapter = importlib.import_module(f"{package.__name__}.integrations.transformers")
+        adapter.register(name)
+        with pytest.raises(ValueError, match="experts interface, got a name for Llama4ForCausalLM"):
+            model.set_experts_implementation(name)
+
+
 # --- the files ------------------------------------------------------------------------------------
 def test_the_package_imports_itself_by_relative_imports_only():
     for path in PACKAGE.rglob("*.py"):
@@ -176,12 +192,12 @@ def test_every_module_of_a_build_is_importable(folder, kernel):
         """,
         folder,
     )
-    assert int(found) == len(hub._files()) - 1  # without the package itself
+    assert int(found) == len([*PACKAGE.rglob("*.py")]) - 1  # without the package itself
 
 
 def test_a_changed_file_changes_the_id(monkeypatch, tmp_path, folder, kernel):
     changed = tmp_path / "source"
-    shutil.copytree(folder / "build" / "torch-universal", changed)
+    shutil.copytree(folder / "build" / "torch-cpu", changed)
     (changed / "metadata.json").unlink()
     monkeypatch.setattr(hub, "_PACKAGE", changed)
     assert hub.build(tmp_path / "same") == kernel.__name__
@@ -196,7 +212,7 @@ def test_command_line(tmp_path, capsys, kernel):
     with pytest.raises(SystemExit) as exit:
         hub.main([str(tmp_path)])
     assert exit.value.code == 1
-    assert "expected one without build/torch-universal" in capsys.readouterr().err
+    assert "expected one without build/torch-cuda" in capsys.readouterr().err
 
 
 # --- the loader, and what transformers calls ------------------------------------------------------
@@ -205,6 +221,12 @@ def test_the_loader_accepts_it_offline(folder, kernel):
     pytest.importorskip("kernels", reason="the loader (pip install kernels) is not installed")
     program = """
         import kernels, sonicmoe
+        from kernels._rust import Digest, DigestAlgorithm, Metadata
+        for variant in ("cuda", "cpu"):
+            path = folder / "build" / f"torch-{variant}"
+            metadata = Metadata.read_from_file(path / "metadata.json")
+            assert str(metadata.backend.backend_type) == variant
+            metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, path))
         kernel = kernels.get_local_kernel(folder)
         assert kernels.get_kernel("kernels-community/sonic-moe", version=1) is kernel
         moe, same = (package.MoE(4, 2, 16, 8) for package in (sonicmoe, kernel))

@@ -4,6 +4,13 @@ from mutations.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "of two builds in a process, the second refuses no model", "integrations/transformers.py",
+        "    original = PreTrainedModel.get_correct_experts_implementation\n",
+        "    original = PreTrainedModel.get_correct_experts_implementation\n"
+        "    if hasattr(original, '__wrapped__'):\n        return\n",
+        "tests/integrations/test_hub.py -k each_build_refuses",
+    ),
+    Mutation(
         "a graph writes over gradients that accumulate", "integrations/cuda_graphs.py",
         "                p.grad.data = p.grad.clone()", "                pass",
         "tests/integrations/test_cuda_graphs.py -k accumulate",

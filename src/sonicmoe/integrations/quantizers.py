@@ -8,7 +8,7 @@ the model goes; afterwards they become one `PackedParameter`. All other layers a
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -320,28 +320,26 @@ _OURS = {
 }
 
 
+@cache  # once by each build of this package in a process
 def keep_experts_packed(runs_ours: Any) -> None:
     """Choose these quantizers for models whose configuration satisfies `runs_ours`."""
     original = transformers.modeling_utils.get_hf_quantizer
-    if hasattr(original, "_of_sonicmoe"):
-        return
 
     @wraps(original)
-    def chosen(config, quantization_config, device_map, weights_only, user_agent, gguf_file=None):
-        given = config, quantization_config, device_map, weights_only, user_agent, gguf_file
+    def chosen(config, quantization_config, *others, **newer):  # newer: gguf_file
+        choose = partial(original, config, quantization_config, *others, **newer)
         if not runs_ours(config):
-            return original(*given)
+            return choose()
         in_file = getattr(config, "quantization_config", None) or getattr(
             config.get_text_config(decoder=True), "quantization_config", None
         )
         if any(hasattr(config.get_text_config(), name) for name in _NUMBERS):
-            check_method(in_file, quantization_config, gguf_file)
+            check_method(in_file, quantization_config, newer.get("gguf_file"))
         if _asks_for_dense(in_file) or _asks_for_dense(quantization_config):
-            return original(*given)
+            return choose()
         with _our_quantizers():
-            return original(*given)
+            return choose()
 
-    chosen._of_sonicmoe = True  # type: ignore[attr-defined]
     transformers.modeling_utils.get_hf_quantizer = chosen
 
 

@@ -245,11 +245,10 @@ def implementation_of(module: Any) -> tuple[str | None, Any]:
 
 
 # --- models without the interface -----------------------------------------------------------------
+@cache  # once by each build of this package in a process
 def _refuse_models_without_interface() -> None:
     """transformers accepts any registered name for any model, and checks only `grouped_mm`."""
     original = PreTrainedModel.get_correct_experts_implementation
-    if hasattr(original, "_of_sonicmoe"):
-        return
 
     @wraps(original)
     def checked(self, requested_experts):
@@ -262,7 +261,6 @@ def _refuse_models_without_interface() -> None:
                     _check_interface(type(model))
         return name
 
-    checked._of_sonicmoe = True  # type: ignore[attr-defined]
     PreTrainedModel.get_correct_experts_implementation = checked
 
 
