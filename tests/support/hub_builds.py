@@ -9,7 +9,7 @@ from types import ModuleType
 
 def load(folder: Path) -> ModuleType:
     """Import a build as the loader does: under the id in its metadata."""
-    variant = folder / "build" / "torch-universal"
+    variant = folder / "build" / "torch-cpu"
     name = json.loads((variant / "metadata.json").read_text())["id"]
     spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
     assert spec is not None and spec.loader is not None

@@ -1,1 +1,1 @@
-"""Adapters for other frameworks, one small file each; `import sonicmoe` imports none of them."""
+"""Adapters for other frameworks. `import sonicmoe` imports no framework but PyTorch."""

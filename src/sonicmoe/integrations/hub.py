@@ -1,4 +1,4 @@
-"""Hugging Face `kernels`: write this package as a build that its loader accepts offline.
+"""Hugging Face `kernels`: write this package as a kernel that its loader accepts offline.
 
 python -m sonicmoe.integrations.hub FOLDER
 
@@ -9,48 +9,49 @@ operators are registered under the same name, so different builds run side by si
 import argparse
 import hashlib
 import json
-import shutil
+from base64 import b64encode
 from pathlib import Path
 
 from ..errors import bad_argument
 
-VARIANT = "torch-universal"  # pure Python and Triton: any device, any version of PyTorch
-NOT_SHIPPED = {"bench", "train", "cli.py", "doctor.py", "__main__.py"}  # the command line
+# Python and Triton, the same files for both: a GPU from sm_80 on, or none.
+VARIANTS = {
+    "torch-cuda": {"type": "cuda", "archs": ["8.0+PTX"]},
+    "torch-cpu": {"type": "cpu"},
+}
 _PACKAGE = Path(__file__).parents[1]
 
 
 def build(folder: str | Path) -> str:
-    """Write `folder`/build/torch-universal, for `kernels.get_local_kernel`; returns its id."""
-    target = Path(folder) / "build" / VARIANT
-    if target.exists():
-        raise bad_argument(
-            "folder", f"one without build/{VARIANT}", str(folder), "Delete that build first."
-        )
-    files = _files()
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.as_posix()}\0".encode())
-        digest.update(hashlib.sha256((_PACKAGE / path).read_bytes()).digest())
-    identity = f"sonicmoe_{digest.hexdigest()[:12]}"
-    for path in files:
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_PACKAGE / path, target / path)
-    metadata = {
-        "id": identity,
-        "name": "sonicmoe",
-        "version": 1,
-        "license": "Apache-2.0",
-        "python-depends": [],  # the loader allows a fixed list, without torch and Triton
-        "backend": {"type": "cuda"},  # required; the name of the variant decides where it loads
-    }
-    (target / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    """Write `folder`/build/torch-cuda and torch-cpu, for `kernels`; returns the id of both."""
+    build = Path(folder) / "build"
+    for variant in VARIANTS:
+        if (build / variant).exists():
+            raise bad_argument(
+                "folder", f"one without build/{variant}", str(folder), "Delete that build first."
+            )
+    files = {path.relative_to(_PACKAGE): path.read_bytes() for path in _PACKAGE.rglob("*.py")}
+    digests = {path.as_posix(): hashlib.sha256(files[path]).digest() for path in sorted(files)}
+    whole = hashlib.sha256(b"".join(f"{path}\0".encode() + d for path, d in digests.items()))
+    identity = f"sonicmoe_{whole.hexdigest()[:12]}"
+    for variant, backend in VARIANTS.items():
+        for path, content in files.items():
+            (build / variant / path).parent.mkdir(parents=True, exist_ok=True)
+            (build / variant / path).write_bytes(content)
+        metadata = {
+            "id": identity,
+            "name": "sonicmoe",
+            "version": 1,
+            "license": "Apache-2.0",
+            "python-depends": [],  # the loader allows a fixed list, without torch and Triton
+            "backend": backend,
+            "digest": {
+                "algorithm": "sha256",
+                "files": {path: b64encode(d).decode() for path, d in digests.items()},
+            },
+        }
+        (build / variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     return identity
-
-
-def _files() -> list[Path]:
-    """The files of a build, relative to the package, in a fixed order."""
-    found = [path.relative_to(_PACKAGE) for path in _PACKAGE.rglob("*.py")]
-    return sorted(path for path in found if path.parts[0] not in NOT_SHIPPED)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m sonicmoe.integrations.hub",
         description="Write this package as a build for the Hugging Face kernels loader.",
     )
-    parser.add_argument("folder", help="where to write build/torch-universal")
+    parser.add_argument("folder", help="where to write build/torch-cuda and build/torch-cpu")
     try:
         print(build(parser.parse_args(argv).folder))
     except (ValueError, OSError) as error:
