@@ -99,14 +99,18 @@ def nothing_of_size_h_is_kept_but_the_rows(rank: int, case: Case) -> None:
 
 
 class Tempered(Router):
-    """A user's router, with a parameter whose gradient depends on a rank's tokens."""
+    """A user's router, with parameters whose gradients depend on a rank's tokens.
+
+    That of a sum is one tensor for both terms.
+    """
 
     def __init__(self, num_experts, k):
         super().__init__(num_experts, k)
-        self.temperature = torch.nn.Parameter(torch.tensor([2.0]))
+        self.temperature = torch.nn.Parameter(torch.tensor([1.5]))
+        self.warmer = torch.nn.Parameter(torch.tensor([0.5]))
 
     def forward(self, logits, *, backend=None):
-        scores, ids = (logits / self.temperature).softmax(-1).topk(self.k)
+        scores, ids = (logits / (self.temperature + self.warmer)).softmax(-1).topk(self.k)
         return Routing(logits, ids, scores)
 
 

@@ -1,6 +1,7 @@
 """A small GPT with MoE blocks, and what each rank does with it in test_parallelize_model.py."""
 
 import copy
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,11 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sonicmoe import MoE
 from sonicmoe.distributed import clip_grad_norm_, parallelize, parallelize_model
+from sonicmoe.distributed.clip import grad_norm
 
 VOCABULARY, WIDTH, LENGTH, PER_RANK = 32, 16, 8, 2
 
@@ -196,6 +198,70 @@ def optimizers_step_as_one_by_one(rank: int) -> None:
         stepped.append([p.to_local() for p in many.parameters()])
     for found in stepped[1:]:
         torch.testing.assert_close(found, stepped[0], rtol=1e-5, atol=1e-6)
+
+
+NORM_TYPES = (0, 0.5, 1, 2, 3, float("inf"), -1, -float("inf"))
+
+
+def norms_of_every_type(rank: int) -> None:
+    """Of whole gradients, on any mesh and with any placements; a NaN of one rank is one of all."""
+    square = mesh(2, 2)
+    flat = square._flatten()
+    wholes = [
+        torch.randn(6, 4),
+        torch.eye(5, 1).bfloat16(),  # whose norms bf16 does not round
+        torch.randn(2, 3),
+        torch.tensor(0.7),
+        torch.randn(3, 4),
+        torch.randn(4, 3),
+        torch.randn(4, 4) + rank_values(),
+        torch.zeros(3),
+        torch.zeros(4, 2),
+    ]
+    gradients = [
+        wholes[0],
+        distribute_tensor(wholes[1], flat, [Shard(0)]),  # uneven
+        distribute_tensor(wholes[2], flat, [Shard(0)]),  # two ranks have none
+        distribute_tensor(wholes[3], square, [Replicate(), Replicate()]),
+        distribute_tensor(wholes[4], square, [Replicate(), Shard(1)]),
+        DTensor.from_local(wholes[5] * (rank - 0.5) / 4, flat, [Partial()]),  # sums to it
+        distribute_tensor(wholes[6], square, [Shard(0), Shard(1)]),
+        wholes[7],
+        distribute_tensor(wholes[8], square, [Shard(0), Replicate()]),
+    ]
+    for some in (slice(0, 9), slice(5, 6), slice(6, 7)):
+        for norm_type in NORM_TYPES:
+            want = torch.nn.utils.get_total_norm(wholes[some], norm_type)
+            parameters = [_with_gradient(g) for g in gradients[some]]
+            torch.testing.assert_close(grad_norm(parameters, norm_type), want)
+            found = clip_grad_norm_((p for p in parameters), 0.5, norm_type)
+            torch.testing.assert_close(found, want)
+            scale = (0.5 / (want + 1e-6)).clamp(max=1)
+            for p, t in zip(parameters, wholes[some], strict=True):
+                torch.testing.assert_close(whole(p.grad), (scale * t).to(t.dtype))
+    for holder in range(4):
+        local = torch.full((2,), torch.nan if rank == holder else 1.0)
+        broken = _with_gradient(DTensor.from_local(local, flat, [Shard(0)]))
+        for norm_type in NORM_TYPES[1:]:
+            call = partial(clip_grad_norm_, broken, 1.0, norm_type, error_if_nonfinite=True)
+            assert "got a norm of nan" in _message(call), norm_type
+
+
+def rank_values() -> torch.Tensor:
+    """The largest and the smallest element of (4, 4) on different ranks of a mesh of 2 by 2."""
+    return torch.tensor([[9.0, 9, 40, 40]] * 2 + [[3.0, 3, 20, 20]] * 2)
+
+
+def _with_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    p = torch.zeros(gradient.shape, requires_grad=True, dtype=gradient.dtype)
+    if not isinstance(gradient, DTensor):
+        p.grad = gradient.clone()
+        return p
+    sizes: dict[str, Any] = {"shape": gradient.shape, "stride": gradient.stride()}
+    local, grid = gradient.to_local().clone(), gradient.device_mesh
+    p = DTensor.from_local(torch.zeros_like(local), grid, gradient.placements, **sizes)
+    p.requires_grad_().grad = DTensor.from_local(local, grid, gradient.placements, **sizes)
+    return p
 
 
 def blocks_and_policy(rank: int) -> None:

@@ -39,6 +39,10 @@ def test_optimizers_take_parameters_of_two_meshes(four):
     four.run(ranks.optimizers_step_as_one_by_one)
 
 
+def test_norms_are_those_of_one_process(four):
+    four.run(ranks.norms_of_every_type)
+
+
 def test_blocks_and_policy(four):
     four.run(ranks.blocks_and_policy)
 

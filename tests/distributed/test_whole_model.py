@@ -20,6 +20,12 @@ def test_a_model_that_is_not_sharded_beside_the_experts_is_refused(two):
         assert f"share experts, [0, 1], got one of shape (16, 16) over ranks [{rank}]" in message
 
 
+def test_a_model_that_would_drift_from_a_later_step_on_is_refused(two):
+    for first, later in two.run(ranks.model_that_would_drift_later):
+        assert first == "no error"
+        assert "got one of shape (16, 16)" in later
+
+
 def test_what_does_not_drift_is_not_refused(two, four):
     """The layer alone sums over the ranks itself; a model may have the same tokens on each."""
     assert set(four.run(ranks.model_that_would_drift, (2, 2), ["moe"])) == {"no error"}

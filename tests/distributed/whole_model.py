@@ -64,14 +64,26 @@ def model_on_the_same_tokens(rank: int) -> str:
     return model_that_would_drift(rank, (1, 2), ["before"], same_tokens=True)
 
 
-def _error_of_a_step(model: _Model) -> str:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _error_of_a_step(model: _Model, optimizer: torch.optim.Optimizer | None = None) -> str:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(5, 16)).backward()
     try:
         optimizer.step()
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def model_that_would_drift_later(rank: int) -> list[str]:
+    """Its weights beside the experts are frozen in the first step of an optimizer."""
+    mesh = _mesh(1, 2)
+    model = _spread(mesh, mesh["data"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.after.requires_grad_(False)
+    model.before.requires_grad_(False)
+    first = _error_of_a_step(model, optimizer)
+    model.before.requires_grad_(True)
+    return [first, _error_of_a_step(model, optimizer)]
 
 
 def experts_that_would_drift(rank: int) -> str:

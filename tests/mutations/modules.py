@@ -2,6 +2,7 @@
 
 from mutations.mutation import Mutation
 
+_NORMS = "tests/distributed/test_parallelize_model.py -k norms"
 MUTATIONS = [
     Mutation(
         "token_start need not ascend", "validation.py",
@@ -77,9 +78,38 @@ MUTATIONS = [
         "tests/distributed/test_parallelize_model.py -k gradients",
     ),
     Mutation(
+        "weights outside of the experts are compared once per optimizer", "distributed/drift.py",
+        "_checked.get(optimizer) == state", "optimizer in _checked",
+        "tests/distributed/test_whole_model.py -k later",
+    ),
+    Mutation(
+        "parameters that are trained later are not compared", "distributed/drift.py",
+        ' if p.requires_grad]\n    state', ']\n    state',
+        "tests/distributed/test_whole_model.py -k later",
+    ),
+    Mutation(
+        "gradients are summed over expert ranks in place", "distributed/module.py",
+        "gradient.contiguous().clone()", "gradient.contiguous()",
+        "tests/distributed/test_expert_parallel.py -k has_a_parameter",
+    ),
+    Mutation(
         "the norm counts one mesh", "distributed/clip.py",
-        "    if len(norms) > 1:\n", "    if False:\n",
-        "tests/distributed/test_parallelize_model.py -k gradients",
+        "torch.cat([n.to(norms[0].device) for n in norms])", "norms[0]", _NORMS,
+    ),
+    Mutation(
+        "norms are gathered over one dimension of a mesh", "distributed/clip.py",
+        "Replicate() if p.is_replicate() else Shard(0) for p in placements",
+        "Replicate() if i or p.is_replicate() else Shard(0) for i, p in enumerate(placements)",
+        _NORMS,
+    ),
+    Mutation(
+        "copies of a gradient count in its norm", "distributed/clip.py",
+        "Replicate() if p.is_replicate() else Shard(0) for p in placements",
+        "Shard(0) for p in placements", _NORMS,
+    ),
+    Mutation(
+        "norms of Partial gradients are those of one rank's terms", "distributed/clip.py",
+        "    if placements != gradient.placements:\n", "    if False:\n", _NORMS,
     ),
     Mutation(
         "biases of ranks drift apart", "routing/sigmoid.py",

@@ -1,13 +1,12 @@
 """Gradient clipping for parameters on more than one mesh."""
 
-import math
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..errors import bad_argument
 
@@ -25,8 +24,6 @@ def clip_grad_norm_(
     gradient that is not a DTensor must be the same on every rank, and counts once.
     """
     by_mesh = _by_mesh(parameters)
-    if not by_mesh:
-        return torch.tensor(0.0)
     total = _norm_over_meshes(by_mesh, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise bad_argument(
@@ -46,8 +43,7 @@ def grad_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     """What `clip_grad_norm_` returns; the gradients stay as they are."""
-    by_mesh = _by_mesh(parameters)
-    return _norm_over_meshes(by_mesh, norm_type, foreach) if by_mesh else torch.tensor(0.0)
+    return _norm_over_meshes(_by_mesh(parameters), norm_type, foreach)
 
 
 def _by_mesh(
@@ -66,37 +62,53 @@ def _by_mesh(
     return by_mesh
 
 
-def _norm_over_meshes(
-    by_mesh: dict[Any, list[torch.Tensor]], norm_type: float, foreach: bool | None
-) -> torch.Tensor:
-    norms = [_total_norm(group, norm_type, foreach) for group in by_mesh.values()]
-    total = norms[0]
-    if len(norms) > 1:
-        stacked = torch.stack([norm.to(norms[0]) for norm in norms])
-        total = torch.linalg.vector_norm(stacked, norm_type)
-    return total
-
-
 def mesh_of(tensor: torch.Tensor) -> Any:
     """The mesh of a DTensor, None for other tensors."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
-def _total_norm(
-    parameters: list[torch.Tensor], norm_type: float, foreach: bool | None
+def _norm_over_meshes(
+    by_mesh: dict[Any, list[torch.Tensor]], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if math.isinf(norm_type):
-        return _largest(gradients)
-    norm = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """The norm of norms. Norms of shards are gathered: reductions of gloo lose a NaN."""
+    norm_type = float(norm_type)
+    by_layout: dict[Any, list[torch.Tensor]] = {}
+    for p in (p for group in by_mesh.values() for p in group):
+        gradient, layout = _without_partial(p.grad)
+        by_layout.setdefault(layout, []).append(gradient)
+    norms = []
+    for (mesh, placements), gradients in by_layout.items():
+        of_rank = _norms_of_rank(gradients, norm_type, foreach)
+        if mesh is not None:
+            ranks = [Replicate() if p.is_replicate() else Shard(0) for p in placements]
+            gathered = DTensor.from_local(of_rank[None], mesh, ranks, run_check=False)
+            of_rank = torch.linalg.vector_norm(gathered.full_tensor(), norm_type, dim=0)
+        norms.append(of_rank)
+    if not norms:
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.cat([n.to(norms[0].device) for n in norms]), norm_type)
 
 
-def _largest(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The infinity norm, which PyTorch does not compute where a rank has an empty shard."""
-    mesh = mesh_of(gradients[0])
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    largest = torch.stack([g.abs().max() if g.numel() else g.new_zeros(()) for g in local]).max()
-    for dimension in range(mesh.ndim if mesh is not None else 0):
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
-    return largest
+def _without_partial(gradient: Any) -> tuple[torch.Tensor, tuple]:
+    """A gradient whose values are summed over the ranks; with its mesh and placements, if any."""
+    if not isinstance(gradient, DTensor):
+        return gradient, (None, ())
+    placements = tuple(Replicate() if p.is_partial() else p for p in gradient.placements)
+    if placements != gradient.placements:
+        gradient = gradient.redistribute(placements=placements)
+    return gradient.to_local(), (gradient.device_mesh, placements)
+
+
+def _norms_of_rank(
+    gradients: list[torch.Tensor], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    """(1,), or a norm per gradient for norm type 0, which counts the gradients that are not 0."""
+    dtype = functools.reduce(torch.promote_types, {g.dtype for g in gradients})
+    # Without elements: what changes no norm.
+    empty = gradients[0].new_full((), 0.0 if norm_type >= 0 else float("inf"), dtype=dtype)
+    norms = []
+    for part in [[g] for g in gradients] if norm_type == 0 else [gradients]:
+        filled = [g for g in part if g.numel()]
+        norm = nn.utils.get_total_norm(filled, norm_type, foreach=foreach) if filled else empty
+        norms.append(norm.to(dtype))
+    return torch.stack(norms)

@@ -42,11 +42,11 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     _stepped = True
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     state = (len(parameters), {id(layer) for layer in _ran})
     if not _ran or _checked.get(optimizer) == state:
         return
-    meshes = [(p, ranks) for p in parameters if p.requires_grad and (ranks := _ranks(p))]
+    meshes = [(p, ranks) for p in parameters if (ranks := _ranks(p))]
     of_layers = {id(p) for layer in _ran for p in layer.parameters()}
     for layer in _ran:
         _check_copies(layer, meshes)
