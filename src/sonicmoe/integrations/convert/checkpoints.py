@@ -1,14 +1,14 @@
 """Whole checkpoints of Hugging Face models in the names and layouts of `MoE`, and back.
 
-A few experts at a time are read, converted by `from_hf` or `to_hf`, and written to their place, so
-the memory that is needed does not grow with the model.
+One layer at a time is read, converted by `from_hf` or `to_hf`, and written, so the memory that is
+needed is that of a layer and a file.
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +19,8 @@ from ...errors import bad_argument
 from ...moe import MoE
 from ...shapes import check_size
 from ...validation import check_gate_up, check_writable
-from . import folders
-from .folders import Folder, New, Stored, create, new_like, open_folder
-from .layers import by_expert, find_family, from_hf, to_hf
+from .folders import Folder, open_folder, save
+from .layers import find_family, from_hf, to_hf
 
 OURS, THEIRS = "sonicmoe", "model"  # how names of files begin
 _KEY = "sonicmoe"  # of `Source` in the metadata of our files
@@ -43,14 +42,11 @@ class Source(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One MoE layer: its tensors as they are and as they will be, without the prefix."""
+    """One MoE layer: how its names begin in the folder and the new one; all names there."""
 
     prefix: str
     new_prefix: str
-    old: dict[str, Stored]
-    new: dict[str, New]
-    experts: int
-    by_expert: frozenset[str]  # names of tensors with a row for each expert
+    keys: tuple[str, ...]
 
 
 def checkpoint_from_hf(
@@ -87,9 +83,7 @@ def checkpoint_from_hf(
     def convert(weights: Weights) -> Weights:
         return from_hf(weights, family, gate_up=gate_up)
 
-    blocks = [
-        _block(folder, prefix, _with_block(prefix, _BLOCK), convert, family) for prefix in prefixes
-    ]
+    blocks = [_block(folder, prefix, _with_block(prefix, _BLOCK), convert) for prefix in prefixes]
     noted = {_KEY: json.dumps(about._asdict())}
     _write(folder, Path(target), OURS, blocks, convert, noted, shard_size, progress)
 
@@ -113,8 +107,7 @@ def checkpoint_to_hf(
         return to_hf(weights, about.family, gate_up=about.gate_up, fused=about.fused)
 
     blocks = [
-        _block(folder, prefix, _with_block(prefix, about.block), convert, about.family)
-        for prefix in prefixes
+        _block(folder, prefix, _with_block(prefix, about.block), convert) for prefix in prefixes
     ]
     _write(folder, Path(target), THEIRS, blocks, convert, {}, shard_size, progress)
 
@@ -149,11 +142,8 @@ def load_checkpoint(model: nn.Module, folder: str | Path) -> None:
         if tuple(state[key].shape) != stored.shape:
             remedy = "Build the model with the sizes of its config.json."
             raise bad_argument(key, f"shape {stored.shape}", tuple(state[key].shape), remedy)
-    for key, stored in found.tensors.items():
-        if not stored.shape:
-            state[key].copy_(stored.read(key))
-        for first, last in _steps(stored.shape[0], stored.nbytes) if stored.shape else ():
-            state[key][first:last] = stored.read(key, first, last)
+    for key in found.tensors:
+        state[key].copy_(found.read(key)[key])
 
 
 def _few(names: list[str]) -> str:
@@ -195,22 +185,16 @@ def _with_block(prefix: str, block: str) -> str:
 
 
 def _block(
-    folder: Folder, prefix: str, new_prefix: str, convert: Callable[[Weights], Weights], family: str
+    folder: Folder, prefix: str, new_prefix: str, convert: Callable[[Weights], Weights]
 ) -> Block:
-    """`convert` checks names and shapes on the meta device, and tells the new ones."""
-    old = {k.removeprefix(prefix): t for k, t in folder.tensors.items() if k.startswith(prefix)}
-    like = {
-        key: torch.empty(t.shape, dtype=t.torch_dtype(prefix + key), device="meta")
-        for key, t in old.items()
-    }
+    """`convert` checks names, shapes and dtypes on the meta device."""
+    keys = tuple(key for key in folder.tensors if key.startswith(prefix))
+    like = {key.removeprefix(prefix): folder.tensors[key].without_data(key) for key in keys}
     try:
-        made = convert(like)
+        convert(like)
     except ValueError as error:
         raise ValueError(f"{prefix.rstrip('.')}: {error}") from None
-    router = made if "router.weight" in made else like
-    experts = len(router["router.weight"])
-    new = {key: new_like(t) for key, t in made.items()}
-    return Block(prefix, new_prefix, old, new, experts, by_expert(family))
+    return Block(prefix, new_prefix, keys)
 
 
 # --- converting -----------------------------------------------------------------------------------
@@ -233,17 +217,11 @@ def _write(
     draft = target.with_name(f"{target.name}.{os.getpid()}")
     draft.mkdir()
     try:
-        made = create(draft, stem, _new_tensors(folder, blocks), metadata, shard_size)
-        for number, block in enumerate(blocks):
-            if progress is not None:
-                progress(number, len(blocks), block.prefix.rstrip("."))
-            _convert(block, made, convert)
-        inside = tuple(block.prefix for block in blocks)
-        for key, stored in folder.tensors.items():
-            if not key.startswith(inside):
-                stored.copy_to(made[key])
+        tensors = _converted(folder, blocks, convert, progress)
+        save(draft, stem, tensors, metadata, shard_size)
         for path in folder.path.iterdir():
-            if path.is_file() and path.suffix not in _WEIGHTS and path.name not in folder.files:
+            weights = path.suffix in _WEIGHTS or path.name.endswith(".safetensors.index.json")
+            if path.is_file() and not weights:
                 shutil.copy2(path, draft / path.name)
         draft.rename(target)
     except BaseException:
@@ -251,49 +229,23 @@ def _write(
         raise
 
 
-def _new_tensors(folder: Folder, blocks: list[Block]) -> dict[str, New]:
+def _converted(
+    folder: Folder,
+    blocks: list[Block],
+    convert: Callable[[Weights], Weights],
+    progress: Progress | None,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """In the order of the folder; those of a layer where its first one was."""
-    new: dict[str, New] = {}
-    rest = list(blocks)
-    for key, stored in folder.tensors.items():
-        block = next((b for b in blocks if key.startswith(b.prefix)), None)
+    block_of = {key: block for block in blocks for key in block.keys}
+    done = 0
+    for key in folder.tensors:
+        block = block_of.get(key)
         if block is None:
-            new[key] = New(stored.dtype, stored.shape, stored.nbytes)
-        elif block in rest:
-            rest.remove(block)
-            new |= {block.new_prefix + name: t for name, t in block.new.items()}
-    return new
-
-
-_OF_EXPERT = re.compile(r"experts\.(\d+)\.(.*)")
-
-
-def _convert(
-    block: Block, made: Mapping[str, Stored], convert: Callable[[Weights], Weights]
-) -> None:
-    """A few experts at a time, as a layer that has no others."""
-    size = sum(t.nbytes for t in block.old.values())
-    for first, last in _steps(block.experts, size):
-        weights: Weights = {}
-        for key, stored in block.old.items():
-            if match := _OF_EXPERT.fullmatch(key):
-                if first <= int(match[1]) < last:
-                    weights[f"experts.{int(match[1]) - first}.{match[2]}"] = stored.read(key)
-            elif key in block.by_expert:
-                weights[key] = stored.read(key, first, last)
-            else:
-                weights[key] = stored.read(key)
-        for key, t in convert(weights).items():
-            if match := _OF_EXPERT.fullmatch(key):
-                key = f"experts.{int(match[1]) + first}.{match[2]}"
-                made[block.new_prefix + key].write(t)
-            elif key in block.by_expert:
-                made[block.new_prefix + key].write(t, first)
-            elif first == 0:
-                made[block.new_prefix + key].write(t)
-
-
-def _steps(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of at most `folders.PIECE` bytes, or of one row."""
-    step = max(1, folders.PIECE * rows // max(nbytes, 1))
-    return ((first, min(first + step, rows)) for first in range(0, rows, step))
+            yield from folder.read(key).items()
+        elif key == block.keys[0]:
+            if progress is not None:
+                progress(done, len(blocks), block.prefix.rstrip("."))
+            weights = {k.removeprefix(block.prefix): t for k, t in folder.read(*block.keys).items()}
+            for name, t in convert(weights).items():
+                yield block.new_prefix + name, t
+            done += 1

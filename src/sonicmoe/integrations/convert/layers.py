@@ -119,10 +119,10 @@ def from_hf(
         made["c_proj.weight"] = w2
     else:
         numbers = range(len(made["router.weight"]))
-        gate, up, down = (
-            torch.stack([take(f"experts.{e}.{name}.weight") for e in numbers])
-            for name in f.per_expert
-        )
+        parts = [[take(f"experts.{e}.{name}.weight") for e in numbers] for name in f.per_expert]
+        _check_dtypes("experts", [*parts[0], *parts[1]])
+        _check_dtypes("experts", parts[2])
+        gate, up, down = map(torch.stack, parts)
         made["c_fc.weight"] = _join(gate, up, gate_up)
         made["c_proj.weight"] = down
     if f.biases:
@@ -130,6 +130,7 @@ def from_hf(
         made["c_fc.bias"] = _reordered(bias[..., None], f.gate_up, gate_up)[..., 0]
     if f.shared:
         gate, up = (take(f"{f.shared}.{name}.weight") for name in ("gate_proj", "up_proj"))
+        _check_dtypes(f.shared, [gate, up])
         made["shared_expert.c_fc.weight"] = _join(gate, up, gate_up)
     _none_left(rest, family, "from_hf")
     _check_shapes(made, family)
@@ -237,14 +238,6 @@ def renamed(f: Family) -> dict[str, str]:
     return keys
 
 
-def by_expert(family: str) -> frozenset[str]:
-    """The names, ours and theirs, of weights with a row for each expert."""
-    ours = {key for key, dimensions in DIMENSIONS.items() if dimensions[0] == "E"}
-    theirs = {name for key, name in renamed(find_family(family)).items() if key in ours}
-    fused = {f"experts.{w}{b}" for w in ("gate_up_proj", "down_proj") for b in ("", "_bias")}
-    return frozenset(ours | theirs | fused)
-
-
 def _activation(config: Any) -> ActivationType:
     if config.model_type != "gpt_oss":
         if config.hidden_act not in _GATED:
@@ -306,6 +299,14 @@ def _check_shapes(ours: Mapping[str, torch.Tensor], family: str) -> None:
             expected = f"{name} ({', '.join(dims)}) = {want} for {family}"
             remedy = "Experts have gate and up columns, and the router has a row for each expert."
             raise bad_argument("state_dict", expected, shape, remedy)
+
+
+def _check_dtypes(name: str, weights: list[torch.Tensor]) -> None:
+    """Raise unless these weights, which become one tensor, have one dtype."""
+    found = sorted({str(t.dtype) for t in weights})
+    if len(found) > 1:
+        remedy = "Convert the weights of the layer to one of them first."
+        raise bad_argument("state_dict", f"{name} of one dtype", " and ".join(found), remedy)
 
 
 def _absent(key: str, family: str, given: Mapping[str, Any], remedy: str) -> ValueError:
