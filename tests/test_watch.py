@@ -187,7 +187,7 @@ def hugging_face(name: str):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "sonicmoe_experts"])
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Olmoe"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Olmoe", "GptOss"])
 def test_transformers(name, implementation):
     from sonicmoe.integrations.transformers import register
 

@@ -1,7 +1,7 @@
 """How evenly tokens spread over the experts of a model, per layer, while it trains.
 
 Hooks count the rows of each expert on the device; nothing waits for it until `Watch.read`. Layers
-are ours (`MoE`) and those of transformers: experts that receive the choice as `top_k_index`, or
+are ours (`MoE`) and those of transformers: experts that receive the choice of their router, or
 routers that return their logits last.
 """
 
@@ -92,7 +92,7 @@ class Watch:
             self._watch(name, layer)
         if not self._hooks:
             expected = "a model with sonicmoe.MoE or experts of transformers in it"
-            remedy = "Its experts must receive top_k_index, or its routers return their logits."
+            remedy = "Its experts must receive their ids, or its routers return their logits."
             raise bad_argument("model", expected, type(model).__name__, remedy)
 
     def read(self) -> dict[str, Load]:
@@ -139,8 +139,8 @@ class Watch:
                 self._add(layer.routing.register_forward_hook, self._after_routing)
             # Layers may share a router, so each notes its name before it calls the router.
             self._add(layer.register_forward_pre_hook, partial(self._before_layer, name))
-        elif receives_ids(layer):
-            hook = partial(self._before_experts, name, _num_experts(layer))
+        elif ids := ids_argument(layer):
+            hook = partial(self._before_experts, name, ids, _num_experts(layer))
             self._add(layer.register_forward_pre_hook, hook, with_kwargs=True)
         else:
             self._add(layer.register_forward_hook, partial(self._after_router, name))
@@ -158,9 +158,10 @@ class Watch:
         logits = output[-1].detach()
         self._count(name, logits.topk(router.top_k, dim=-1).indices, logits.shape[-1])
 
-    def _before_experts(self, name: str, experts: int, module, args: tuple, kwargs: dict) -> None:
-        ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        self._count(name, ids, experts)
+    def _before_experts(
+        self, name: str, ids: str, experts: int, module: nn.Module, args: tuple, kwargs: dict
+    ) -> None:
+        self._count(name, kwargs[ids] if ids in kwargs else args[1], experts)
 
     @torch.no_grad()
     def _count(self, name: str, ids: torch.Tensor, experts: int) -> None:
@@ -193,16 +194,18 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         kind = type(module)
         if isinstance(module, MoE):
             yield name or kind.__name__, module
-        elif receives_ids(module):
+        elif ids_argument(module):
             yield name, module
         elif kind.__name__.endswith(("Router", "Gating")) and hasattr(module, "top_k"):
             block = model.get_submodule(name.rpartition(".")[0])
-            if not any(receives_ids(part) for part in block.modules()):  # PEFT may wrap them
+            if not any(ids_argument(part) for part in block.modules()):  # PEFT may wrap them
                 yield name, module
 
 
-def receives_ids(module: nn.Module) -> bool:
-    return "top_k_index" in inspect.signature(type(module).forward).parameters
+def ids_argument(module: nn.Module) -> str | None:
+    """The argument in which experts of transformers receive the chosen ids; None for others."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return next((name for name in ("top_k_index", "router_indices") if name in parameters), None)
 
 
 def _num_experts(experts: nn.Module) -> int:

@@ -3,10 +3,16 @@
 import dataclasses
 from typing import Any
 
+import peft
 import torch
 from hf_models import NAME, close, small, step, with_backend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.distributed import DistributedConfig
 
+from sonicmoe import report
+from sonicmoe.integrations import transformers as adapter
+from sonicmoe.integrations.peft import use_lora_experts
 from sonicmoe.integrations.transformers import register
 
 _FIELDS = {field.name for field in dataclasses.fields(DistributedConfig)}
@@ -39,9 +45,49 @@ def two_ranks_equal_one(rank: int, name: str, folder: str, layout: str) -> None:
             folder, experts_implementation=implementation,
             distributed_config=DistributedConfig(**LAYOUTS[layout]), **options,
         )  # fmt: skip
+        if implementation == NAME:  # the weights of this rank
+            local = next(
+                m for m in loaded.modules() if hasattr(m, "down_proj")
+            ).down_proj.to_local()
+            for layer in report(loaded).layers:
+                assert (layer.runs, layer.problem, layer.expert_ranks) == ("sonicmoe", None, 2)
+                assert layer.experts * layer.hidden_size * layer.intermediate_size == local.numel()
         found = step(loaded)
         return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
 
     # Under token dispatch transformers scales the experts' gradients in its own way.
     want = parallel("grouped_mm") if layout == "dispatch" else step(with_backend(model, "eager"))
     close(parallel(NAME), want)
+
+
+def report_of_sharded_layers(rank: int, lora: bool) -> None:
+    """What a step passes to our experts is what the report says before it."""
+    register()
+    model: Any = with_backend(small("GptOss"), NAME)
+    layers = model.model.layers
+    if lora:
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_parameters=targets))
+        use_lora_experts(model)
+    mesh = init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    shards = {name: id(p) for name, p in model.named_parameters()}
+    found, calls, original = report(model).layers, [], adapter.experts
+    assert {name: id(p) for name, p in model.named_parameters()} == shards
+    adapter.experts = lambda *a, **k: calls.append((a, k)) or original(*a, **k)
+    try:
+        ids = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(rank))
+        model(input_ids=ids, labels=ids).loss.backward()
+    finally:
+        adapter.experts = original
+    assert len(found) == len(calls) == 2
+    for said, (arguments, options) in zip(found, calls, strict=True):
+        x, _, _, w1, w2, *_ = arguments
+        assert (said.runs, said.problem, said.expert_ranks) == ("sonicmoe", None, 1)
+        assert (said.experts, said.hidden_size, said.intermediate_size) == w2.shape
+        assert said.dtype == x.dtype == w1.dtype == torch.bfloat16
+        ranks = [options[n].a.shape[0] // 4 if options[n] else 0 for n in ("lora1", "lora2")]
+        assert list(said.lora_ranks) == ranks == [4 * lora] * 2

@@ -10,8 +10,10 @@ pytest.importorskip("transformers")
 import census
 from census import imported, sources
 from hf_models import NAME
+from torch import nn
 from transformers import PreTrainedModel
 
+from sonicmoe import report
 from sonicmoe.integrations import transformers as adapter
 
 
@@ -26,14 +28,27 @@ def test_agrees_with_eager_or_raises(expert, monkeypatch):
     calls, original = [], adapter.experts
     monkeypatch.setattr(adapter, "experts", lambda *a, **k: calls.append(a) or original(*a, **k))
     block = census.build(expert)
+    assert described(block, "eager").runs == "transformers' eager"
+    layer = described(block, NAME)
+    assert layer.runs == "sonicmoe"
     if census.gate(block) is None:  # a gate that we do not have; the table names it
         with pytest.raises(ValueError, match="Load this model with experts_implementation="):
             census.step(block, NAME)
+        assert "Load this model with experts_implementation=" in layer.problem
         return
     got, want = census.step(block, NAME), census.step(block, "eager")
-    assert len(calls) == 1 and all(t.any() for t in want.values())
+    (call,) = calls
+    assert all(t.any() for t in want.values())
+    assert (layer.experts, layer.hidden_size, layer.intermediate_size) == call[4].shape
     for name, difference in census.differences(got, want).items():
         assert difference < census.TOLERANCE, f"{name}: {difference:.1e}"
+
+
+def described(block, implementation: str):
+    """What the report says of experts in a block."""
+    block.config._experts_implementation = implementation
+    (layer,) = report(nn.ModuleDict({"experts": block})).layers
+    return layer
 
 
 def test_the_comparison_can_fail():
@@ -63,6 +78,35 @@ def test_without_the_interface_our_name_is_refused(module):
             ValueError, match=r"^experts_implementation: expected None .* Load this"
         ):
             adapter._check_interface(model)
+
+
+DEFAULTS = {"moe_num_experts": 2, "rope_theta": 1e4}  # the configuration of Dbrx has none
+SIZED = {
+    "dbrx": ("DbrxModel", {"n_layers": 1, "attn_config": DEFAULTS, "ffn_config": DEFAULTS}),
+    "doge": ("DogeModel", {"num_hidden_layers": 1, "is_moe": True}),
+    "jetmoe": ("JetMoeModel", {"num_hidden_layers": 1}),
+    "llama4": ("Llama4TextModel", {"num_hidden_layers": 1}),
+    "longcat_flash": ("LongcatFlashModel", {"num_layers": 1, "n_routed_experts": 2}),
+    "nllb_moe": ("NllbMoeEncoder", {"encoder_layers": 1, "encoder_sparse_step": 1}),
+    "step3p7": ("Step3p7TextModel", {"num_hidden_layers": 4, "layer_types": None}),
+    "switch_transformers": (
+        "SwitchTransformersStack",
+        {"num_layers": 2, "num_sparse_encoder_layers": 1},
+    ),
+    "vitpose_backbone": ("VitPoseBackbone", {"num_hidden_layers": 1, "num_experts": 2}),
+}
+
+
+@pytest.mark.parametrize("module", census.without_interface())
+def test_the_report_of_a_model_without_the_interface(module):
+    name, options = SIZED[census.family(module)]
+    kind = getattr(imported(module), name)
+    with torch.device("meta"):
+        model = kind(kind.config_class(**options))
+    layers = report(model).layers
+    assert {layer.runs for layer in layers} == {"transformers"}
+    assert all("computes its experts itself" in layer.why for layer in layers)
+    assert len(layers) == (2 if name == "JetMoeModel" else 1)  # its attention has experts too
 
 
 def test_no_other_family_is_refused():

@@ -53,14 +53,18 @@ def test_kernels_of_experts_of_transformers(monkeypatch, mixtral):
 
 
 def test_experts_that_were_replaced(mixtral):
-    """A `forward` of its own, or an activation that is not ours."""
+    """A `forward` of its own, or an activation that is not ours; but hooks of accelerate run it."""
+    hooks = pytest.importorskip("accelerate.hooks")
     mixtral.set_experts_implementation("sonicmoe_experts")
     first, second = (layer.mlp.experts for layer in mixtral.model.layers)
-    first.forward = lambda x, top_k_index, top_k_weights: x
+    hooks.add_hook_to_module(first, hooks.ModelHook())
     second.act_fn = nn.Softsign()
     one, other = report(mixtral).layers
-    assert one.runs == "transformers" and "computes its experts itself" in one.why
+    assert (one.runs, one.problem) == ("sonicmoe", None)
     assert "experts: expected an activation among" in other.problem
+    first.forward = lambda x, top_k_index, top_k_weights: x
+    (one, _) = report(mixtral).layers
+    assert one.runs == __name__ and f"its forward is now {__name__}.test_experts_that" in one.why
 
 
 def test_a_model_without_the_experts_interface():

@@ -148,8 +148,13 @@ MUTATIONS = [
         "tests/test_model_report.py -k kernels_are_those",
     ),
     Mutation(
+        "experts of gpt-oss are not seen", "watch.py",
+        '("top_k_index", "router_indices")', '("top_k_index",)',
+        "tests/test_watch.py -k GptOss",
+    ),
+    Mutation(
         "the report forgets FSDP2's dtype", "integrations/report.py",
-        "return module._get_fsdp_state()._mp_policy.param_dtype", "return None",
+        "state._mp_policy.param_dtype), p._module_info", "None), p._module_info",
         "tests/test_model_report.py -k fsdp",
     ),
 ]  # fmt: skip

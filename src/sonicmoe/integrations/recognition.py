@@ -1,4 +1,4 @@
-"""Which of our activations an experts module of transformers computes.
+"""Which experts of transformers we recognise, and which of our activations they compute.
 
 Found by evaluating the module's gate on a grid of numbers, not by its name: models override
 `_apply_gate`, and two with the same `hidden_act` may clamp differently.
@@ -15,6 +15,9 @@ from torch.nn import functional as F
 from ..enums import ActivationType
 from ..errors import bad_argument
 from ..reference.activation import activate, join_gate_up
+
+# Names of classes in transformers: experts, or a block with a router and experts.
+LOOKS_LIKE_MOE = r"\w*(?:Experts?|Mo[Ee]|Mo[Ee]MLP|Mo[Ee]Block|SparseMLP)"
 
 _REMEDY = "Load this model with experts_implementation='grouped_mm'."
 _FAR = 1e6  # beyond every limit that a gate may have

@@ -7,6 +7,7 @@ decide it in that call; the kernels are those of a dry run.
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +17,13 @@ from torch import nn
 from ..errors import bad_argument
 from ..extras import MissingExtra
 from ..layer.dry_run import dry_run
+from ..layer.fp8_kept import fsdp2_parameters
 from ..layer.lora import LowRank
 from ..layer.memory import KEEP, MemoryPolicy, in_words
 from ..layer.weights import ExpertWeights
 from ..moe import MoE
-from ..watch import layers_of, receives_ids
+from ..watch import ids_argument, layers_of
+from .recognition import LOOKS_LIKE_MOE
 
 __all__ = ["LayerReport", "Report", "report"]
 
@@ -130,7 +133,11 @@ def report(model: nn.Module) -> Report:
     Call it as the model is called: under the same `torch.autocast`, and under `torch.no_grad()` for
     inference. It runs no data and compiles nothing. `kernel_backend_moe` of a call is not known.
     """
-    found = tuple(_described(model)) if isinstance(model, nn.Module) else ()
+    if isinstance(model, nn.Module):
+        with _gathered_by_fsdp2(model):
+            found = tuple(_described(model))
+    else:
+        found = ()
     if not found:
         expected, got = "a model with MoE layers, ours or transformers'", type(model).__name__
         raise bad_argument("model", expected, got, "Pass the whole model.")
@@ -138,23 +145,39 @@ def report(model: nn.Module) -> Report:
 
 
 def _described(model: nn.Module) -> Iterator[LayerReport]:
-    wrappers = _outermost_wrappers(model)
+    wrappers, known = _outermost_wrappers(model), set[str]()
     for name, module in layers_of(model):
         about = LayerReport(name, type(module).__name__, "", "")
+        known.add(name)
         if isinstance(module, MoE):
-            yield _of_moe(about, model, module)
-        elif receives_ids(module):
+            yield _of_moe(about, module)
+        elif ids_argument(module):
             wrapper_name, wrapper = wrappers.get(id(module), (name, None))
-            yield _of_experts(replace(about, name=wrapper_name), model, module, wrapper)
+            yield _of_experts(replace(about, name=wrapper_name), module, wrapper)
         else:
             block = name.rpartition(".")[0]
-            parent = type(model.get_submodule(block)).__name__
-            why = f"{parent} computes its experts itself, without transformers' experts interface"
-            yield replace(about, name=block, module=parent, runs="transformers", why=why)
+            yield _of_others(replace(about, name=block), model.get_submodule(block))
+    for name, module in model.named_modules():
+        if re.fullmatch(LOOKS_LIKE_MOE, type(module).__name__) and not _belongs(name, known):
+            known.add(name)
+            yield _of_others(LayerReport(name, "", "", ""), module)
+
+
+def _belongs(name: str, layers: Iterable[str]) -> bool:
+    """Whether a module is in one of the layers, around it or beside it."""
+    block = f"{name.rpartition('.')[0]}.".lstrip(".")
+    return any(f"{name}.".startswith(f"{x}.") or f"{x}.".startswith(block) for x in layers)
+
+
+def _of_others(about: LayerReport, module: nn.Module) -> LayerReport:
+    kind = type(module)
+    why = f"{kind.__name__} computes its experts itself, without transformers' experts interface"
+    owner = kind.__module__.partition(".")[0]
+    return replace(about, module=kind.__name__, runs=owner, why=why)
 
 
 # --- ours -----------------------------------------------------------------------------------------
-def _of_moe(about: LayerReport, model: nn.Module, moe: MoE) -> LayerReport:
+def _of_moe(about: LayerReport, moe: MoE) -> LayerReport:
     about = replace(about, runs=OURS, why="the layer is a sonicmoe.MoE")
     about = replace(about, router=f"{moe.router_kind} ({type(moe.routing).__name__})")
     try:
@@ -165,21 +188,19 @@ def _of_moe(about: LayerReport, model: nn.Module, moe: MoE) -> LayerReport:
         return replace(about, problem=str(error))
     about = replace(about, expert_ranks=len(getattr(moe, "ranks", (0,))))
     about = replace(about, cache_fp8_weights=moe.cache_fp8_weights)
-    return _with_kernels(about, model, weights, moe.top_k, lora, moe.precision, moe.memory)
+    return _with_kernels(about, weights, moe.top_k, lora, moe.precision, moe.memory)
 
 
 def _with_kernels(
     about: LayerReport,
-    model: nn.Module,
     weights: ExpertWeights,
     k: int,
     lora: tuple[LowRank | None, LowRank | None],
     precision: str | None,
     memory: MemoryPolicy,
 ) -> LayerReport:
-    options: Any = {"lora": lora, "precision": precision, "memory": memory}
     try:
-        ran = dry_run(weights, k, dtype=_fsdp_dtype(model, about.name), **options)
+        ran = dry_run(weights, k, lora=lora, precision=precision, memory=memory)
     except (ValueError, ImportError) as error:  # Triton may be missing
         return replace(about, problem=str(error))
     experts, hidden, intermediate = weights.down.weight.shape
@@ -214,31 +235,54 @@ def _families(kernels: Iterable[Any]) -> list[str]:
     return sorted({name for m in modules for part, name in _FAMILIES.items() if part in m})
 
 
-def _fsdp_dtype(model: nn.Module, name: str) -> torch.dtype | None:
-    """The dtype in which FSDP2 gives a layer its weights and data; None: that of the weights."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return None
-    from torch.distributed.fsdp import FSDPModule
+@contextmanager
+def _gathered_by_fsdp2(model: nn.Module) -> Iterator[None]:
+    """Put in place of sharded parameters what a call is given: whole, in FSDP2's dtype; no data."""
+    held: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module in model.modules():
+            state = getattr(module, "_get_fsdp_state", lambda: None)()
+            for p in fsdp2_parameters(state):
+                gathered, info = _without_shards(p, state._mp_policy.param_dtype), p._module_info
+                shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+                for owner, name in ((info.module, info.param_name), *shared):
+                    held.append((owner, name, owner._parameters[name]))
+                    owner._parameters[name] = gathered
+        yield
+    finally:
+        for owner, name, parameter in reversed(held):
+            owner._parameters[name] = parameter
 
-    path = name.split(".") if name in dict(model.named_modules()) else []
-    for length in range(len(path), -1, -1):
-        module = model.get_submodule(".".join(path[:length]))
-        if isinstance(module, FSDPModule):
-            return module._get_fsdp_state()._mp_policy.param_dtype
-    return None
+
+def _without_shards(p: Any, dtype: torch.dtype | None) -> nn.Parameter:
+    """The parameter that FSDP2 gathers from an `FSDPParam`, as a fake tensor."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.tensor import DTensor
+
+    like = p.sharded_param
+    dtype = dtype if dtype and like.is_floating_point() else like.dtype
+    with FakeTensorMode():
+        t: torch.Tensor = torch.empty(p._orig_size, dtype=dtype, device=like.device)
+        if p.is_dtensor:  # spread over other ranks too; PyTorch 2.11 names it differently
+            spec = getattr(p, "_unsharded_dtensor_spec", None) or p._tp_spec
+            t = DTensor.from_local(t, spec.mesh, spec.placements, run_check=False)
+    return nn.Parameter(t, requires_grad=like.requires_grad)
 
 
 # --- transformers and PEFT ------------------------------------------------------------------------
-def _of_experts(about: LayerReport, model: nn.Module, module: Any, wrapper: Any) -> LayerReport:
+def _of_experts(about: LayerReport, module: Any, wrapper: Any) -> LayerReport:
     """Of experts of transformers; `wrapper` is the outermost one of PEFT's around them."""
     try:
         from . import transformers as adapter
     except MissingExtra as error:
         return replace(about, runs="transformers", why=str(error))
     name, function = adapter.implementation_of(module)
+    if name is None and "forward" in vars(module):
+        forward = module.forward
+        where = f"{forward.__module__}.{getattr(forward, '__qualname__', repr(forward))}"
+        return replace(about, runs=where.partition(".")[0], why=f"its forward is now {where}")
     if name is None:
-        why = f"{about.module} computes its experts itself, without transformers' experts interface"
-        return replace(about, runs="transformers", why=why)
+        return _of_others(about, module)
     set_to = f"experts_implementation={name!r}"
     if not adapter.calls_ours(function):
         of = (
@@ -259,7 +303,7 @@ def _of_experts(about: LayerReport, model: nn.Module, module: Any, wrapper: Any)
     about = replace(about, cache_fp8_weights=cached, expert_ranks=_expert_ranks(module))
     k = getattr(module.config, "num_experts_per_tok", None)
     return _with_kernels(
-        about, model, weights, k if isinstance(k, int) else 1, lora, precision, memory or KEEP
+        about, weights, k if isinstance(k, int) else 1, lora, precision, memory or KEEP
     )
 
 

@@ -23,7 +23,7 @@ from ..layer.operands import kind_of
 from ..layer.weights import ExpertWeights, Projection
 from ..packed import PackedWeight
 from .packed_parameter import is_packed, packed_of, weight_of
-from .recognition import activation_of, gate_up_of
+from .recognition import LOOKS_LIKE_MOE, activation_of, gate_up_of
 
 try:
     from transformers import PreTrainedModel
@@ -234,14 +234,23 @@ def implementation_of(module: Any) -> tuple[str | None, Any]:
     The function is None for the module's own loop; the name is None if the class of the module does
     not use transformers' experts interface, or its `forward` was replaced.
     """
-    forward = type(module).forward
-    cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
-    interface = next((c.cell_contents for name, c in cells if name == "experts_interface"), None)
-    if interface is not ALL_EXPERTS_FUNCTIONS or "forward" in vars(module):
+    forward = vars(module).get("forward")
+    if getattr(forward, "__module__", "").startswith("transformers."):  # its expert parallelism
+        forward = None
+    # accelerate and compressed-tensors wrap `forward` in hooks.
+    forward = inspect.unwrap(forward or type(module).forward, stop=_calls_interface)
+    if not _calls_interface(forward):
         return None, None
-    assert interface is not None
     name = module.config._experts_implementation
-    return name or "eager", interface.get(name)
+    return name or "eager", ALL_EXPERTS_FUNCTIONS.get(name)
+
+
+def _calls_interface(forward: Any) -> bool:
+    names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(forward, "__closure__", None) or (), strict=True))
+    return "experts_interface" in cells and (
+        cells["experts_interface"].cell_contents is ALL_EXPERTS_FUNCTIONS
+    )
 
 
 # --- models without the interface -----------------------------------------------------------------
@@ -306,5 +315,4 @@ def _source(module) -> str:
 
 def _own_experts(source: str) -> list[str]:
     """The names of classes in the source of a model that look like experts or an MoE block."""
-    ends = "Experts?|Mo[Ee]|Mo[Ee]MLP|Mo[Ee]Block|SparseMLP"
-    return re.findall(rf"^class (\w*(?:{ends}))\(nn\.Module\w*\):", source, re.MULTILINE)
+    return re.findall(rf"^class ({LOOKS_LIKE_MOE})\(nn\.Module\w*\):", source, re.MULTILINE)

@@ -35,23 +35,18 @@ def dry_run(
     weights: ExpertWeights,
     k: int,
     *,
-    dtype: torch.dtype | None = None,
     lora: tuple[LowRank | None, LowRank | None] = (None, None),
     precision: str | None = None,
     memory: MemoryPolicy = KEEP,
 ) -> DryRun:
     """A training step of `experts` where gradients are enabled, else a forward pass.
 
-    `dtype` of the data and weights, if it is not that of the weights. Raises the ValueError that a
-    call would raise.
+    Raises the ValueError that a call would raise.
     """
     given, w = weights, weights.up.weight
-    dtype = dtype or w.dtype
-    x = _one_number((TOKENS, w.shape[2]), dtype, w.device, torch.is_grad_enabled())
-    cast = None if dtype == w.dtype else dtype
+    x = _one_number((TOKENS, w.shape[2]), w.dtype, w.device, torch.is_grad_enabled())
     weights = weights._replace(
-        up=_without_data(weights.up, cast, any(lora)),
-        down=_without_data(weights.down, cast, any(lora)),
+        up=_without_data(weights.up, any(lora)), down=_without_data(weights.down, any(lora))
     )
     x, weights, backend = prepare.check(x, weights, lora, precision, None)
     if backend != "triton":
@@ -111,11 +106,11 @@ def _one_number(shape, dtype, device, requires_grad: bool) -> torch.Tensor:
     return t.requires_grad_() if requires_grad and dtype.is_floating_point else t
 
 
-def _without_data(w: Projection, dtype: torch.dtype | None, has_adapter: bool) -> Projection:
+def _without_data(w: Projection, has_adapter: bool) -> Projection:
     def like(t):
         if not isinstance(t, torch.Tensor):  # None, or packed: `check` reads no values
             return t
-        one = torch.empty((), dtype=dtype or t.dtype, device=t.device)
+        one = torch.empty((), dtype=t.dtype, device=t.device)
         if has_adapter:  # `check` casts these, which must not fill them
             (one,) = prepare.autocast(one)
         return _one_number(t.shape, one.dtype, t.device, t.requires_grad)

@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,15 +203,20 @@ def is_gathered_by_fsdp2(owner: torch.Tensor) -> bool:
     from torch.distributed._composable_state import _module_state_mapping
 
     for state in [state() for state in _module_state_mapping.values()]:
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # one group, before PyTorch 2.13
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            for p in () if group is None else group.fsdp_params:
-                gathered = getattr(p, "_unsharded_param", None)
-                if owner is gathered or owner is getattr(gathered, "_local_tensor", None):
-                    return True
+        for p in fsdp2_parameters(state):
+            gathered = getattr(p, "_unsharded_param", None)
+            if owner is gathered or owner is getattr(gathered, "_local_tensor", None):
+                return True
     return False
+
+
+def fsdp2_parameters(state: Any) -> Iterator[Any]:
+    """The `FSDPParam`s of a module's state; none of other states."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # one group, before PyTorch 2.13
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        yield from () if group is None else group.fsdp_params
 
 
 def is_capturing(w: torch.Tensor) -> bool:
