@@ -29,8 +29,7 @@ class ForFp8(NamedTuple):
 
 
 class PackedWeight:
-    """A packed weight of all experts: a frozen dataclass of tensors, of `transposed` and of `fp8`,
-    which `for_fp8` fills in.
+    """A packed weight of all experts: a frozen dataclass of tensors and of `transposed`.
 
     `transposed`: packed along N, in the order (E, K, N); the tensors then have the shapes that the
     format gives to (E, K, N).
@@ -38,7 +37,6 @@ class PackedWeight:
 
     shape: torch.Size  # (E, N, K), as the GEMM sees it
     transposed: bool
-    fp8: ForFp8 | None
 
     def stored(self) -> Packed:
         """As operators take it."""
@@ -69,27 +67,25 @@ class PackedWeight:
     @property
     def mT(self) -> Self:
         """The same memory as a weight (E, K, N)."""
-        return replace(self, transposed=not self.transposed, fp8=None)  # type: ignore
+        return replace(self, transposed=not self.transposed)  # type: ignore[type-var]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of the format."""
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
-                yield field.name, value
-            elif isinstance(value, tuple) and not isinstance(value, torch.Size):
-                for name, t in zip(getattr(value, "_fields", ()), value, strict=False):
-                    if isinstance(t, torch.Tensor):
-                        yield name, t
+            parts = value._asdict() if isinstance(value, NestedAbsmax) else {field.name: value}
+            yield from ((n, t) for n, t in parts.items() if isinstance(t, torch.Tensor))
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """A weight of what a function makes of each tensor."""
+        return replace(
+            self, **{f.name: _each(getattr(self, f.name), function) for f in fields(self)}
+        )  # type: ignore
 
     def to(self, device: torch.device | str) -> Self:
         """The same weight on another device."""
-
-        def move(t: torch.Tensor) -> torch.Tensor:
-            return t.to(device)
-
-        moved = {f.name: _each(getattr(self, f.name), move) for f in fields(self)}  # type: ignore
-        return replace(self, **moved)  # type: ignore
+        moved, scales = self.map(lambda t: t.to(device)), self.fp8
+        return moved if scales is None else moved._with(ForFp8(*(t.to(device) for t in scales)))
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The weight (E, N, K), computed by plain PyTorch."""
@@ -101,13 +97,32 @@ class PackedWeight:
         """The same weight with the scales and norms that `precision="fp8"` needs.
 
         Call it once, on the device of the layer. Without them every call computes them, which
-        decodes the weight to bf16.
+        decodes the weight to bf16. A change of the weight drops them, unless it is made through
+        `.data` of a tensor, which PyTorch does not count.
         """
         self._warn_if_wide()
         packed = self.stored()
         backend = resolve_backend(None, packed.codes)
-        found = scales_and_norms(packed, backend)
-        return replace(self, fp8=ForFp8(*found))  # type: ignore
+        return self._with(ForFp8(*scales_and_norms(packed, backend)))
+
+    @property
+    def fp8(self) -> ForFp8 | None:
+        """What `for_fp8` computed; None after a change of the weight."""
+        scales, versions = vars(self).get("_fp8", (None, None))
+        return scales if versions == self._versions() else None
+
+    def _with(self, scales: ForFp8) -> Self:
+        made = replace(self)  # type: ignore[type-var]
+        object.__setattr__(made, "_fp8", (scales, made._versions()))
+        return made
+
+    def _versions(self) -> list[int]:
+        """PyTorch's count of changes of each tensor; those of inference mode have none."""
+        return [0 if t.is_inference() else t._version for _, t in self.tensors()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tensors of a copy or file count their changes anew.
+        return {name: value for name, value in vars(self).items() if name != "_fp8"}
 
     def _warn_if_wide(self) -> None:
         """Warn if e4m3 cannot hold a weight for which it should be exact."""
@@ -140,7 +155,6 @@ class Mxfp4(PackedWeight):
     blocks: torch.Tensor
     scales: torch.Tensor
     transposed: bool = False
-    fp8: ForFp8 | None = None
 
     def __post_init__(self) -> None:
         _check_tensor("blocks", self.blocks, (torch.uint8,), "(E, N, K/32, 16)")
@@ -205,7 +219,6 @@ class Nf4(PackedWeight):
     code: torch.Tensor
     nested: NestedAbsmax | None = None
     transposed: bool = False
-    fp8: ForFp8 | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) != 3 or not all(isinstance(size, int) for size in self.shape):
@@ -258,7 +271,7 @@ class Nf4(PackedWeight):
     @property
     def mT(self) -> "Nf4":
         experts, n, k = self.shape
-        return replace(self, shape=(experts, k, n), transposed=not self.transposed, fp8=None)
+        return replace(self, shape=(experts, k, n), transposed=not self.transposed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +285,6 @@ class Fp8Blocks(PackedWeight):
     weight: torch.Tensor
     scale_inv: torch.Tensor
     transposed: bool = False
-    fp8: ForFp8 | None = None
 
     def __post_init__(self) -> None:
         _check_tensor("weight", self.weight, (E4M3,), "(E, N, K)")
@@ -302,7 +314,6 @@ class Int4(PackedWeight):
     packed: torch.Tensor
     scale: torch.Tensor
     transposed: bool = False
-    fp8: ForFp8 | None = None
 
     def __post_init__(self) -> None:
         _check_tensor("packed", self.packed, (torch.int32,), "(E, N, K/8)")
@@ -365,8 +376,8 @@ def _each(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The value of a field after a function of its tensors."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, NestedAbsmax | ForFp8):
-        return type(value)(*[_each(part, function) for part in value])
+    if isinstance(value, NestedAbsmax):
+        return NestedAbsmax(*[_each(part, function) for part in value])
     return value
 
 

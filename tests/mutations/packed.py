@@ -3,6 +3,9 @@
 from mutations.mutation import Mutation
 
 INTERPRETED = "tests/packed/test_packed_interpreted.py"
+PARAMETER = "tests/packed/test_packed_parameter.py"
+LOADING = "tests/integrations/test_packed_loading.py"
+QUANTIZERS, PACKED_PARAMETER = "integrations/quantizers.py", "integrations/packed_parameter.py"
 MUTATIONS = [
     Mutation(
         "the low nibble of NF4 is the even weight", "kernels/packed.py",
@@ -68,5 +71,48 @@ MUTATIONS = [
     Mutation(
         "MXFP4 whose exponents span 15 counts as exact", "packed.py",
         "_MXFP4_SPAN = 14", "_MXFP4_SPAN = 15", "tests/packed/test_packed_experts.py -k wide",
+    ),
+    Mutation(
+        "`.mT` keeps the scales for FP8", "packed.py",
+        "transposed=not self.transposed)  # type: ignore[type-var]",
+        "transposed=not self.transposed)._with(self.fp8)", f"{PARAMETER} -k transpose",
+    ),
+    Mutation(
+        "`.mT` of NF4 keeps the scales for FP8", "packed.py",
+        "shape=(experts, k, n), transposed=not self.transposed)",
+        "shape=(experts, k, n), transposed=not self.transposed)._with(self.fp8)",
+        f"{PARAMETER} -k transpose",
+    ),
+    Mutation(
+        "`.to` drops the scales for FP8", "packed.py",
+        "return moved if scales is None else", "return moved if True else",
+        f"{PARAMETER} -k transpose",
+    ),
+    Mutation(
+        "scales for FP8 outlive a change of the weight", "packed.py",
+        "return scales if versions == self._versions() else None", "return scales",
+        f"{PARAMETER} -k go_when",
+    ),
+    Mutation(
+        "a copy into a packed weight is not counted", PACKED_PARAMETER,
+        "    torch.autograd.graph.increment_version(into.values())", "    pass",
+        f"{PARAMETER} -k go_when",
+    ),
+    Mutation(
+        "scales for FP8 are copied with their count of changes", "packed.py",
+        'if name != "_fp8"}', 'if name != ""}', f"{PARAMETER} -k go_when",
+    ),
+    Mutation(
+        "the norms of the first part of a weight for all parts", "packed.py",
+        "torch.cat(norms)", "torch.cat(norms[:1] * len(norms))",
+        "tests/packed/test_packed_experts.py -k in_parts",
+    ),
+    Mutation(
+        "views of a packed parameter can be written", PACKED_PARAMETER,
+        "if function.is_view else out", "if False else out", f"{PARAMETER} -k writes",
+    ),
+    Mutation(
+        "`dequantize_experts` unties", PACKED_PARAMETER,
+        "if place not in made:", "if True:", f"{PARAMETER} -k tied",
     ),
 ]  # fmt: skip

@@ -71,7 +71,7 @@ def test_autograd_keeps_packed_tensors_alone(precision, memory):
     x, scores = torch.randn(6, 64).bfloat16().requires_grad_(), torch.rand(6, 2)
     ids = torch.tensor([[0, 1], [1, 2], [3, 0]] * 2)
     options = {"precision": precision, "memory": memory}
-    owned = [t for w in packed for _, t in w.tensors()]
+    owned = [t for w in packed for t in (*dict(w.tensors()).values(), *w.fp8)]
     for weights in (packed, dense):
         step = partial(experts, x, ids, scores, *weights, **options)
         sizes = {w.numel() for w in dense}
@@ -160,3 +160,13 @@ def test_scales_that_were_computed_before():
     kept = {name: given[name].for_fp8() for name in ("w1", "w2")}
     assert kept["w1"].fp8.scale.shape == (4,) and kept["w2"].fp8.norm.shape == (4, 32)
     assert torch.equal(experts(**given | kept, precision="fp8"), found)
+
+
+def test_scales_of_a_weight_in_parts(monkeypatch):
+    """The same scales and norms, decoded an expert at a time."""
+    w = random_packed("nf4", (3, 64, 96))
+    want = w.for_fp8().fp8
+    monkeypatch.setattr("sonicmoe.tensors.DECODED_BYTES", 1)
+    found = w.for_fp8().fp8
+    assert not torch.equal(want.norm[0], want.norm[1])
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))

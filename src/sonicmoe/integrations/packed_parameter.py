@@ -4,8 +4,9 @@
 is what our adapters read; `dequantize_experts` goes back to dense parameters.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+import copy
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -25,7 +26,66 @@ _SAME = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._
 _REMEDY = "Make them dense first: sonicmoe.integrations.packed_parameter.dequantize_experts(model)."
 
 
-class PackedParameter(torch.Tensor):
+class ReadOnly(torch.Tensor):
+    """A tensor that is read as `dequantize()` is, and raises when it is written.
+
+    Views of a packed parameter, such as `p[0]`, are `ReadOnly`: what is written to the memory of
+    decoded values would be lost. All other results are plain tensors.
+    """
+
+    dense: torch.Tensor
+    # Results are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, dense: torch.Tensor) -> Any:
+        if type(dense) is not torch.Tensor:  # a fake one, which torch.compile traces
+            return dense
+        made = torch.Tensor._make_subclass(cls, dense)
+        made.dense = dense
+        return made
+
+    def dequantize(self) -> torch.Tensor:
+        """The values."""
+        return self.dense
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.dense)
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return copy.deepcopy(self.dense, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.is_view and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # a view is as normal as its base
+                return function(*args, **kwargs)
+        if function in _SAME and isinstance(args[0], PackedParameter):
+            return args[0]._changed(function, kwargs)
+        if function is _aten.copy_.default and all(isinstance(a, PackedParameter) for a in args):
+            return _copied(*args)
+        parameters = function._schema.arguments
+        of = dict(zip((a.name for a in parameters), args, strict=False)) | kwargs
+        written = pytree.tree_leaves([of.get(a.name) for a in parameters if a.is_write])
+        if any(isinstance(leaf, ReadOnly) for leaf in written):
+            name = function._schema.name.removeprefix("aten::")
+            expected = "a dense parameter where its values are written"
+            raise bad_argument("weight", expected, f"{name} on packed experts", _REMEDY)
+        if any(issubclass(kind, PackedParameter) for kind in types):
+            say_once(
+                "an operation of PyTorch reads packed experts, which dequantizes them in every"
+                " call. With PEFT, call use_lora_experts(model)"
+            )
+        dense = pytree.tree_map_only(ReadOnly, lambda t: t.dequantize(), (args, kwargs))
+        out = function(*dense[0], **dense[1])
+        return pytree.tree_map_only(torch.Tensor, ReadOnly, out) if function.is_view else out
+
+
+class PackedParameter(ReadOnly):
     """A packed weight with the shape and dtype of the dense parameter in whose place it is.
 
     `packed` is the weight as the GEMM sees it; `swapped` if the dense parameter is its transpose,
@@ -34,8 +94,7 @@ class PackedParameter(torch.Tensor):
 
     packed: PackedWeight
     swapped: bool
-    # Results are plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __deepcopy__, __reduce_ex__ = torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__
 
     @staticmethod
     def __new__(cls, packed: PackedWeight, dtype: torch.dtype, swapped: bool = False) -> Any:
@@ -57,10 +116,16 @@ class PackedParameter(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, PackedParameter):  # PyTorch would keep the packed values
-            expected = "packed experts where packed experts are replaced"
-            raise bad_argument("data", expected, type(value).__name__, _REMEDY)
-        self.packed = value.packed
+        if not isinstance(value, PackedParameter) or value.shape != self.shape:
+            expected = f"packed experts {tuple(self.shape)} in the place of packed experts"
+            got = f"{type(value).__name__} {tuple(value.shape)}"
+            raise bad_argument("data", expected, got, _REMEDY)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.packed, self.swapped = value.packed, value.swapped
+
+    def share_memory_(self) -> "PackedParameter":
+        self.packed.map(torch.Tensor.share_memory_)
+        return self
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind, dtype = type(self.packed).__name__, str(self.dtype).removeprefix("torch.")
@@ -79,92 +144,46 @@ class PackedParameter(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict, context: Any, size: Any, stride: Any) -> Any:
         kind, rest, dtype, swapped = context
-        return PackedParameter(_assembled(kind, rest, inner), dtype, swapped)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function in _SAME and isinstance(args[0], cls):
-            return args[0]._changed(function, kwargs)
-        if function is _aten.copy_.default and all(isinstance(a, cls) for a in args[:2]):
-            return _copied(*args[:2])
-        written = [a.name for a in function._schema.arguments if a.alias_info and a.is_write]
-        of = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
-        if any(isinstance(leaf, cls) for name in written for leaf in pytree.tree_leaves(of[name])):
-            name = function._schema.name.removeprefix("aten::")
-            expected = "a dense parameter where its values are written"
-            raise bad_argument("weight", expected, f"{name} on packed experts", _REMEDY)
-        say_once(
-            "an operation of PyTorch reads packed experts, which dequantizes them in every call."
-            " With PEFT, call use_lora_experts(model)"
-        )
-        dense = pytree.tree_map_only(cls, lambda p: p.dequantize(), (args, kwargs))
-        return function(*dense[0], **dense[1])
+        given = {name.removeprefix("packed_"): t for name, t in inner.items()}
+        nested = [given.pop(name) for name in NestedAbsmax._fields if name in given]
+        more = {"nested": NestedAbsmax(*nested)} if nested else {}
+        return PackedParameter(kind(**given, **more, **dict(rest)), dtype, swapped)
 
     def _changed(self, function: Any, kwargs: dict[str, Any]) -> "PackedParameter":
-        """For operations that keep the values: a copy, another device, another dtype."""
+        """For operations that keep the values: an alias, a copy, another device, another dtype."""
         packed, device = self.packed, kwargs.get("device")
-        if function is _aten.clone.default:
-            packed = _mapped(packed, torch.clone)
-        elif device is not None and torch.device(device) != packed.device:
+        if device is not None and torch.device(device) != packed.device:
             packed = packed.to(device)
+        elif function in (_aten.clone.default, _aten._to_copy.default):
+            packed = packed.map(torch.clone)
         return PackedParameter(packed, kwargs.get("dtype") or self.dtype, self.swapped)
 
 
 def _tensors(packed: PackedWeight) -> dict[str, torch.Tensor]:
-    """Every tensor of a packed weight by a name of its own."""
-    found: dict[str, torch.Tensor] = {}
-    for field in fields(packed):  # type: ignore[arg-type]
-        value, name = getattr(packed, field.name), f"packed_{field.name}"
-        parts = {f"{name}_{n}": t for n, t in value._asdict().items()} if _named(value) else {}
-        found |= {n: t for n, t in {name: value, **parts}.items() if isinstance(t, torch.Tensor)}
-    return found
+    """Every tensor of a packed weight by a name that no tensor of PyTorch has."""
+    return {f"packed_{name}": t for name, t in packed.tensors()}
 
 
 def _rest(packed: PackedWeight) -> tuple[type, tuple]:
     """What is no tensor: values that can be compared."""
-    rest: list[tuple[str, Any, Any]] = []
-    for field in fields(packed):  # type: ignore[arg-type]
-        value = getattr(packed, field.name)
-        if _named(value):
-            options = [None if isinstance(t, torch.Tensor) else t for t in value]
-            rest.append((field.name, type(value), tuple(options)))
-        elif not isinstance(value, torch.Tensor):
-            rest.append((field.name, None, value))
-    return type(packed), tuple(rest)
-
-
-def _assembled(kind: Any, rest: tuple, tensors: dict[str, torch.Tensor]) -> PackedWeight:
-    """The weight that `_rest` and `_tensors` describe."""
-    names = {field.name for field in fields(kind)}
-    given = {n: tensors[f"packed_{n}"] for n in names if f"packed_{n}" in tensors}
-    for name, of, value in rest:
-        if of is not None:
-            parts = zip(of._fields, value, strict=True)
-            value = of(*[tensors.get(f"packed_{name}_{n}", option) for n, option in parts])
-        given[name] = value
-    return kind(**given)
-
-
-def _named(value: Any) -> bool:
-    return hasattr(value, "_fields")
-
-
-def _mapped(packed: PackedWeight, function: Callable) -> PackedWeight:
-    return _assembled(*_rest(packed), {n: function(t) for n, t in _tensors(packed).items()})
+    values = [(f.name, getattr(packed, f.name)) for f in fields(packed)]  # type: ignore[arg-type]
+    tensors = torch.Tensor | NestedAbsmax
+    return type(packed), tuple((n, v) for n, v in values if not isinstance(v, tensors))
 
 
 def _copied(destination: PackedParameter, source: PackedParameter) -> PackedParameter:
     """Copy a packed weight into another of the same format, as `load_state_dict` does."""
-    ours, theirs = (replace(p.packed, fp8=None) for p in (destination, source))  # type: ignore
-    into, values = _tensors(ours), _tensors(theirs)
-    same = type(ours) is type(theirs) and into.keys() == values.keys()
-    if not same or any(t.shape != values[name].shape for name, t in into.items()):
+    into, values = _tensors(destination.packed), _tensors(source.packed)
+    forms = [
+        (p.swapped, _rest(p.packed), {n: (t.shape, t.dtype) for n, t in tensors.items()})
+        for p, tensors in ((destination, into), (source, values))
+    ]
+    if forms[0] != forms[1]:
         got = f"{source!r} for {destination!r}"
         raise bad_argument("weight", "packed experts of the same format and sizes", got, _REMEDY)
     for name, t in into.items():
         t.copy_(values[name])
-    destination.packed = ours  # scales for FP8 are computed again
+    torch.autograd.graph.increment_version(into.values())  # below autograd, PyTorch does not
     return destination
 
 
@@ -256,25 +275,26 @@ def dequantize_experts(model: nn.Module) -> int:
     Then adapters can be merged, and the model trained or saved as a dense one. Other quantized
     layers stay as they are, and the model's configuration says so.
     """
-    found = [
-        (module, name)
-        for module in model.modules()
-        for name in _weight_names(module)
-        if packed_of(module, name) is not None
-    ]
-    for module, name in found:
-        packed = packed_of(module, name)
-        assert packed is not None
-        dense = nn.Parameter(packed.dequantize(), requires_grad=False)
-        if parametrize.is_parametrized(module, name):
-            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-        delattr(module, name)
-        module.register_parameter(name, dense)
+    found, made = 0, dict[Any, nn.Parameter]()  # by the place of the codes: ties are kept
+    for module in model.modules():
+        for name in list(_weight_names(module)):
+            if (packed := packed_of(module, name)) is None:
+                continue
+            codes = next(packed.packed.tensors())[1]
+            place = codes.untyped_storage()._cdata, codes.storage_offset(), packed.shape
+            if place not in made:
+                made[place] = nn.Parameter(packed.dequantize(), requires_grad=False)
+            del packed, codes  # before the next one is dequantized
+            if parametrize.is_parametrized(module, name):
+                parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+            delattr(module, name)
+            module.register_parameter(name, made[place])
+            found += 1
     for part in model.modules():
         quantizer: Any = vars(part).get("hf_quantizer")  # not what a PeftModel finds in its model
         if found and hasattr(quantizer, "leave_out_experts"):
             quantizer.leave_out_experts(part)
-    return len(found)
+    return found
 
 
 def _weight_names(module: nn.Module) -> Iterator[str]:
