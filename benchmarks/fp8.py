@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from research import fp8
+from research import fp8, results
+from research.arguments import finish, keep
+from research.bench import Options
 from research.fp8_candidates import CANDIDATES
+from research.timing import is_cuda
 
-from sonicmoe.bench import cli, results
-from sonicmoe.bench.cases import Case, find_case
-from sonicmoe.bench.run import Options
-from sonicmoe.bench.timing import is_cuda
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import bad_argument
+from sonicmoe.tools.cases import Case, find_case
 from sonicmoe.validation import check_writable
 
 CASES = ("7b-fine", "olmoe", "30b-fine", "120b", "qwen3-next")
@@ -113,12 +113,12 @@ def main(argv: Sequence[str]) -> int:
     failures = []
     for case in cases:
         found = fp8.bench_case(case, names, options, args.rounds, args.seconds)
-        cli.keep([origin | record for record in found], args)
+        keep([origin | record for record in found], args)
         print(fp8.fp8_table({case.name: found}), flush=True)
         failures += [
             f"{case.name}: {r['candidate']}: {r['failed']}" for r in found if "failed" in r
         ]
-    return cli.finish(failures)
+    return finish(failures)
 
 
 if __name__ == "__main__":

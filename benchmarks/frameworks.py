@@ -12,9 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from research import frameworks
-
-from sonicmoe.bench import results
+from research import frameworks, results
 
 
 def parse_args() -> argparse.Namespace:

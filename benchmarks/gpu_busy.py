@@ -19,10 +19,16 @@ import time
 from typing import Any
 
 import torch
-from before_after import LARGE
 
 STEPS, WARMUP = 6, 12  # training steps of a round, and before the first round
-LAYERS = {**LARGE, "short": (2048, 2048, 1024, 64, 8)}
+LAYERS = {
+    "7b-fine": (24576, 1536, 256, 128, 8),
+    "olmoe": (32768, 2048, 1024, 64, 8),
+    "30b-fine": (32768, 4096, 256, 256, 16),
+    "120b": (32768, 4096, 1024, 128, 8),
+    "qwen3-next": (32768, 2048, 512, 512, 10),
+    "short": (2048, 2048, 1024, 64, 8),
+}
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "kept": {"precision": "fp8", "cache_fp8_weights": True},

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from research import records
+from research.dense import dense
+from research.timing import interleaved
 
 from sonicmoe import MoE, graphed
-from sonicmoe.bench.dense import dense
-from sonicmoe.bench.timing import interleaved
 from sonicmoe.shapes import Problem
 
 LAYERS = ("2048,2048,1024,64,8", "512,2048,768,128,8", "24576,1536,256,128,8")

@@ -1,7 +1,7 @@
 """Times one layer beside other implementations, or measures the energy of its GEMMs.
 
 python benchmarks/layer.py --case olmoe --peers grouped_mm --sonicmoe-path FOLDER
-python benchmarks/layer.py --case olmoe --energy --label energy
+python benchmarks/layer.py --case olmoe --instead energy --label energy
 """
 
 import argparse
@@ -10,21 +10,22 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from research import layer, peers, published
+from research import arguments, layer, peers, published, results
+from research.arguments import check_apart_from_times, finish, measure_cases
+from research.bench import bench_case
 from research.energy import Board
 
-from sonicmoe.bench import cli, results
-from sonicmoe.bench.run import bench_case
 from sonicmoe.errors import bad_argument
+from sonicmoe.tools.commands import add_device, add_selection
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cli.add_selection(parser)
-    cli.add_device(parser)
-    cli.add_results(parser, default=results.RESULTS)
+    add_selection(parser)
+    add_device(parser)
+    arguments.add_results(parser)
     parser.add_argument(
         "--peers",
         nargs="*",
@@ -37,7 +38,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         help=f"the published sonic-moe, run in its own process. To build it: {published.BUILD}",
     )
     parser.add_argument(
-        "--energy", action="store_true", help="power and energy of each GEMM instead of times"
+        "--instead",
+        choices=("energy", *layer.FIGURES),
+        help="power and energy of each GEMM, host time of a small layer, the first call with empty"
+        " caches, or a training step checkpointed, frozen, compiled and so on; not times",
     )
     return parser.parse_args(argv)
 
@@ -49,17 +53,20 @@ def main(argv: Sequence[str]) -> int:
         if name not in peers.PEERS:
             known = ", ".join(peers.PEERS)
             raise bad_argument("--peers", f"names of {known}", name, "Leave it out.")
-    options = cli.options_of(args, check=not args.no_verify, kernels=args.kernels)
+    options = arguments.options(args)
     command = shlex.join(["python", "benchmarks/layer.py", *argv])
     origin = results.provenance(args.device, command, args.commit)
-    if args.energy:
-        cli.check_apart_from_times(args, "--energy", ("kernels", "peers", "sonicmoe_path"))
-        Board(args.device)  # fails now rather than after the first case
-        return cli.finish(cli.measure_cases(args, options, origin, layer.energy_case))
+    if args.instead:
+        check_apart_from_times(args, "--instead", ("kernels", "peers", "sonicmoe_path"))
+        if args.instead == "energy":
+            Board(args.device)  # fails now rather than after the first case
+            return finish(measure_cases(args, options, origin, layer.energy_case))
+        measure = functools.partial(layer.figures_case, args.instead)
+        return finish(measure_cases(args, options, origin, measure))
     if args.sonicmoe_path:
         published.find(args.sonicmoe_path)  # fails now rather than after the first case
     measure = functools.partial(bench_case, peers=layer.with_peers(names, args.sonicmoe_path))
-    return cli.finish(cli.measure_cases(args, options, origin, measure))
+    return finish(measure_cases(args, options, origin, measure))
 
 
 if __name__ == "__main__":

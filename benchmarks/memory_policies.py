@@ -10,13 +10,15 @@ in every call.
 import gc
 import statistics
 import sys
+from dataclasses import astuple
 
 import torch
-from before_after import LARGE
+from research import results
 
 from sonicmoe import MemoryPolicy, MoE
-from sonicmoe.bench import results
+from sonicmoe.tools.cases import find_case
 
+LAYERS = ("7b-fine", "olmoe", "30b-fine", "120b", "qwen3-next")
 POLICIES = {
     "keep": MemoryPolicy(),
     "fp8": MemoryPolicy("e4m3"),
@@ -86,7 +88,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("memory_policies.py needs a GPU")
     origin = results.provenance("cuda", "python benchmarks/memory_policies.py")
-    for name, sizes in LARGE.items():
+    for name in LAYERS:
+        sizes = astuple(find_case(name).problem)[:5]
         for precision in (None, "fp8"):
             found = measure(name, sizes, precision)
             found = [origin | {"kind": "memory policies"} | record for record in found]

@@ -7,10 +7,10 @@ import argparse
 import sys
 
 import torch
+from research.bench import Options, bench_case
 
-from sonicmoe.bench.cases import Case
-from sonicmoe.bench.run import Options, bench_case
 from sonicmoe.enums import ActivationType
+from sonicmoe.tools.cases import Case
 
 
 def parse_args() -> argparse.Namespace:

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import torch
+from research import results
 from research.rounding import ROUTINGS, Options, bench_rounding, parse_shape
 from research.rounding_sweep import run_sweep, sweep_shapes, sweep_table
-
-from sonicmoe.bench import results
 
 
 def parse_args() -> argparse.Namespace:

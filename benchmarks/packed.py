@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from packed_random import FORMATS, random_packed
 from research import records
+from research.timing import interleaved
 
 from sonicmoe import ActivationType, Fp8Weights, experts
-from sonicmoe.bench.timing import interleaved
 from sonicmoe.integrations.lora import LowRank
 
 WARMUP = 4  # steps before the first round

@@ -27,8 +27,7 @@ from research import packed_candidates as plain
 from research import packed_peers as peers
 from research import records
 from research.packed_layer import LAYERS, Layer, by_experts, errors, make_inputs, step
-
-from sonicmoe.bench.timing import interleaved
+from research.timing import interleaved
 
 STEPS, WARMUP = 3, 1  # of a round, and before the first round
 LIMIT = 0.03  # of the norm; bf16 errs by 0.005. Decoded to e4m3 it is 0.1.

@@ -9,9 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from research import chart, document, kept
+from research import chart, document, kept, results
 
-from sonicmoe.bench import results
 from sonicmoe.errors import bad_argument
 
 ROOT = Path(__file__).resolve().parents[1]

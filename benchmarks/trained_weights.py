@@ -5,20 +5,21 @@ python benchmarks/trained_weights.py runs/crop
 """
 
 import argparse
+import json
 import shlex
 import sys
 from pathlib import Path
 
 import torch
 
-from sonicmoe.bench import trained_weights
-from sonicmoe.bench.trained_weights import Expert
 from sonicmoe.errors import bad_argument
+from sonicmoe.tools import trained_weights
+from sonicmoe.tools.trained_weights import Expert
 from sonicmoe.train import checkpoint
 from sonicmoe.train.run import load_config
 
 LARGEST = 16  # neurons and channels that are kept in any case
-MOST_BYTES = 3_000_000
+MOST_BYTES = 300_000
 
 
 def crop(
@@ -63,6 +64,17 @@ def _chosen(sizes: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([largest, others[trained_weights.spread(len(others), count - LARGEST)]])
 
 
+def write(path: Path, experts: list[Expert], source: dict) -> None:
+    """`source` says where the weights come from."""
+    about = [
+        {"layer": e.layer, "expert": e.expert, "w1": list(e.w1.shape), "w2": list(e.w2.shape)}
+        for e in experts
+    ]
+    head = json.dumps({"source": source, "experts": about}).encode()
+    flat = torch.cat([t.to(torch.bfloat16).flatten() for e in experts for t in (e.x, e.w1, e.w2)])
+    path.write_bytes(head + b"\n" + bytes(flat.view(torch.uint8).tolist()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog=__doc__.split("\n", 2)[2],
@@ -70,7 +82,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("run", type=Path, help="folder of a run of `sonicmoe train`")
     parser.add_argument("--experts", type=int, default=3, help="default: %(default)s")
-    for name, most in (("neurons", 256), ("channels", 512)):
+    for name, most in (("neurons", 96), ("channels", 168)):
         parser.add_argument(
             f"--{name}", type=int, default=most, help="at most; default: %(default)s"
         )
@@ -96,7 +108,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "step": int(state["step"]),
     }
-    trained_weights.write(args.output, found, source)
+    write(args.output, found, source)
     for expert in found:
         print(f"layer {expert.layer}, expert {expert.expert}: largest norm over the median one:")
         for name, weight in (("W1", expert.w1), ("W2", expert.w2)):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from research import finetune, training, training_report
+from research.results import RESULTS, device_name, provenance, slug
 
-from sonicmoe.bench.results import RESULTS, device_name, provenance, slug
 from sonicmoe.train.compare import names
 from sonicmoe.train.config import parse_assignments
 from sonicmoe.train.run import default_cache

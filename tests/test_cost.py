@@ -4,12 +4,12 @@ import ast
 from pathlib import Path
 
 import pytest
+from research import results
 
-from sonicmoe.bench import results
-from sonicmoe.bench.cases import ROUTERS
 from sonicmoe.layer.memory import MemoryPolicy
 from sonicmoe.shapes import Problem
 from sonicmoe.tools import cost
+from sonicmoe.tools.cases import ROUTERS
 
 HAND = Problem(T=6, H=16, I=8, E=4, K=2)  # R = 12, N = 16
 PLAIN = Problem(T=6, H=16, I=8, E=4, K=2, gated=False)
@@ -137,6 +137,16 @@ def test_bytes_of_fp8_by_hand(precision, dw_in_fp8):
     up = next(s for s in cost.forward_stages(HAND, precision=precision, memory=MemoryPolicy("e4m3"))
               if s.name == "up")  # fmt: skip
     assert up.written == z + a
+
+
+def test_bytes_of_slices_by_hand():
+    """Each slice of Y and of dX reads A or dZ, and the combines their scores and indices, again."""
+    p, sliced = Problem(T=6, H=256, I=8, E=4, K=2), MemoryPolicy(slices=4)
+    again = {"down": 192, "combine": 48 + 48, "dX rows": 384, "dX combine": 48}
+    for stages in (cost.forward_stages, cost.backward_stages):
+        for whole, found in zip(stages(p), stages(p, memory=sliced), strict=True):
+            assert found.read == whole.read + 3 * again.get(whole.name, 0), whole.name
+            assert found.written == whole.written
 
 
 def stage(flops=0, read=0, written=0, fp8=False) -> cost.Stage:

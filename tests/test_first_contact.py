@@ -15,8 +15,7 @@ from test_package import in_fresh_python
 
 import sonicmoe
 from sonicmoe import cli, extras
-from sonicmoe.bench import run as bench_run
-from sonicmoe.tools import cost
+from sonicmoe.tools import cost, verify_run
 from sonicmoe.train import corpus, hardware, loop, parallel, run
 from sonicmoe.train.presets import PRESETS
 
@@ -58,7 +57,7 @@ def nothing_runs(monkeypatch):
     def started(*args, **kwargs):
         raise AssertionError("work started before the arguments were checked")
 
-    for module, name in ((corpus, "prepare"), (loop, "Trainer"), (bench_run, "make_inputs")):
+    for module, name in ((corpus, "prepare"), (loop, "Trainer"), (verify_run, "make_inputs")):
         monkeypatch.setattr(module, name, started)
 
 
@@ -68,11 +67,8 @@ TINY = ["--device", "cpu", "--shape", "64,32,16,4,2"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench", *TINY[2:], "--device", "gpu"], "--device: expected cpu or a GPU"),
-        (["bench", *TINY[2:], "--device", "mps"], "--device: expected cpu or a GPU"),
-        (["bench", *TINY, "--results", "FILE/x"], "--results: expected a folder"),
-        (["bench", *TINY, "--results", "/proc/x"], "--results: expected a folder that can be"),
-        (["bench", *TINY, "--routing", "uniform", "warm"], "--routing: expected one of"),
+        (["verify", *TINY[2:], "--device", "gpu"], "--device: expected cpu or a GPU"),
+        (["verify", *TINY[2:], "--device", "mps"], "--device: expected cpu or a GPU"),
         (["verify", *TINY, "--routing", "uniform", "warm"], "--routing: expected one of"),
         (["train", "--router", "nine"], "router: expected one of softmax_over_topk"),
         (["train", "--backend", "nine"], "backend: expected one of auto"),

@@ -4,15 +4,15 @@ import gc
 
 import pytest
 import torch
+from research.memory import saved_bytes
 
 from sonicmoe import MoE, moe_TC_softmax_topk_layer
-from sonicmoe.bench.candidates import ours
-from sonicmoe.bench.cases import ROUTERS, Case
-from sonicmoe.bench.inputs import make_inputs
-from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.enums import ActivationType
 from sonicmoe.layer.run import permute
 from sonicmoe.tools import cost
+from sonicmoe.tools.candidates import ours
+from sonicmoe.tools.cases import ROUTERS, Case
+from sonicmoe.tools.inputs import make_inputs
 
 # Granularities at the same K·I and E·I: H/I = 2, 4, 8.
 GRANULARITIES = ("96,64,32,4,2", "96,64,16,8,4", "96,64,8,16,8")

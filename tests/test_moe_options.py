@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from helpers import same_bits
+from research.memory import saved_bytes
 from torch.nn import functional as F
 
 from sonicmoe import ActivationType, Experts, MemoryPolicy, MoE
-from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.reference.activation import activate
 from sonicmoe.routing import Sigmoid
 

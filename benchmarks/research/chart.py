@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from sonicmoe.bench.candidates import OURS
-from sonicmoe.bench.results import Record
 from sonicmoe.extras import need
+from sonicmoe.tools.candidates import OURS
 
 from . import kept
 from .fp8 import KIND
 from .fp8_candidates import OURS_FP8
+from .results import Record
 
 _INK, _MUTED, _GRID = "#1f2430", "#6b7280", "#e5e7eb"
 _COLOURS = {

@@ -4,18 +4,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sonicmoe.bench.candidates import OURS
-from sonicmoe.bench.cases import HOST
-from sonicmoe.bench.dense import DENSE
-from sonicmoe.bench.host import CANDIDATES as HOST_ROWS
-from sonicmoe.bench.modes import MODES
-from sonicmoe.bench.results import Record
-from sonicmoe.bench.tables import table
+from sonicmoe.tools.candidates import OURS
+from sonicmoe.tools.tables import table
 from sonicmoe.train.progress import count
 
 from . import fp8, kept
+from .dense import DENSE
 from .finetune import BASE, ERRORS, TUNED
+from .host import CANDIDATES as HOST_ROWS
+from .host import HOST
+from .modes import MODES
 from .packed_tables import packed, packed_peers
+from .results import Record
 from .rounding_sweep import sweep_table
 from .section import Section, form
 from .step_tables import graphs, models, steps

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sonicmoe.bench.dense import dense_gemms
-from sonicmoe.bench.gemms import gemms
-from sonicmoe.bench.inputs import Inputs
 from sonicmoe.errors import bad_argument
+from sonicmoe.tools.gemms import gemms
+from sonicmoe.tools.inputs import Inputs
+
+from .dense import dense_gemms
 
 _LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
 _SM_CLOCK = 1
@@ -55,7 +56,7 @@ class Board:
             self.joules()
         except (OSError, AttributeError, RuntimeError, ValueError, AssertionError) as why:
             raise bad_argument(
-                "--energy", "an NVIDIA GPU whose driver counts energy (Volta and newer)",
+                "--instead energy", "an NVIDIA GPU whose driver counts energy (Volta and newer)",
                 f"{device}: {why}", "Leave it out.",
             ) from why  # fmt: skip
 

@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 
-from sonicmoe.bench.candidates import OURS, Candidate
-from sonicmoe.bench.cases import Case
-from sonicmoe.bench.dense import DENSE
-from sonicmoe.bench.inputs import Inputs, make_inputs
-from sonicmoe.bench.results import Record
-from sonicmoe.bench.run import Options, about_case, progress, release
-from sonicmoe.bench.tables import table
-from sonicmoe.bench.timing import is_cuda, median_ms
-from sonicmoe.bench.verify import passed, verify
 from sonicmoe.tools import cost
+from sonicmoe.tools.candidates import OURS, Candidate
+from sonicmoe.tools.cases import Case
+from sonicmoe.tools.inputs import Inputs, make_inputs
+from sonicmoe.tools.tables import table
+from sonicmoe.tools.verify import passed, verify
 
+from .bench import Options, about_case, progress, release
+from .dense import DENSE
 from .energy import Board, measure
 from .fp8_candidates import (
     CANDIDATES,
@@ -35,6 +33,8 @@ from .fp8_candidates import (
     Call,
     fp8_linear,
 )
+from .results import Record
+from .timing import is_cuda, median_ms
 
 KIND = "fp8"
 MARGIN = 1.5  # times the error of plain PyTorch with FP8 operands, for every FP8 layer

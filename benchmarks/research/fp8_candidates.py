@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 
 from sonicmoe import MoE, graphed, ops
-from sonicmoe.bench import dense
-from sonicmoe.bench.candidates import OURS, Candidate, leaves_of
-from sonicmoe.bench.inputs import Inputs
-from sonicmoe.bench.timing import is_cuda
 from sonicmoe.reference.fp8 import power_of_two_scale, to_e4m3
 from sonicmoe.shapes import ceil_div
+from sonicmoe.tools.candidates import OURS, Candidate, leaves_of
+from sonicmoe.tools.inputs import Inputs
 
+from . import dense
 from .capture import captured
 from .peers import routed
+from .timing import is_cuda
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 OURS_FP8, OURS_FP8_Z, WEIGHTS = "sonicmoe_fp8", "sonicmoe_fp8_z", "weights"

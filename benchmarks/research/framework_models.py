@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from sonicmoe.bench.results import Record
-from sonicmoe.bench.tables import table
-from sonicmoe.bench.timing import is_cuda, wall_ms
 from sonicmoe.layer.memory import MemoryPolicy
+from sonicmoe.tools.tables import table
 from sonicmoe.watch import watch
 
 from .framework_options import NAME, Options, Outcome, release, say
+from .results import Record
+from .timing import is_cuda, wall_ms
 
 # --- train ----------------------------------------------------------------------------------------
 IMPLEMENTATIONS = (NAME, "eager", "grouped_mm")

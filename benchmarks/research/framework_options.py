@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sonicmoe.bench.cases import Case
-from sonicmoe.bench.results import Record
 from sonicmoe.shapes import Problem
+from sonicmoe.tools.cases import Case
+
+from .results import Record
 
 NAME = "sonicmoe_experts"
 

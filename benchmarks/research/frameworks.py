@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sonicmoe.bench import report
-from sonicmoe.bench.candidates import Candidate, leaves_of
-from sonicmoe.bench.cases import Case, find_case
-from sonicmoe.bench.inputs import Inputs, make_inputs
-from sonicmoe.bench.measure import measure
-from sonicmoe.bench.verify import (
+from sonicmoe.functional import experts, grouped_experts
+from sonicmoe.integrations.lora import LowRank, lora_experts
+from sonicmoe.reference import layer as reference
+from sonicmoe.tools.candidates import Candidate, leaves_of
+from sonicmoe.tools.cases import Case, find_case
+from sonicmoe.tools.inputs import Inputs, make_inputs
+from sonicmoe.tools.verify import (
     MARGIN,
     PEER_MARGIN,
     Check,
@@ -28,12 +29,12 @@ from sonicmoe.bench.verify import (
     passed,
     verify,
 )
-from sonicmoe.functional import experts, grouped_experts
-from sonicmoe.integrations.lora import LowRank, lora_experts
-from sonicmoe.reference import layer as reference
+from sonicmoe.tools.verify_run import check_table
 
 from .framework_models import model, train
 from .framework_options import NAME, Options, Outcome, release, say
+from .measure import measure
+from .run_tables import layer_table
 
 LAYER = replace(find_case("olmoe-1b-7b"), name="olmoe in transformers")
 LORA = replace(find_case("7b-fine"), name="lora")
@@ -240,7 +241,7 @@ def _measured(
         wrong = ", ".join(check.tensor for check in checks if not check.passed)
         outcome.failures.append(
             f"{case.name}: {candidate.name}, router {router}, is wrong in {wrong}\n"
-            f"{report.check_table(checks)}"
+            f"{check_table(checks)}"
         )
         return
     say(f"{case.name}: timing {candidate.name}, router {router}")
@@ -256,7 +257,7 @@ def _measured(
 
 def _print_table(case: Case, outcome: Outcome) -> None:
     if outcome.records:
-        print(f"\n{case.name} ({case.problem})\n{report.layer_table(outcome.records)}")
+        print(f"\n{case.name} ({case.problem})\n{layer_table(outcome.records)}")
 
 
 PARTS: dict[str, Callable[[Options], Outcome]] = {

@@ -7,14 +7,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sonicmoe.bench.candidates import OURS
-from sonicmoe.bench.cases import CASES, HOST
-from sonicmoe.bench.results import Record
 from sonicmoe.enums import ActivationType
 from sonicmoe.shapes import Problem
+from sonicmoe.tools.candidates import OURS
+from sonicmoe.tools.cases import CASES
 from sonicmoe.tools.cost import GPUS, backward_stages, forward_stages
 
+from .host import HOST
 from .published import NAME as PUBLISHED
+from .results import Record
 
 PEERS = {
     PUBLISHED: "published SonicMoE",

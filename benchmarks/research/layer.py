@@ -1,16 +1,19 @@
-"""One layer beside its peers, and the energy of its GEMMs: what `benchmarks/layer.py` runs."""
+"""One layer beside its peers, its energy and other figures: what `benchmarks/layer.py` runs."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from sonicmoe.bench.candidates import ours
-from sonicmoe.bench.cases import Case
-from sonicmoe.bench.inputs import Inputs, make_inputs
-from sonicmoe.bench.measure import Timers
-from sonicmoe.bench.results import Record
-from sonicmoe.bench.run import (
+import torch
+
+from sonicmoe.tools.candidates import ours
+from sonicmoe.tools.cases import Case
+from sonicmoe.tools.inputs import Inputs, make_inputs
+from sonicmoe.tools.tables import table
+
+from . import peers
+from .bench import (
     Entry,
     Options,
     Outcome,
@@ -22,12 +25,15 @@ from sonicmoe.bench.run import (
     release,
     title,
 )
-from sonicmoe.bench.tables import table
-
-from . import peers
+from .cold import measure_cold
 from .energy import Energy, energies
+from .host import HOST, measure_host
+from .measure import Timers
+from .modes import measure_modes
 from .published import NAME as PUBLISHED
 from .published import Failed, Published
+from .results import Record
+from .run_tables import figure_table
 
 
 def with_peers(names: Sequence[str], sonicmoe_path: str | None) -> Peers:
@@ -93,6 +99,28 @@ def energy_case(case: Case, routing: str, options: Options) -> Outcome:
         }
     )
     release()
+    return outcome
+
+
+# What --instead names: figures of a case, a device and a dtype. Host time has a case of its own.
+FIGURES: dict[str, Callable[[Case, str, torch.dtype], dict[str, float]]] = {
+    "host": lambda case, device, dtype: measure_host(device, dtype),
+    "cold": lambda case, device, dtype: measure_cold(case, device, dtype),
+    "modes": measure_modes,
+}
+
+
+def figures_case(name: str, case: Case, routing: str, options: Options) -> Outcome:
+    """Verify our layer, then measure the figures `name`, under uniform routing."""
+    case = HOST if name == "host" else case
+    interleaved = replace(options, gate_up="interleaved")  # the only layout these know
+    inputs = make_inputs(case, "uniform", options.device, options.dtype)
+    outcome = Outcome([], [], [])
+    if not passes(ours(inputs, router=True), inputs, interleaved, outcome)[0]:
+        return outcome
+    found = FIGURES[name](case, options.device, options.dtype)
+    print(f"\n{name}, {case.name}\n{figure_table(found)}")
+    outcome.records.append(about_case(case, interleaved) | {"candidate": name} | found)
     return outcome
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from sonicmoe.bench.results import Record
-from sonicmoe.bench.tables import table
+from sonicmoe.tools.tables import table
 
+from .results import Record
 from .section import Section, form, newest
 
 

@@ -8,10 +8,11 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
-from sonicmoe.bench.candidates import Candidate, leaves_of
-from sonicmoe.bench.inputs import Inputs
-from sonicmoe.bench.timing import is_cuda
 from sonicmoe.enums import ActivationType
+from sonicmoe.tools.candidates import Candidate, leaves_of
+from sonicmoe.tools.inputs import Inputs
+
+from .timing import is_cuda
 
 
 def grouped_mm(inputs: Inputs) -> Candidate:

@@ -1,7 +1,7 @@
 """The published SonicMoE, measured in its own process because it has the import name of this one.
 
 `Published` starts this file as a script. There `sonicmoe` is the published package, found in the
-folder the user names, and our own modules are imported as `instruments.*`.
+folder the user names; our own modules are imported before it, and then lose their names.
 """
 
 import json
@@ -22,6 +22,7 @@ BUILD = (
     "torch-c-dlpack-ext einops"
 )
 TIMEOUT_S = 580  # its first call compiles and benchmarks for minutes
+OURS: dict[str, types.ModuleType] = {}  # modules of this package in that process
 _ANSWER = "answer: "  # begins the lines that are for us; the package may print others
 
 
@@ -147,22 +148,31 @@ def _search_path(folder: str) -> str:
     return os.pathsep.join([folder, *named])
 
 
-def _instruments(source: str) -> None:
-    """Make our modules importable as `instruments.*` without running our package's own import."""
-    package = types.ModuleType("instruments")
+def _import_ours(source: str) -> None:
+    """Import what measures without running our package's own import, and free its name."""
+    package = types.ModuleType("sonicmoe")
     package.__path__ = [source]
-    sys.modules["instruments"] = package
+    sys.modules["sonicmoe"] = package
+    from research import measure, timing  # noqa: F401
+    from sonicmoe.tools import candidates, inputs, verify  # noqa: F401
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "sonicmoe"]:
+        OURS[name] = sys.modules.pop(name)
 
 
 def _subject(request: dict):
     """The published layer on our inputs, and the inputs."""
     import torch
-    from instruments.bench.candidates import Candidate, leaves_of
-    from instruments.bench.cases import Case
-    from instruments.bench.inputs import make_inputs
-    from instruments.bench.timing import is_cuda
-    from instruments.enums import ActivationType
-    from instruments.shapes import Problem
+
+    from research.timing import is_cuda
+
+    Candidate, leaves_of = (
+        getattr(OURS["sonicmoe.tools.candidates"], name) for name in ("Candidate", "leaves_of")
+    )
+    make_inputs = OURS["sonicmoe.tools.inputs"].make_inputs
+    Case = OURS["sonicmoe.tools.cases"].Case
+    ActivationType = OURS["sonicmoe.enums"].ActivationType
+    Problem = OURS["sonicmoe.shapes"].Problem
 
     import sonicmoe
     from sonicmoe.enums import ActivationType as TheirActivation
@@ -193,12 +203,13 @@ def _subject(request: dict):
 
 def _serve(request: dict) -> None:
     """Answer the requests of `Published`, one line each, until its end of the pipe closes."""
-    sys.path = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
-    _instruments(request["source"])
-    from instruments.bench.measure import needs, timers_of
-    from instruments.bench.timing import wall_ms
-    from instruments.bench.verify import passed, verify
+    here = Path(__file__).resolve().parent
+    sys.path = [p for p in sys.path if Path(p).resolve() != here] + [str(here.parent)]
+    _import_ours(request["source"])
+    from research.measure import needs, timers_of
+    from research.timing import wall_ms
 
+    verify, passed = (getattr(OURS["sonicmoe.tools.verify"], n) for n in ("verify", "passed"))
     candidate, inputs = _subject(request)
 
     def checked() -> dict:

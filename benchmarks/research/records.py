@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from sonicmoe.bench.results import RESULTS, provenance, write
 from sonicmoe.validation import check_writable
+
+from .results import RESULTS, provenance, write
 
 PRIVATE = ("--results", "--commit")  # do not change what is measured
 OF_THIS_MACHINE = {"--peers": "FOLDER", "--tokens": "FILE"}

@@ -6,20 +6,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from sonicmoe import experts, ops
-from sonicmoe.bench import report
-from sonicmoe.bench.candidates import Candidate, leaves_of
-from sonicmoe.bench.cases import Case
-from sonicmoe.bench.inputs import Inputs, make_inputs
-from sonicmoe.bench.kernels import busy_ms
-from sonicmoe.bench.measure import times
-from sonicmoe.bench.tables import table
-from sonicmoe.bench.timing import median_ms
-from sonicmoe.bench.verify import Check, passed, verify
 from sonicmoe.enums import ActivationType
 from sonicmoe.errors import bad_argument
 from sonicmoe.layer.run import permute
 from sonicmoe.routing import Router, Routing, TokenRounding, TopK, statistics
+from sonicmoe.tools.candidates import Candidate, leaves_of
+from sonicmoe.tools.cases import Case
+from sonicmoe.tools.inputs import Inputs, make_inputs
+from sonicmoe.tools.tables import table
+from sonicmoe.tools.verify import Check, passed, verify
+from sonicmoe.tools.verify_run import check_table
 from sonicmoe.validation import resolve_backend
+
+from .kernels import busy_ms
+from .measure import times
+from .timing import median_ms
 
 ROUTINGS = {
     "top_k": None,
@@ -153,7 +154,7 @@ def failures_of(inputs: Inputs, router: Router, r: Routing, options: Options) ->
     if isinstance(router, TokenRounding) and not _same_choice(router, r):
         return [f"{options.routing}: keeps other pairs than plain PyTorch"]
     checks = _layer_checks(inputs, r, options)
-    return [] if passed(checks) else [f"{options.routing}:\n{report.check_table(checks)}"]
+    return [] if passed(checks) else [f"{options.routing}:\n{check_table(checks)}"]
 
 
 def _same_choice(router: TokenRounding, r: Routing) -> bool:

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from sonicmoe.bench.candidates import Candidate, leaves_of
-from sonicmoe.bench.inputs import make_inputs
-from sonicmoe.bench.kernels import busy_ms
-from sonicmoe.bench.measure import time_interleaved, timers
-from sonicmoe.bench.results import Record
-from sonicmoe.bench.tables import table
+from sonicmoe.tools.candidates import Candidate, leaves_of
+from sonicmoe.tools.inputs import make_inputs
+from sonicmoe.tools.tables import table
 
+from .kernels import busy_ms
+from .measure import time_interleaved, timers
+from .results import Record
 from .rounding import Options, failures_of, make_router, parse_shape, routing_alone, with_router
 
 # The more experts, the fewer rows for each, and the larger the share of their last tiles.

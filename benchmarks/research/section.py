@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sonicmoe.bench.results import Record
+from .results import Record
 
 
 class Section(NamedTuple):

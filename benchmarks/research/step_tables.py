@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from sonicmoe.bench.results import Record
-from sonicmoe.bench.tables import table
+from sonicmoe.tools.tables import table
 
 from . import training_step_report
+from .results import Record
 from .section import Section, newest
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sonicmoe.bench.tables import table
+from sonicmoe.tools.tables import table
 from sonicmoe.train import accounting, plots
 from sonicmoe.train.config import TrainConfig
 from sonicmoe.train.progress import count, human_bytes

@@ -4,14 +4,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sonicmoe.bench.results import Record, read, slug
-from sonicmoe.bench.tables import table
+from sonicmoe.tools.tables import table
 from sonicmoe.train import plots
 from sonicmoe.train.config import TrainConfig
 from sonicmoe.train.hardware import Gpu, recognise
 from sonicmoe.train.presets import preset
 from sonicmoe.train.step_time import Efficiency, Layout, predict
 
+from .results import Record, read, slug
 from .training_step import HEAD, PARTS
 
 NAMES = {"auto": "this package", "grouped_mm": "PyTorch `grouped_mm`", "scattermoe": "ScatterMoE"}

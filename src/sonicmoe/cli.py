@@ -8,8 +8,8 @@ from .extras import documentation  # first: it raises where files of ours are mi
 
 # isort: split
 from . import __version__
-from .bench.cli import register as register_bench
 from .extras import MissingExtra
+from .tools.commands import register as register_tools
 from .train.cli import register as register_train
 
 
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(prog="sonicmoe", description=about)
     whole.add_argument("--version", action="version", version=f"sonicmoe {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
-    register_bench(commands)
+    register_tools(commands)
     register_train(commands)
     about = "what is installed here, and what would run"
     doctor = commands.add_parser("doctor", help=about, description=f"Print {about}.")

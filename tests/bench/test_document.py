@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from research import chart, document, kept
+from research import chart, document, kept, results
 
-from sonicmoe.bench import results
 from sonicmoe.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +19,7 @@ FINE = {"case": "7b-fine", "shape": "24576,1536,256,128,8"}
 def record(candidate="sonicmoe", case="olmoe", ms=10.0, date=FIRST, **more):
     return {
         "date": date, "device": "GPU 9", "torch": "2", "triton": "3", "dtype": "bfloat16",
-        "command": "sonicmoe bench", "commit": "abc1234", "case": case,
+        "command": "python benchmarks/layer.py", "commit": "abc1234", "case": case,
         "shape": "32768,2048,1024,64,8", "router": "in", "routing": "uniform",
         "candidate": candidate, "fwd_ms": ms / 3, "fwd_bwd_ms": ms, "fwd_bwd_tflops": 500.0,
     } | more  # fmt: skip
@@ -100,23 +99,6 @@ def test_the_summary_shows_layers_beside_other_implementations():
     assert "7b-fine" not in text and document.summary([record()]) == document.NOTHING
 
 
-def test_runs_of_different_cases_are_one_source():
-    runs = [
-        record(command=f"sonicmoe bench --case {name}", case=name) for name in ("olmoe", "120b")
-    ]
-    assert kept.sources(runs) == [
-        ("olmoe; 120b", "2026-01-01", "abc1234", "`sonicmoe bench`", "torch 2, triton 3")
-    ]
-
-
-def test_versions_are_said_once_unless_they_differ():
-    old, new = record(case="120b"), record(torch="2.9", date=SECOND)
-    assert "with torch 2, triton 3." in document.document([old])
-    text = document.document([old, new])
-    versions = [row[-1] for row in section(text, "Provenance")]
-    assert versions == ["torch 2.9, triton 3", "torch 2, triton 3"]
-
-
 def test_only_the_newest_record_of_a_case_is_shown():
     """Of scripts that keep one record for each case, whose fields are their own."""
     packed = {"kind": "packed", "layer": "a", "tokens": 64, "ms": {"bf16": 2.0}}
@@ -173,31 +155,9 @@ def test_the_roofline_is_that_of_the_cost_model(capsys):
         assert "| roofline |" not in document.document([other]).split("How it was measured")[0]
 
 
-def test_layers_are_told_apart():
-    shape = "64,32,16,4,2"
-    text = document.document(
-        [
-            record(case=shape, shape=shape, ms=1.0),
-            record(case=shape, shape=shape, ms=2.0, activation="geglu", bias=True, date=SECOND),
-            record(ms=3.0, gate_up="concatenated"),
-            record(ms=4.0, date=SECOND),
-            record(ms=5.0, dtype="float32", date=SECOND),
-        ]
-    )
-    assert [row[0] for row in section(text, "Time of one layer")] == [
-        "olmoe", "olmoe, concatenated", "geglu, bias", "–",
-    ]  # fmt: skip
-    assert [row[1] for row in section(text, "Provenance")] == [
-        f"olmoe; {shape}, geglu, bias",
-        f"olmoe, concatenated; {shape}",
-        "olmoe",
-    ]
-    assert "## GPU 9, bfloat16" in text and "## GPU 9, float32" in text
-
-
 def test_skew_host_and_cold_start():
     out = {"router": "out"}
-    skewed = {"date": SECOND, "command": "sonicmoe bench --routing", **out}
+    skewed = {"date": SECOND, "command": "python benchmarks/layer.py --routing", **out}
     cold = {"cold_first_call_s": 8.25, "new_tokens_first_ms": 3.5, "new_tokens_steady_ms": 3.4}
     host = {"host_fwd_ms": 0.51, "host_fwd_bwd_ms": 1.24}
     host |= {"graph_host_fwd_ms": 0.04, "graph_host_fwd_bwd_ms": 0.11}
@@ -209,26 +169,13 @@ def test_skew_host_and_cold_start():
             record(ms=10.4, **skewed | {"routing": "zipf"}),
             record(ms=12.0, **skewed | {"routing": "hot"}),
             record(ms=10.0, date=THIRD, **out),
-            record("cold", command="sonicmoe bench --cold", **cold),
+            record("cold", command="python benchmarks/layer.py --cold", **cold),
             record("host", case="host", **host, date=THIRD),
         ]
     )
     assert section(text, "Skewed routing") == [["olmoe", "1.04×", "1.20×"]]
     assert section(text, "Cold start") == [["olmoe", "8.2", "3.50", "3.40"]]
     assert [row[1:] for row in section(text, "Host time")] == [["0.51", "1.24"], ["0.04", "0.11"]]
-    for command in ("bench --routing`", "bench --cold`", "bench`"):
-        assert f"sonicmoe {command}" in text
-
-
-def test_modes_are_a_table():
-    old = {"plain_fwd_bwd_ms": 9.0, "checkpointed_fwd_bwd_ms": 9.9}
-    new = {"plain_fwd_bwd_ms": 3.0, "checkpointed_fwd_bwd_ms": 3.9, "compiled_fwd_bwd_ms": 3.25}
-    text = document.document([record("modes", **old), record("modes", date=SECOND, **new)])
-    assert section(text, "Modes") == [["olmoe", "3.00", "3.90", "", "", "", "3.25"]]
-
-
-def test_a_skewed_run_without_an_even_one_gives_no_ratio():
-    assert document.NOTHING in document.document([record(routing="hot", router="out")])
 
 
 def test_the_chart_needs_a_peer(tmp_path):
@@ -237,19 +184,6 @@ def test_the_chart_needs_a_peer(tmp_path):
     assert chart.draw(tmp_path / "gpu/layer.png", "GPU 9", "bfloat16", mine)
     assert [path.name for path in tmp_path.glob("gpu/*")] == ["layer.png"]
     assert not chart.draw(tmp_path / "none.png", "GPU 9", "bfloat16", [record()])
-
-
-def test_the_chart_compares_fp8_with_bf16_in_its_own_run():
-    fp8 = {"kind": "fp8", "router": None, "tflops": 800.0}
-    found = chart._in_fp8(
-        [
-            record(ms=17.0),
-            record("sonicmoe", date=SECOND) | fp8 | {"ms": 16.0},
-            record("sonicmoe_fp8", date=SECOND) | fp8 | {"ms": 10.0},
-            record("sonicmoe_fp8", date=FIRST) | fp8 | {"ms": 9.0},
-        ]
-    )
-    assert list(found.values()) == [(800.0, "sonicmoe_fp8", "10.0 ms, 1.60× bf16")]
 
 
 def test_the_whole_script(tmp_path, monkeypatch, capsys):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from helpers import Case, make_inputs, ours, plain, run, same_bits
 from memory_policies import CASES, POLICIES
+from research.memory import saved_bytes
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import ActivationType, MemoryPolicy, MoE, errors
-from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.layer.memory import memory_policy
 from sonicmoe.layer.run import permute
 from sonicmoe.reference.quantize import (

@@ -10,8 +10,8 @@ from memory_policies import EXACT, results
 from value_checks import check_values, compare_slices
 
 from sonicmoe import ActivationType
-from sonicmoe.bench.slices import errors_by_slice, slices
-from sonicmoe.bench.values import TRAINED
+from sonicmoe.tools.slices import errors_by_slice, slices
+from sonicmoe.tools.values import TRAINED
 
 DTYPES = (torch.bfloat16, torch.float16)
 # On the CPU the errors of some distributions hang on few neurons and tokens: several seeds make

@@ -8,11 +8,11 @@ import pytest
 import torch
 from devices import on, values_on
 from helpers import Case, make_inputs, plain, relative_error, run, run_poisoned, same_bits
+from research.memory import saved_bytes
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import ActivationType, MemoryPolicy, MoE
-from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.layer.memory import Z_POLICIES
 from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8

@@ -8,9 +8,9 @@ from helpers import ACTIVATIONS, SOFT_CAPPED, Case, make_inputs, plain, relative
 
 import sonicmoe
 from sonicmoe import ActivationType
-from sonicmoe.bench.values import VALUES
 from sonicmoe.reference import activation as reference
 from sonicmoe.reference import fp8, fp8_scales, quantize
+from sonicmoe.tools.values import VALUES
 
 LARGE = ("2048,2048,768,4,2", "1024,2880,2880,2,2", "1024,7168,2048,4,2")
 
@@ -199,3 +199,20 @@ def test_one_neuron_does_not_drown_the_others():
     inputs.w1[0, 10:12] *= 100  # its gate and its up
     got, exact = in_fp8(case, inputs), run(plain(case), inputs.double())
     assert relative_error(got["dw2"][..., 128:], exact["dw2"][..., 128:]) < 0.075
+
+
+def test_a_row_of_a_has_its_own_maximum():
+    """SiLU is nearly zero far below zero: a bound from |Z| alone would make A' zero in e4m3."""
+    case = Case("16,32,16,1,1", routing="one_expert")
+    inputs = parallel(case, -12.0, 12.0, 1.0)
+    got, exact = in_fp8(case, inputs), run(plain(case), inputs.double())
+    assert relative_error(got["dw2"], exact["dw2"]) < 0.075
+
+
+def test_norms_of_columns_that_become_subnormal():
+    """A value just above half of the smallest number in e4m3 is rounded to twice its size."""
+    w = torch.full((1, 64, 16), 2.0**-10 * 1.0078125)
+    w[0, 0, 0] = 448.0
+    w8, _, scale, norm = quantize.quantize_weight(w.bfloat16(), False, True)
+    assert scale.item() == 1.0 and w8[0, 1, 1].float() == 2.0**-9
+    assert (w8.float().norm(dim=1) <= norm).all()

@@ -1,7 +1,6 @@
 """Deliberate faults of the source, each with the tests that notice it; one file per area."""
 
 from mutations import (
-    bench,
     fp8,
     integrations,
     kernels,
@@ -10,12 +9,13 @@ from mutations import (
     modules,
     packed,
     routing,
+    tools,
     train,
 )
 from mutations.mutation import Mutation as Mutation
 
 AREAS = {
-    "bench": bench.MUTATIONS,
+    "tools": tools.MUTATIONS,
     "fp8": fp8.MUTATIONS,
     "integrations": integrations.MUTATIONS,
     "kernels": kernels.MUTATIONS,

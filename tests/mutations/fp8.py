@@ -96,6 +96,22 @@ MUTATIONS = [
         "tests/fp8/test_kept_weights_sharded.py -k fsdp2",
     ),
     Mutation(
+        "FP8: the norm of W2 without the rounding of subnormals", "reference/quantize.py",
+        " + 2.0**-10 * math.sqrt(value.shape[dim])", "",
+        "tests/fp8/test_fp8_values.py -k subnormal",
+    ),
+    Mutation(
+        "FP8: the scale of A'ᵀ without the rows' own maxima", "reference/fp8_scales.py",
+        "    of_a = torch.minimum(of_a, largest(do_row * (E4M3_MAX * a_scale.amax(0))))\n", "",
+        "tests/fp8/test_fp8_values.py -k own_maximum",
+    ),
+    Mutation(
+        "FP8: gradients of fp32 weights are rounded", "reference/fp8.py",
+        "dw.copy_(found.mT if transposed else found)",
+        "dw.copy_((found.mT if transposed else found).bfloat16())",
+        "tests/fp8/test_fp8.py -k fp32_weights",
+    ),
+    Mutation(
         "FP8: one scale for all rows of dZ", "reference/fp8_scales.py",
         "    dz_scale = scale_to_max(do_norm * of_block.amax(0))\n",
         "    dz_scale = scale_to_max((do_norm * of_block).amax().expand_as(do_norm))\n",

@@ -7,10 +7,10 @@ import pytest
 import torch
 from packed_checks import check_experts
 from packed_weights import FORMATS, random_packed
+from research.memory import saved_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
 from sonicmoe import ActivationType, Fp8Weights, Mxfp4, experts
-from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.reference.quantize import quantize_weight
 
 CLAMPED, GELU = ActivationType.SWIGLU_CLAMPED, ActivationType.GELU

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from research import rounding, rounding_sweep
-
-from sonicmoe.bench import timing
+from research import rounding, rounding_sweep, timing
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "moe-token-rounding.py"
 TINY = ("--thiekq", "96,32,16,4,2,16", "--rep", "1")

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from research.memory import saved_bytes
 
 from sonicmoe import MoE, experts, ops
-from sonicmoe.bench.memory import saved_bytes
 from sonicmoe.reference import layer as reference
 from sonicmoe.routing import ROUTERS, Sigmoid, TokenRounding, TopK, route, statistics
 

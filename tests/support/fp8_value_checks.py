@@ -7,11 +7,11 @@ import torch
 from helpers import Case, make_inputs, plain, run, run_poisoned
 
 import sonicmoe
-from sonicmoe.bench.slices import ALONG, errors_by_slice
 from sonicmoe.reference import fp8
 from sonicmoe.reference.activation import activate, activate_backward
 from sonicmoe.reference.fp8_scales import row_experts
 from sonicmoe.reference.quantize import power_of_two_scale, to_e4m3
+from sonicmoe.tools.slices import ALONG, errors_by_slice
 
 # How much more tokens, rows and columns may err than with exact maxima: median, 90th percentile.
 ALLOWED = {"rows_100": (1.5, 3.0)}

@@ -18,8 +18,8 @@ from helpers import (
     run_poisoned,
 )
 
-from sonicmoe.bench.slices import ALONG, QUANTILES, carrying_the_norm, slices
 from sonicmoe.reference import layer as reference
+from sonicmoe.tools.slices import ALONG, QUANTILES, carrying_the_norm, slices
 
 # Where more than single values overflow in fp16, in plain PyTorch too.
 BEYOND_FP16 = ("channels_10", "channels_30", "channels_100", "rows_100", "weights_300", "huge")

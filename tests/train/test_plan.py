@@ -8,8 +8,8 @@ from statistics import mean
 
 import pytest
 from research import training_step_report
+from research.results import read
 
-from sonicmoe.bench.results import read
 from sonicmoe.cli import main
 from sonicmoe.train import plan, step_time
 from sonicmoe.train.config import ModelConfig

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..bench.tables import table
 from ..errors import bad_argument
+from ..tools.tables import table
 from ..validation import check_writable
 from . import parallel, plots, run, runlog, summary
 from .config import TrainConfig

@@ -8,9 +8,9 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from ..bench.tables import table
 from ..errors import bad_argument
 from ..layer.memory import memory_policy
+from ..tools.tables import table
 from . import accounting
 from .backends import LAYER_BACKENDS
 from .config import PRECISIONS, TrainConfig, parse_assignments

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..bench.tables import table
+from ..tools.tables import table
 from . import accounting
 from .backends import LAYER_BACKENDS
 from .config import TrainConfig
