@@ -89,9 +89,9 @@ def test_pairs_in_any_order(shuffled, gate_up):
 def test_pairs_out_of_range_drop_out():
     """Tokens and experts that are not here, a token without pairs, one with more pairs than K."""
     given = make_inputs(Case("4,16,8,5,1", torch.float32))
-    token = torch.tensor([2, 9, 0, -1, 2, 2, 0])
-    expert = torch.tensor([1, 1, 7, 2, 3, 1, -1])
-    scores = torch.rand(7, requires_grad=True)
+    token = torch.tensor([2, 9, 0, -1, 2, 2, 0, 4])
+    expert = torch.tensor([1, 1, 7, 2, 3, 1, -1, 0])
+    scores = torch.rand(8, requires_grad=True)
     x = given.x.requires_grad_()
     out, counts = sonicmoe.moe_general_routing_inputs(
         x, scores, token, expert, *_general_weights(given), 5, None

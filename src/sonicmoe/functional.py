@@ -185,7 +185,6 @@ def moe_general_routing_inputs(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
         token, order = token_indices.flatten().sort(stable=True)
         ids = expert_indices.flatten()[order]
-        ids = torch.where((token >= 0) & (token < x.shape[0]), ids, -1)
         weights = _published_weights(w1, w2, b1, b2, activation_type, concat_layout)
         scores = router_scores.flatten()[order]
         call = prepare.routed(x, ids, scores, weights, slot_token=token)

@@ -30,16 +30,16 @@ class Reporter(transformers.TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def train(folder, *callbacks, **options):
+def train(folder, *callbacks, resume=False, save_strategy="no"):
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=4, logging_steps=2, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, report_to="none", use_cpu=True, save_strategy="no",
-        disable_tqdm=True, **options,
+        gradient_accumulation_steps=2, report_to="none", use_cpu=True, save_strategy=save_strategy,
+        save_steps=3, disable_tqdm=True,
     )  # fmt: skip
     trainer = transformers.Trainer(
         small("Mixtral"), arguments, train_dataset=Tokens(), callbacks=list(callbacks)
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
     return trainer
 
 
@@ -70,9 +70,13 @@ def test_every_step_and_a_file(tmp_path):
         return rows
 
     callback = WatchCallback(JsonLines(tmp_path / "load.jsonl"), every=1, all_reduce=all_reduce)
-    train(tmp_path / "run", callback)
+    train(tmp_path / "run", callback, save_strategy="steps")
     assert len((tmp_path / "load.jsonl").read_text().splitlines()) == 4 * 2
     assert calls == [2 * 4] * 4
+    seen = []
+    callback = WatchCallback(lambda step, loads: seen.append(step), every=2)
+    train(tmp_path / "run", callback, resume=True)
+    assert seen == [4]  # of the whole run: it is resumed after step 3
     with pytest.raises(ValueError, match="every: expected"):
         WatchCallback(every=0)
 

@@ -92,6 +92,11 @@ MUTATIONS = [
         "tests/integrations/test_convert_checkpoints.py -k does_not_fit",
     ),
     Mutation(
+        "the steps of a resumed run are counted from zero", "integrations/trainer.py",
+        "        self._watch.steps = state.global_step  # of a run that is resumed\n", "",
+        "tests/integrations/test_trainer.py -k every_step",
+    ),
+    Mutation(
         "the load of another step is logged again", "integrations/trainer.py",
         "        self._logged = True\n        found", "        found",
         "tests/integrations/test_trainer.py -k in_the_log",
