@@ -159,6 +159,18 @@ def test_autocast():
     torch.testing.assert_close(out.float(), moe(x)[0], rtol=0.1, atol=0.1)
 
 
+def test_under_autocast_the_router_is_computed_as_its_module_is():
+    moe, x = _moe(), torch.randn(9, 16, requires_grad=True)
+    grads = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            out, aux_loss = moe(x)
+        loss = out.float().square().sum() + aux_loss
+        grads.append(torch.autograd.grad(loss, [x, *moe.parameters()]))
+        moe.router.register_forward_hook(lambda *_: None)  # then it is called
+    assert all(map(torch.equal, *grads))
+
+
 def test_built_without_memory():
     """On the meta device, as large models are."""
     with torch.device("meta"):
@@ -235,6 +247,13 @@ def test_one_hook_alone_is_enough_to_call_the_router(where, kind):
     assert fired.count(moe.router) == 1
     moe(x)[0].square().sum().backward()
     assert fired.count(moe.router) == 1
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("name", ["c_fc", "c_proj"])
+def test_hooks_on_the_weights_warn(name, kind):
+    with pytest.warns(UserWarning, match="a hook on Experts never runs"):
+        getattr(getattr(_moe(), name), HOOKS[kind])(lambda *_: None)
 
 
 @pytest.mark.parametrize("where", ["instance", "class"])

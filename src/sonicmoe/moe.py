@@ -1,6 +1,8 @@
 """The modules: `Experts` holds the weights of one grouped GEMM, `MoE` is the layer."""
 
+import warnings
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,8 +35,29 @@ from .validation import (
 )
 
 
+def _never_runs(register: Callable) -> Callable:
+    @wraps(register)
+    def warn_and_register(self: nn.Module, *args: Any, **options: Any) -> Any:
+        warnings.warn(
+            "sonicmoe: a hook on Experts never runs, since MoE reads their weights and does not"
+            " call them. Hook the MoE, its router or moe.routing.",
+            stacklevel=2,
+        )
+        return register(self, *args, **options)
+
+    return warn_and_register
+
+
 class Experts(nn.Module):
-    """Weights (E, out, in) and optional biases (E, out) of one grouped GEMM."""
+    """Weights (E, out, in) and optional biases (E, out) of one grouped GEMM.
+
+    Never called, so hooks on it never run.
+    """
+
+    register_forward_pre_hook = _never_runs(nn.Module.register_forward_pre_hook)
+    register_forward_hook = _never_runs(nn.Module.register_forward_hook)
+    register_full_backward_pre_hook = _never_runs(nn.Module.register_full_backward_pre_hook)
+    register_full_backward_hook = _never_runs(nn.Module.register_full_backward_hook)
 
     def __init__(
         self,
@@ -77,7 +100,9 @@ class MoE(nn.Module):
     """A Mixture-of-Experts layer: router, experts and the weighted sum of their outputs.
 
     `router` is a name in `sonicmoe.routing.ROUTERS`, a `Router`, or a function from the logits to a
-    `Routing`; a forward hook on `moe.routing` sees what it decides. With
+    `Routing`; a forward hook on `moe.routing` sees what it decides, and may return another. With
+    "expert_choice" and "token_rounding", later tokens change outputs of earlier ones while
+    training. Hooks on `moe.c_fc` and `moe.c_proj` never run: only their weights are read. With
     `shared_intermediate_size`, a dense MLP runs on every token and is added; `shared_gate`
     multiplies it by a sigmoid. `forward` returns the output and the auxiliary loss, aux_loss_coef ·
     (Switch load-balancing loss) + z_loss_coef · mean(logsumexp(logits)²), for which
@@ -242,7 +267,7 @@ class MoE(nn.Module):
 
     def _route(self, logits: torch.Tensor, backend: str | None) -> Routing:
         r = self.routing(logits, backend=backend)
-        if not self.routing.trusted:
+        if not self.routing.is_trusted():
             check_routing(r, self.routing, logits)
         return r
 
@@ -262,7 +287,7 @@ class MoE(nn.Module):
             self._weights(),
             slot_token=r.slot_token,
             token_start=r.token_start,
-            trusted=self.routing.trusted and r.token_start is not None,
+            trusted=r.token_start is not None and self.routing.is_trusted(),
             lora=self._adapters(),
             precision=self.precision,
             memory=self.memory,

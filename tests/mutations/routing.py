@@ -6,6 +6,27 @@ _TOPK, _ROUTERS = "tests/routing/test_topk.py", "tests/routing/test_router_kerne
 
 MUTATIONS = [
     Mutation(
+        "what a hook on a router of ours returns is trusted", "routing/base.py",
+        'return self.trusted and (not hooks or all(hasattr(h, "watches") for h in hooks.values()))',
+        "return self.trusted", "tests/routing/test_router_in_layer.py -k a_hook_returns",
+    ),
+    Mutation(
+        "slots that a hook moved are trusted", "moe.py",
+        "trusted=r.token_start is not None and self.routing.is_trusted(),",
+        "trusted=r.token_start is not None and self.routing.trusted,",
+        "tests/routing/test_router_in_layer.py -k a_hook_moves",
+    ),
+    Mutation(
+        "the router is fused under autocast", "routing/scores.py",
+        "torch.is_autocast_enabled(x.device.type)  #", "False  #",
+        "tests/test_moe.py -k under_autocast_the_router",
+    ),
+    Mutation(
+        "pairs with a token past T reach the last token", "validation.py",
+        "(slot_token < x.shape[0]), ids, -1)", "(slot_token <= x.shape[0]), ids, -1)",
+        "tests/test_published.py -k out_of_range",
+    ),
+    Mutation(
         "a boolean index in the backward pass", "routing/token_rounding.py",
         "        dlogits = ops.round_logits_backward(",
         "        dscore[dscore > 0]\n        dlogits = ops.round_logits_backward(",

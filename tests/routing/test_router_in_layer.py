@@ -1,11 +1,13 @@
 """`MoE(router=…)`: one argument, the same layer behind it."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from research.memory import saved_bytes
 
+import sonicmoe
 from sonicmoe import MoE, experts, ops
 from sonicmoe.reference import layer as reference
 from sonicmoe.routing import ROUTERS, Sigmoid, TokenRounding, TopK, route, statistics
@@ -86,6 +88,28 @@ def test_a_hook_sees_what_the_router_decides():
     moe.routing.register_forward_hook(lambda module, args, r: seen.append(statistics(r, 8)))
     moe(torch.randn(40, 16))
     assert (seen[0].rows % 8 == 0).all() and seen[0].padding_after == 0
+
+
+@pytest.mark.parametrize("router", [TopK(5, 2), TokenRounding(5, 2, tile=8)], ids=repr)
+def test_what_a_hook_returns_is_checked(router):
+    """Of a router of ours, whose own results need no check; `watch` only reads them."""
+    moe, x = MoE(*SHAPE, router=router), torch.randn(40, 16)
+    watch = sonicmoe.watch(moe)
+    assert moe.routing.is_trusted()
+    moe.routing.register_forward_hook(lambda module, args, r: replace(r, ids=r.ids[:-1]))
+    with pytest.raises(ValueError, match=f"^router {type(router).__name__}, in the Routing that"):
+        moe(x)
+    with pytest.raises(ValueError, match=f"^router {type(router).__name__}, in the Routing that"):
+        route(torch.randn(40, 5), 2, moe.routing)
+    watch.close()
+
+
+def test_slots_that_a_hook_moves_to_other_tokens_are_refused():
+    moe = MoE(*SHAPE, router=TokenRounding(5, 2, tile=8))
+    moe.routing.register_forward_hook(lambda module, args, r: replace(
+        r, token_start=r.token_start.flip(0)))  # fmt: skip
+    with pytest.raises(ValueError, match="token_start"):
+        moe(torch.randn(40, 16))
 
 
 def test_aux_loss_counts_the_choice_of_the_global_batch():

@@ -62,7 +62,7 @@ class Router(nn.Module):
     `reset_parameters`.
     """
 
-    trusted: ClassVar[bool] = False  # whether results are right, and not checked
+    trusted: ClassVar[bool] = False  # whether `forward` is known to be right
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -76,6 +76,11 @@ class Router(nn.Module):
 
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
         raise NotImplementedError
+
+    def is_trusted(self) -> bool:
+        """Whether results need no check: of our own routers, unless a hook may change them."""
+        hooks = self._forward_hooks
+        return self.trusted and (not hooks or all(hasattr(h, "watches") for h in hooks.values()))
 
     def _join(self, layer: nn.Module, *, copied: bool = False) -> None:
         """Called when this router is assigned to `layer`, or (`copied`) copied together with it."""
