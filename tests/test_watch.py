@@ -206,7 +206,7 @@ def test_transformers(name, implementation):
     assert all("layers." in layer for layer in loads)
 
 
-FFN = {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
+FFN = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
 ATTENTION = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}
 OTHERS: dict[str, dict[str, Any]] = {
     "Llama4Text": {"num_local_experts": 4, "interleave_moe_layer_step": 1, "pad_token_id": 0},

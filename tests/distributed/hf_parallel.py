@@ -15,9 +15,10 @@ from sonicmoe.integrations import transformers as adapter
 from sonicmoe.integrations.peft import use_lora_experts
 from sonicmoe.integrations.transformers import register
 
-_FIELDS = {field.name for field in dataclasses.fields(DistributedConfig)}
+_FIELDS = {field.name: str(field.type) for field in dataclasses.fields(DistributedConfig)}
+_MODELS_PLAN = "auto" if "auto" in _FIELDS["tp_plan"] else None
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor": {"tp_size": 2, "tp_plan": "auto"},
+    "tensor": {"tp_size": 2, "tp_plan": _MODELS_PLAN},
     "expert": {"tp_size": 2, "enable_expert_parallel": True},
 }
 if "ep_size" in _FIELDS:
@@ -55,8 +56,10 @@ def two_ranks_equal_one(rank: int, name: str, folder: str, layout: str) -> None:
         found = step(loaded)
         return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
 
-    # Under token dispatch transformers scales the experts' gradients in its own way.
-    want = parallel("grouped_mm") if layout == "dispatch" else step(with_backend(model, "eager"))
+    # Under token dispatch transformers scales the experts' gradients in its own way; up to 5.14 a
+    # rank has its part of a gradient as a plain tensor.
+    theirs = layout == "dispatch" or _MODELS_PLAN is None
+    want = parallel("grouped_mm") if theirs else step(with_backend(model, "eager"))
     close(parallel(NAME), want)
 
 

@@ -178,7 +178,8 @@ def test_set_experts_implementation_refuses(llama4):
             super().__init__(PreTrainedConfig())
             self.inner = inner
 
-    for inner in (Llama4ForCausalLM.from_pretrained(llama4), Derived.from_pretrained(llama4)):
+    for kind in (Llama4ForCausalLM, Derived):
+        inner = kind.from_pretrained(llama4, experts_implementation="eager")
         for model in (inner, Outer(inner)):
             with pytest.raises(ValueError, match="where Llama4TextExperts computes the experts"):
                 model.set_experts_implementation(NAME)

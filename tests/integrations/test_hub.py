@@ -218,7 +218,8 @@ def test_command_line(tmp_path, capsys, kernel):
 # --- the loader, and what transformers calls ------------------------------------------------------
 def test_the_loader_accepts_it_offline(folder, kernel):
     """`LOCAL_KERNELS` puts a folder in the place of a repository."""
-    pytest.importorskip("kernels", reason="the loader (pip install kernels) is not installed")
+    reason = "the loader (pip install kernels) is not installed, or does not know our variants"
+    pytest.importorskip("kernels", "0.17", reason)
     program = """
         import kernels, sonicmoe
         from kernels._rust import Digest, DigestAlgorithm, Metadata
@@ -244,6 +245,8 @@ def integration(kernel, monkeypatch):
     """transformers' own `sonicmoe`, with our build as its kernel and without its need of a GPU."""
     reason = "transformers has no `sonicmoe` of its own"
     module = pytest.importorskip("transformers.integrations.sonicmoe", reason=reason)
+    if not hasattr(module, "_SONICMOE"):
+        pytest.skip("transformers' own `sonicmoe` loads its kernel in another way")
     calls = []
 
     def counted(*args, **kwargs):

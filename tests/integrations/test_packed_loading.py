@@ -1,6 +1,7 @@
 """`from_pretrained` with our experts: what is packed in the file stays packed, and is saved so."""
 
 import copy
+import inspect
 import json
 
 import pytest
@@ -236,7 +237,19 @@ def test_other_methods_raise_and_name_the_remedy(config, tmp_path):
         load(path, **OURS)
 
 
+def test_an_old_transformers_raises(tmp_path, monkeypatch):
+    path = write("mxfp4", tmp_path)
+    monkeypatch.setitem(quantizers._SINCE, "mxfp4", "6.1")
+    with pytest.raises(ValueError, match=r"expected transformers 6\.1 or newer.*16 bits"):
+        load(path, **OURS)
+
+
 def test_gguf_raises(tmp_path):
+    if (
+        "gguf_file"
+        not in inspect.signature(transformers.quantizers.auto.get_hf_quantizer).parameters
+    ):
+        pytest.skip(f"transformers {transformers.__version__} always reads GGUF into dense weights")
     write("dense", tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"gguf_file: expected None.*dequantize=True"):

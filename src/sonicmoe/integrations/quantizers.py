@@ -372,6 +372,19 @@ def _names_all_experts(name: str) -> bool:
     return "experts" in name and "shared" not in name and not re.search(r"\.\d+\.", name)
 
 
+# The oldest transformers that reads all that a format needs, and rounds as our experts do.
+_SINCE = {
+    "mxfp4": "5.10",
+    "bitsandbytes": "5.10",
+    "fp8": "5.14",
+    "compressed-tensors": "5.17",
+}
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")[:2]]
+
+
 def check_method(in_file: Any, given: Any, gguf_file: Any = None) -> None:
     """Raise a ValueError where experts would be quantized in a way that ours cannot run."""
     if gguf_file is not None and not _asks_for_dense(given):
@@ -384,12 +397,18 @@ def check_method(in_file: Any, given: Any, gguf_file: Any = None) -> None:
     method = str(getattr(method, "value", method))
     if method == "bitsandbytes" and _read(config, "load_in_8bit"):
         method = "bitsandbytes in 8 bits"
-    supported = method in ("mxfp4", "fp8", "bitsandbytes", "compressed-tensors")
-    if supported or _asks_for_dense(config) or _asks_for_dense(given):
+    supported = method in _SINCE
+    here = transformers.__version__
+    old = supported and _numbers(here) < _numbers(_SINCE[method])
+    if (supported and not old) or _asks_for_dense(config) or _asks_for_dense(given):
         return
     left_out = [str(name) for key in _LISTS for name in _read(config, key) or ()]
     if any(_names_all_experts(name) for name in left_out):
         return
+    if old:
+        expected = f"transformers {_SINCE[method]} or newer, for packed experts of {method}"
+        remedy = "Update transformers, or load the original in 16 bits."
+        raise bad_argument("quantization_config", expected, f"transformers {here}", remedy)
     raise bad_argument(
         "quantization_config",
         "experts in MXFP4, FP8, INT4 of compressed-tensors or 4 bits of bitsandbytes",
