@@ -1,9 +1,9 @@
 """Build the wheel for a package index: its page needs absolute links and the project's URLs.
 
-    python release/wheel.py https://github.com/OWNER/NAME [folder, by default dist]
+    python release/wheel.py [folder, by default dist]
 
-The address is that of the repository that is published, with a tag for the version. The last commit
-is built; nothing in the checkout changes.
+pyproject.toml has the address of the repository that is published, under [tool.sonicmoe]; the
+repository needs a tag for the version. The last commit is built; nothing in the checkout changes.
 """
 
 import re
@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 from io import BytesIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-USAGE = "python release/wheel.py https://github.com/OWNER/NAME [folder, by default dist]"
 _RELATIVE = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?!https?:|#|mailto:)(?P<path>[^)]+)\)")
 
 
@@ -49,6 +49,20 @@ def copy_for_index(copy: Path, repository: str) -> None:
     project.write_text(f"{project.read_text()}\n{urls(repository)}")
 
 
+def not_ready(root: Path) -> str | None:
+    """What a release still lacks."""
+    if not re.fullmatch(r"https://\S+[^/\s]", _repository(root)):
+        return "pyproject.toml: set [tool.sonicmoe] repository to https://github.com/OWNER/NAME"
+    dated = rf"^## {re.escape(_version(root))} \(\d{{4}}-\d\d-\d\d\)$"
+    if not re.search(dated, (root / "CHANGELOG.md").read_text(), re.MULTILINE):
+        return f"CHANGELOG.md: give the entry of {_version(root)} its date"
+    return None
+
+
+def _repository(root: Path) -> str:
+    return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["sonicmoe"]["repository"]
+
+
 def _version(root: Path) -> str:
     source = (root / "src/sonicmoe/__init__.py").read_text()
     found = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
@@ -57,11 +71,13 @@ def _version(root: Path) -> str:
 
 
 def main() -> None:
-    if not 2 <= len(sys.argv) <= 3 or not re.fullmatch(r"https://\S+[^/\s]", sys.argv[1]):
-        sys.exit(f"usage: {USAGE}")
-    folder = Path(sys.argv[2] if len(sys.argv) == 3 else "dist").absolute()
+    if len(sys.argv) > 2:
+        sys.exit("usage: python release/wheel.py [folder, by default dist]")
+    if problem := not_ready(ROOT):
+        sys.exit(problem)
+    folder = Path(sys.argv[1] if len(sys.argv) == 2 else "dist").absolute()
     with tempfile.TemporaryDirectory() as copy:
-        copy_for_index(Path(copy), sys.argv[1])
+        copy_for_index(Path(copy), _repository(ROOT))
         pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), copy]
         sys.exit(subprocess.run(pip).returncode)
 

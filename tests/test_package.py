@@ -192,6 +192,10 @@ def test_wheel_pins_nothing(wheel):
         requirement = need.split(";")[0]
         assert not re.search(r"<|==|~=|@", requirement), f"{requirement}: no caps, no pins"
     assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Author"] or metadata["Author-email"]
+    classifiers = metadata.get_all("Classifier")
+    for minor in range(11, 14):
+        assert f"Programming Language :: Python :: 3.{minor}" in classifiers
     assert metadata["Requires-Python"] == ">=3.11"
 
 
@@ -214,11 +218,29 @@ def test_wheel_for_a_package_index(tmp_path, monkeypatch):
         assert (ROOT / link.split("#")[0]).exists(), link
 
 
+def test_a_release_needs_an_address_and_a_date(tmp_path):
+    program = runpy.run_path(str(ROOT / "release/wheel.py"))
+    for name in ("pyproject.toml", "CHANGELOG.md", "src/sonicmoe/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    project, changes = tmp_path / "pyproject.toml", tmp_path / "CHANGELOG.md"
+    project.write_text(re.sub('repository = ".*"', 'repository = ""', project.read_text()))
+    assert "set [tool.sonicmoe] repository" in program["not_ready"](tmp_path)
+    address = 'repository = "https://example.org/someone/sonicmoe"'
+    project.write_text(project.read_text().replace('repository = ""', address))
+    heading = f"## {sonicmoe.__version__}"
+    changes.write_text(re.sub(f"{heading}.*", f"{heading} (unreleased)", changes.read_text()))
+    assert "its date" in program["not_ready"](tmp_path)
+    changes.write_text(changes.read_text().replace("(unreleased)", "(2026-11-20)"))
+    assert program["not_ready"](tmp_path) is None
+
+
 # --- the repository -------------------------------------------------------------------------------
-def test_changelog_knows_this_version():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    newest = re.search(r"^## (?!Unreleased)(\S+)", text, re.MULTILINE)
+def test_one_version():
+    """That of the package, of the newest entry of the changelog, and to cite."""
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest and newest[1] == sonicmoe.__version__
+    assert f'\nversion: "{sonicmoe.__version__}"\n' in (ROOT / "CITATION.cff").read_text()
 
 
 def test_test_tools_are_pinned():

@@ -19,7 +19,7 @@ from .packed import Fp8Blocks, Int4, Mxfp4, Nf4, PackedWeight
 from .tools.warmup import warmup
 from .watch import watch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ActivationType",
