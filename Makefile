@@ -10,7 +10,7 @@ COMPILE = $(BIN)/python -m compileall -q -j $(JOBS) .venv/lib/*/site-packages/to
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile \
   --constraint constraints.txt --editable
 
-.PHONY: test test-fast test-gpu types pytest compatibility api features train format clean
+.PHONY: test test-fast test-gpu types pytest compatibility matrix api features train format clean
 
 test: .venv/test  ## lint, type-check and test, in an environment of its own
 	$(BIN)/ruff check
@@ -35,6 +35,9 @@ test-gpu:  ## the tests that need a GPU, with the Python at hand; a process per 
 compatibility: .venv/test  ## run what docs/integrations.md claims; write its table with the versions here
 	$(BIN)/pytest -n $(JOBS) -m tries --compatibility $(ARGS)
 
+matrix: .venv/test  ## run the tests with other versions; write their rows: make matrix CELLS=torch==2.11.0
+	$(BIN)/python tests/support/compatibility.py --jobs $(JOBS) $(CELLS)
+
 api: .venv/test  ## write docs/api.md from the source
 	$(BIN)/python tests/support/api_reference.py
 
@@ -49,7 +52,7 @@ format: .venv/test
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cells build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps .venv/test and .venv/train are newer than what they were installed from.

@@ -61,13 +61,16 @@ settings.load_profile("sonicmoe")
 def pytest_addoption(parser):
     words = "write the table of docs/integrations.md from what passes"
     parser.addoption("--compatibility", action="store_true", help=words)
+    words = "write the row of this cell, as 'torch 2.11.0', too: `make matrix`"
+    parser.addoption("--cell", help=words)
     words = "every 24th test, in Triton's interpreter"
     parser.addoption("--part", action="store_true", help=words)
 
 
 def pytest_configure(config):
-    if config.getoption("--compatibility"):
-        config.pluginmanager.register(compatibility.Recorder())
+    cell = config.getoption("--cell")
+    if cell or config.getoption("--compatibility"):
+        config.pluginmanager.register(compatibility.Recorder(cell=cell))
 
 
 def pytest_ignore_collect(collection_path, config):

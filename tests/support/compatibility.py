@@ -1,19 +1,51 @@
-"""The table in docs/integrations.md, made by the tests themselves.
+"""Two tables in docs/integrations.md, made by the tests themselves.
 
 A test says what it tries: `@pytest.mark.tries("FSDP2", "a rank without tokens")`. These words are
-the table; `make compatibility` runs the tests and adds the versions with which all of a row passed.
+the first table; `make compatibility` runs the tests and adds the versions with which all of a row
+passed. `make matrix` runs tests in environments where one version differs from constraints.txt, and
+writes a row of the second table for each: `python tests/support/compatibility.py torch==2.11.0`.
 """
 
+import argparse
 import ast
+import datetime
+import json
+import os
 import re
-from collections import defaultdict
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections import Counter, defaultdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-DOCUMENT = TESTS.parent / "docs" / "integrations.md"
+ROOT = TESTS.parent
+DOCUMENT = ROOT / "docs" / "integrations.md"
 BEGIN, END = "<!-- compatibility:begin -->\n", "<!-- compatibility:end -->\n"
+MATRIX = "<!-- matrix:begin -->\n", "<!-- matrix:end -->\n"
+HEAD = "| changed | date | tests | passed | skipped | failed |\n|---|---|---|---|---|---|\n"
+CELLS = {
+    "Python": ["3.12", "3.13"],
+    "torch": ["2.11.0", "2.12.1", "2.14.1", "2.15.0"],
+    "Triton": ["3.7.1", "3.8.0", "3.9.0"],
+    "transformers": ["5.10.0", "5.14.0", "5.17.0", "5.20.0"],
+}
+KERNELS = r"import triton|machine_code|interpret"
+TRANSFORMERS = r"(from|import|importorskip\(.) ?(transformers|peft|hf_models|packed_checkpoints)\b"
+# The tests of a cell: their name in the table, what their files contain, and which tests in these.
+SELECTED = {
+    "Python": ("`make test-fast`", "", ["-m", "not slow"]),
+    "torch": ("`make test-fast`", "", ["-m", "not slow"]),
+    "Triton": ("all that compile or interpret kernels", KERNELS, []),
+    "transformers": (
+        "all that use it",
+        TRANSFORMERS,
+        ["-k", "not test_features or transformers or PEFT"],
+    ),
+}
 
 # The rows in their order, and the package whose version counts.
 FRAMEWORKS = {
@@ -61,10 +93,12 @@ def written(document: str) -> tuple[str, dict[str, list[str]]]:
 
 
 class Recorder:
-    """Writes the table after a run of the tests (`--compatibility`)."""
+    """Writes the table after a run of the tests (`--compatibility`); with the name of a cell, its
+    row of the matrix (`--cell`)."""
 
-    def __init__(self, document: Path = DOCUMENT) -> None:
-        self.document = document
+    def __init__(self, document: Path = DOCUMENT, cell: str | None = None) -> None:
+        self.document, self.cell = document, cell
+        self.outcomes: Counter[str] = Counter()
         self.passed: defaultdict[str, set[str]] = defaultdict(set)
         self.others: set[str] = set()  # frameworks with a test that failed or was skipped
 
@@ -73,6 +107,8 @@ class Recorder:
             item.user_properties += [("tries", m.args) for m in item.iter_markers("tries")]
 
     def pytest_runtest_logreport(self, report) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.outcome] += 1
         for key, value in report.user_properties:
             if key == "tries" and report.outcome != "passed":
                 self.others.add(value[0])
@@ -82,6 +118,10 @@ class Recorder:
     def pytest_sessionfinish(self, session) -> None:
         if hasattr(session.config, "workerinput"):  # a worker of pytest-xdist
             return
+        if self.cell is not None:
+            what = SELECTED[self.cell.split()[0]][0]
+            counts = [str(self.outcomes[name]) for name in ("passed", "skipped", "failed")]
+            write_row(self.document, self.cell, [what, *counts])
         text = self.document.read_text()
         old, versions = written(text)
         for name, what in claims().items():
@@ -93,3 +133,98 @@ class Recorder:
 
 def _numbers(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text)]
+
+
+# --- the matrix -----------------------------------------------------------------------------------
+def matrix(document: str) -> dict[str, list[str]]:
+    """The rows in a document: date, tests and numbers by what changed, as "torch 2.11.0"."""
+    text = document.split(MATRIX[0])[1].split(MATRIX[1])[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def write_row(document: Path, cell: str, values: list[str]) -> None:
+    """Put the row of a cell into the document, with today's date."""
+    text = document.read_text()
+    rows = matrix(text) | {cell: [datetime.date.today().isoformat(), *values]}
+    lines = [f"| {name} | {' | '.join(rows[name])} |\n" for name in cell_names() if name in rows]
+    begin, end = MATRIX
+    head, _, rest = text.partition(begin)
+    document.write_text(head + begin + HEAD + "".join(lines) + end + rest.partition(end)[2])
+
+
+def cell_names() -> list[str]:
+    return [f"{axis} {number}" for axis, numbers in CELLS.items() for number in numbers]
+
+
+def tests_of(axis: str) -> list[str]:
+    """Arguments for pytest; tests of benchmarks run with the versions of constraints.txt alone."""
+    _, pattern, options = SELECTED[axis]
+    files = [path for path in sorted(TESTS.rglob("test_*.py")) if path.parent.name != "bench"]
+    return [*options, *(str(path) for path in files if re.search(pattern, path.read_text()))]
+
+
+def environment(axis: str, number: str) -> Path:
+    """The Python of a virtual environment with one other version; what it has not got comes from
+    the environment that runs this."""
+    folder = ROOT / ".venv-cells" / f"{axis}-{number}"
+    python = folder / "bin" / "python"
+    if python.exists():
+        return python
+    base, needs = sys.executable, [f"{axis.lower()}=={number}"]
+    if axis == "Python":
+        base = shutil.which(f"python{number}") or f"python{number}"
+        needs = ["--constraint", "constraints.txt", "--editable", ".[test]"]
+    elif axis == "transformers":
+        needs = [f"transformers[kernels]=={number}"]
+    try:
+        _quietly(base, "-m", "venv", *[] if axis == "Python" else ["--without-pip"], str(folder))
+        if axis != "Python":
+            paths = sysconfig.get_paths("venv", {"base": str(folder), "platbase": str(folder)})
+            link = Path(paths["purelib"]) / "parent.pth"
+            link.write_text(sysconfig.get_paths()["purelib"])
+        _quietly(str(python), "-m", "pip", "install", "--no-compile", "--only-binary=:all:", *needs)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return python
+
+
+def _quietly(*command: str) -> None:
+    """Run a command; an OSError with the last line that it says, if it fails."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError((done.stderr or done.stdout).strip().splitlines()[-1])
+
+
+def run_cell(cell: str, jobs: str) -> bool:
+    """Run the tests of a cell, which write its row; False if they fail or it cannot be had."""
+    axis, number = cell.split()
+    try:
+        python = environment(axis, number)
+    except OSError as error:
+        print(f"{cell}: {error}", file=sys.stderr)
+        write_row(DOCUMENT, cell, ["not run", "", "", ""])
+        return False
+    command = [str(python), "-m", "pytest", "-n", jobs, "--dist", "worksteal", "--cell", cell]
+    variables = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return not subprocess.run([*command, *tests_of(axis)], cwd=ROOT, env=variables).returncode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=run_cell.__doc__)
+    parser.add_argument("cells", nargs="*", help="as torch==2.11.0; by default all")
+    parser.add_argument("--jobs", default="2", help="processes of tests")
+    parser.add_argument("--list", action="store_true", help="print all cells as JSON")
+    args = parser.parse_args()
+    if args.list:
+        print(json.dumps([name.replace(" ", "==") for name in cell_names()]))
+        return
+    asked = [cell.replace("==", " ") for cell in args.cells] or cell_names()
+    if unknown := set(asked) - set(cell_names()):
+        parser.error(f"cells: expected some of {cell_names()}, got {sorted(unknown)}")
+    sys.exit(not all([run_cell(cell, args.jobs) for cell in asked]))
+
+
+if __name__ == "__main__":
+    main()
