@@ -3,7 +3,7 @@
 Loads give zeros past the expert's end, stores drop what lies past it. For that the descriptor has
 two outer dimensions before (rows, columns), and rows are counted from 2³⁰. The strides of the outer
 dimensions cancel modulo 2⁶⁴ when the first coordinate is 2³⁰, and the bound on the row dimension
-falls on the expert's end. `launch.grouped_gemm_hopper.row_boxes` makes such descriptors.
+falls on the expert's end. `launch.boxes.ragged_boxes` makes such descriptors.
 """
 
 from triton.experimental import gluon
