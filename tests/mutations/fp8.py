@@ -15,7 +15,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first row of an FP8 weight gradient's experts is not carried",
-        "kernels/hopper/fp8_wgrad.py", "scale, expert, n, end > start,", "scale, expert, n, True,",
+        "kernels/hopper/fp8_wgrad.py", "n, rows.end > rows.start, work.N", "n, True, work.N",
         "tests/kernels/test_machine_code_fp8.py -k weight_gradient",
     ),
     Mutation(

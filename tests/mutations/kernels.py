@@ -57,8 +57,8 @@ MUTATIONS = [
     ),
     Mutation(
         "main_grad of the wrong columns", "kernels/hopper/wgrad.py",
-        "        column = n0 + i * QUARTER\n        if out_fp32",
-        "        column = n0\n        if out_fp32",
+        "                column = n0 + i * QUARTER\n                if self.out_fp32",
+        "                column = n0\n                if self.out_fp32",
         "tests/experts/test_gradients.py -k buffer", gpu=True,
     ),
 ]  # fmt: skip

@@ -1,9 +1,4 @@
-"""What the epilogues of the Hopper GEMMs share: quarters and slices of a tile, Z in shared memory.
-
-A slice is SLICE columns of A and the columns of Z that belong to them. A slice of interleaved Z is
-one box of 64 columns; of concatenated Z it is a box of gates and one of ups, which take two
-buffers.
-"""
+"""What the epilogues of the GEMMs share: halves and quarters of a tile, biases, stores by TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,19 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .gluon_compat import reinterpreted
 from .ragged import store_rows, store_rows_of_half
-from .ring import CONSUMER_M, assume_layout, buffers
-
-SLICE = gl.constexpr(32)  # columns of A in a slice: 128 bytes of an interleaved row of Z
-# Layout of a slice of interleaved Z: a thread holds the gates and ups of its two columns of A.
-INTERLEAVED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 64],
-    )
-)
+from .ring import CONSUMER_M, assume_layout
 
 
 @gluon.jit
@@ -131,56 +114,3 @@ def z_buffer(z, smem):
         LAYOUT: gl.constexpr = z.layout
         both = reinterpreted(smem, z.dtype, HALVES, LAYOUT)
         return both.index(0).reshape([CONSUMER_M, smem.shape[1]])
-
-
-# --- slices ---------------------------------------------------------------------------------------
-@gluon.constexpr_function
-def boxes_of_slice(gate_up):
-    """TMA copies that move a slice of Z."""
-    return 2 if gate_up == "concatenated" else 1
-
-
-@gluon.jit
-def slice_buffers(dtype: gl.constexpr, COUNT: gl.constexpr, GATE_UP: gl.constexpr):
-    """Shared memory for COUNT slices of Z."""
-    COLUMNS: gl.constexpr = 2 * SLICE if GATE_UP == "interleaved" else SLICE
-    return buffers(dtype, COUNT * boxes_of_slice(GATE_UP), [CONSUMER_M, COLUMNS])
-
-
-@gluon.jit
-def read_slice(z, smem, buffer, L: gl.constexpr, GATE_UP: gl.constexpr):
-    """Gates and ups of a slice of Z in shared memory; twice Z if there is no gate."""
-    if GATE_UP == "interleaved":
-        gate, up = even_and_odd(z_buffer(z, smem.index(buffer)).load(INTERLEAVED))
-        return assume_layout(gate, L), assume_layout(up, L)
-    elif GATE_UP == "concatenated":
-        gate = z_buffer(z, smem.index(2 * buffer)).load(L)
-        return gate, z_buffer(z, smem.index(2 * buffer + 1)).load(L)
-    else:
-        both = z_buffer(z, smem.index(buffer)).load(L)
-        return both, both
-
-
-@gluon.jit
-def write_slice(gate, up, z, smem, buffer, GATE_UP: gl.constexpr):
-    """Write gates and ups of a slice to shared memory; only the gates if there are no ups."""
-    gate = gate.to(z.dtype)
-    if GATE_UP == "interleaved":
-        both = gl.reshape(gl.join(gate, up.to(z.dtype)), (CONSUMER_M, 2 * SLICE))
-        z_buffer(z, smem.index(buffer)).store(assume_layout(both, INTERLEAVED))
-    elif GATE_UP == "concatenated":
-        z_buffer(z, smem.index(2 * buffer)).store(gate)
-        z_buffer(z, smem.index(2 * buffer + 1)).store(up.to(z.dtype))
-    else:
-        z_buffer(z, smem.index(buffer)).store(gate)
-
-
-@gluon.jit
-def store_slice(z, tile, column, smem, buffer, GATE_UP: gl.constexpr):
-    """Start the TMA stores of a slice of Z; `column` is that of A."""
-    if GATE_UP == "concatenated":
-        store_box(z, tile, column, z_buffer(z, smem.index(2 * buffer)), 0)
-        store_box(z, tile, column, z_buffer(z, smem.index(2 * buffer + 1)), 1)
-    else:
-        PER_COLUMN: gl.constexpr = 1 if GATE_UP is None else 2
-        store_box(z, tile, PER_COLUMN * column, z_buffer(z, smem.index(buffer)))

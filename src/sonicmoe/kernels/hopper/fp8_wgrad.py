@@ -6,7 +6,7 @@ transpose it there, as pairs of columns. So a consumer has one accumulator for t
 half of the tile, and one for the odd rows.
 
 A tile is (BLOCK_M, BLOCK_N) of one expert's gradient. Blocks have 128 rows: the transposed operand
-has each expert's rows in tiles of 128 columns, see `reference.fp8.padded_rows`.
+has each expert's rows in tiles of 128 columns, see `shapes.padded_rows`.
 """
 
 from triton.experimental import gluon
@@ -19,11 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .epilogue import assume_layout, quarters
-from .gluon_compat import copy_gathered, copy_in, copy_out, reinterpreted
-from .ring import accumulator_layout, make_stages
-from .wgrad import gather, make_work
+from .epilogue import quarters
+from .gluon_compat import aggregate, copy_gathered, copy_in, copy_out, reinterpreted
+from .ring import accumulator_layout, assume_layout, make_stages
+from .wgrad import Ring, gather, make_work
 
+PRODUCER_REGISTERS = gl.constexpr(72)
 BLOCK_M = gl.constexpr(256)
 BLOCK_N = gl.constexpr(128)
 BLOCK_K = gl.constexpr(128)
@@ -57,7 +58,7 @@ def _tokens(row_token, row, end, GATHER: gl.constexpr):
 
 
 @gluon.jit
-def _producer(rows8, row_token, other_t, work, rows_smem, other_smem, stages, GATHER: gl.constexpr):
+def _producer(rows8, row_token, other_t, work, ring, GATHER: gl.constexpr):
     """The producer warpgroup: fill the ring buffer for all work items of this program.
 
     A stage has both consumers' columns of the gathered rows, with rows in the order of `exchange`,
@@ -86,13 +87,12 @@ def _producer(rows8, row_token, other_t, work, rows_smem, other_smem, stages, GA
             # Load the next block's tokens while this block waits for its stage.
             next_row = start + (block + 1) * BLOCK_K + r
             token_next = _tokens(row_token, next_row, end, GATHER)
-            stage, barrier = stages.acquire(step, BLOCK_N * BLOCK_K)
-            copy_in(
-                other_t, [n * BLOCK_N, (tile + block) * BLOCK_K], barrier, other_smem.index(stage)
-            )
+            stage, barrier = ring.stages.acquire(step, BLOCK_N * BLOCK_K)
+            corner = [n * BLOCK_N, (tile + block) * BLOCK_K]
+            copy_in(other_t, corner, barrier, ring.right.index(stage))
             ok = token >= 0
-            gather(rows_smem.index(2 * stage), rows8, token, ok, m0, work.M, L)
-            gather(rows_smem.index(2 * stage + 1), rows8, token, ok, m0 + CONSUMER_M, work.M, L)
+            gather(ring.left.index(2 * stage), rows8, token, ok, m0, work.M, L)
+            gather(ring.left.index(2 * stage + 1), rows8, token, ok, m0 + CONSUMER_M, work.M, L)
             async_copy.mbarrier_arrive(barrier, increment_count=False)
             token = token_next
             step += 1
@@ -161,98 +161,101 @@ def _write(work, buffer, quarter, plane, m0, n0, TRANSPOSED: gl.constexpr, ADD: 
         gl.store(ptr, quarter, mask=inside)
 
 
-@gluon.jit
-def _store(
-    work, out, out_fp32, quarter, expert, m0, n0, out_buffer, any_row,
-    TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
-    """Store a quarter of the tile: by TMA through `out_buffer`, or in fp32 without it."""
-    if out_fp32 is not None:
-        if not ADD:
-            _write(work, out_fp32, quarter, expert, m0, n0, TRANSPOSED, False)
-        elif any_row:
-            _write(work, out_fp32, quarter, expert, m0, n0, TRANSPOSED, True)
-    elif TRANSPOSED:
-        transposed = out_buffer.reshape([quarter.shape[1], quarter.shape[0]]).permute((1, 0))
-        transposed.store(quarter.to(out.dtype))
-        fence_async_shared()
-        copy_out(out, [expert, n0, m0], out_buffer)
-    else:
-        out_buffer.reshape([quarter.shape[0], quarter.shape[1]]).store(quarter.to(out.dtype))
-        fence_async_shared()
-        copy_out(out, [expert, m0, n0], out_buffer)
+@aggregate
+class Epilogue:
+    """Stores dW·scale in quarters: a whole expert to `out` by TMA, or to `out_fp32` without it; a
+    span to its place in `partial`."""
 
+    scale: gl.tensor
+    out: tma.tensor_descriptor | gl.constexpr  # may be None
+    out_fp32: gl.tensor | gl.constexpr  # likewise
+    partial: gl.tensor | gl.constexpr  # None if nothing is split
+    smem: gl.shared_memory_descriptor  # BUFFERS for each consumer
+    scale_smem: gl.shared_memory_descriptor  # four quarters for each
+    BUFFERS: gl.constexpr
+    TRANSPOSED: gl.constexpr
+    ADD: gl.constexpr
 
-@gluon.jit
-def _load_scales(CONSUMER: gl.constexpr, smem, scale, expert, n, any_row, N: gl.constexpr):
-    """Start the copy of the scales (E, N) of a tile's columns to a consumer's shared memory; zeros
-    unless `any_row`."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    smem = reinterpreted(smem, gl.float32, [2, BLOCK_N], plain).index(CONSUMER)
-    column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
-    source = scale + expert.to(gl.int64) * N + column
-    copy_gathered(smem, source, mask=(column < N) & any_row)
-    async_copy.commit_group()
+    @gluon.jit
+    def before(self, expert, n, any_row, N: gl.constexpr, CONSUMER: gl.constexpr):
+        """Start the copy of the scales (E, N) of a tile's columns to shared memory; zeros unless
+        `any_row`."""
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        smem = reinterpreted(self.scale_smem, gl.float32, [2, BLOCK_N], plain).index(CONSUMER)
+        column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
+        source = self.scale + expert.to(gl.int64) * N + column
+        copy_gathered(smem, source, mask=(column < N) & any_row)
+        async_copy.commit_group()
 
-
-@gluon.jit
-def _consumer(
-    CONSUMER: gl.constexpr, scale, out, out_fp32, partial, work,
-    rows_smem, other_smem, out_smem, scale_smem, stages,
-    BUFFERS: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
-    """A consumer warpgroup: its half of the rows M of every tile of this program.
-
-    The wgmma reads the rows from registers, so a stage is released only when it has finished.
-    """
-    L: gl.constexpr = accumulator_layout(BLOCK_N, rows_smem.dtype)
-    first = gl.program_id(0)
-    stride = gl.num_programs(0)
-    start, end = work.load_entry(first)
-    expert, start, end = work.rows(first, start, end)
-    step = 0
-    for index in range(first, work.total, stride):
-        m, n = work.tile(index)
-        m0 = m * BLOCK_M + CONSUMER * CONSUMER_M
-        next_start, next_end = work.load_entry(index + stride)
-        # `end > start` is read here so that Triton 3.6 sees that `start` is carried: it looks for
-        # readers everywhere but in bounds of inner loops, and the consumers would deadlock.
-        _load_scales(CONSUMER, scale_smem, scale, expert, n, end > start, work.N)
-        even = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
-        odd = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
-        for _ in range(gl.cdiv(end - start, BLOCK_K)):
-            stage = stages.wait(step)
-            # No fence: gathered rows are read by threads here, not by wgmma.
-            a_even, a_odd = _transposed(rows_smem.index(2 * stage + CONSUMER))
-            b = other_smem.index(stage).permute((1, 0))
-            even = warpgroup_mma(a_even, b, even, is_async=True)
-            odd = warpgroup_mma(a_odd, b, odd, is_async=True)
-            even, odd = warpgroup_mma_wait(0, deps=(even, odd))
-            stages.release(stage)
-            step += 1
+    @gluon.jit
+    def apply(self, even, odd, work, group, rows, m0, n, CONSUMER: gl.constexpr):
+        """Store a consumer's half of a tile, from the accumulators of its even and odd rows."""
         even_quarters = quarters(even)
         odd_quarters = quarters(odd)
         async_copy.wait_group(0)
-        group = work.group(index)
-        if end >= 0:
+        if rows.end >= 0:
             for i in gl.static_range(4):
                 column = n * BLOCK_N + i * (BLOCK_N // 4)
-                factor = scale_smem.index(4 * CONSUMER + i).load(
+                factor = self.scale_smem.index(4 * CONSUMER + i).load(
                     gl.SliceLayout(0, even_quarters[i].type.layout)
                 )[None, :]
                 quarter = _interleaved(even_quarters[i] * factor, odd_quarters[i] * factor)
                 if work.SPLIT and group >= work.num_experts:
                     place = group - work.num_experts
-                    _write(work, partial, quarter, place, m0, column, TRANSPOSED, False)
-                else:
-                    if out_fp32 is None:
-                        tma.store_wait(BUFFERS - 1)  # the last store from this buffer is done
-                    out_buffer = out_smem.index(BUFFERS * CONSUMER + i % BUFFERS)
-                    _store(
-                        work, out, out_fp32, quarter, expert, m0, column, out_buffer, end > start,
-                        TRANSPOSED, ADD,
-                    )  # fmt: skip
-        expert, start, end = work.rows(index + stride, next_start, next_end)
+                    _write(work, self.partial, quarter, place, m0, column, self.TRANSPOSED, False)
+                elif self.out_fp32 is None:
+                    tma.store_wait(self.BUFFERS - 1)  # the last store from this buffer is done
+                    buffer = self.smem.index(self.BUFFERS * CONSUMER + i % self.BUFFERS)
+                    self.store(quarter, group, m0, column, buffer)
+                elif not self.ADD:
+                    _write(work, self.out_fp32, quarter, group, m0, column, self.TRANSPOSED, False)
+                elif rows.end > rows.start:
+                    _write(work, self.out_fp32, quarter, group, m0, column, self.TRANSPOSED, True)
+
+    @gluon.jit
+    def store(self, quarter, expert, m0, n0, buffer):
+        """Store a quarter by TMA."""
+        if self.TRANSPOSED:
+            view = buffer.reshape([quarter.shape[1], quarter.shape[0]]).permute((1, 0))
+        else:
+            view = buffer.reshape([quarter.shape[0], quarter.shape[1]])
+        view.store(quarter.to(self.out.dtype))
+        fence_async_shared()
+        copy_out(self.out, [expert, n0, m0] if self.TRANSPOSED else [expert, m0, n0], buffer)
+
+
+@gluon.jit
+def _consumer(CONSUMER: gl.constexpr, epilogue, work, ring):
+    """A consumer warpgroup: its half of the rows M of every tile of this program.
+
+    The wgmma reads the rows from registers, so a stage is released only when it has finished.
+    """
+    L: gl.constexpr = accumulator_layout(BLOCK_N, ring.left.dtype)
+    first = gl.program_id(0)
+    stride = gl.num_programs(0)
+    rows = work.first()
+    step = 0
+    for index in range(first, work.total, stride):
+        m, n = work.tile(index)
+        m0 = m * BLOCK_M + CONSUMER * CONSUMER_M
+        entry = work.load_entry(index + stride)
+        # `end > start` is read here so that Triton 3.6 sees that `start` is carried: it looks for
+        # readers everywhere but in bounds of inner loops, and the consumers would deadlock.
+        epilogue.before(rows.expert, n, rows.end > rows.start, work.N, CONSUMER)
+        even = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
+        odd = gl.zeros((CONSUMER_M // 2, BLOCK_N), gl.float32, L)
+        for _ in range(gl.cdiv(rows.end - rows.start, BLOCK_K)):
+            stage = ring.stages.wait(step)
+            # No fence: gathered rows are read by threads here, not by wgmma.
+            a_even, a_odd = _transposed(ring.left.index(2 * stage + CONSUMER))
+            b = ring.right.index(stage).permute((1, 0))
+            even = warpgroup_mma(a_even, b, even, is_async=True)
+            odd = warpgroup_mma(a_odd, b, odd, is_async=True)
+            even, odd = warpgroup_mma_wait(0, deps=(even, odd))
+            ring.stages.release(stage)
+            step += 1
+        epilogue.apply(even, odd, work, work.group(index), rows, m0, n, CONSUMER)
+        rows = work.locate(index + stride, entry)
     tma.store_wait(0)
 
 
@@ -284,22 +287,19 @@ def hopper_fp8_wgrad_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scale_smem = gl.allocate_shared_memory(gl.float32, [8, BLOCK_N // 4], plain)
     stages = make_stages(STAGES, True)
+    ring = Ring(left=rows_smem, right=other_smem, stages=stages, BLOCK_K=BLOCK_K)
     SPLIT: gl.constexpr = partial is not None
     work = make_work(expert_start, tiles, num_experts, span, places, SPLIT, M, N, BLOCK_M, BLOCK_N)
+    epilogue = Epilogue(
+        scale=scale, out=out, out_fp32=out_fp32, partial=partial, smem=out_smem,
+        scale_smem=scale_smem, BUFFERS=BUFFERS, TRANSPOSED=TRANSPOSED, ADD=ADD,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consumer, (
-                0, scale, out, out_fp32, partial, work, rows_smem, other_smem, out_smem, scale_smem,
-                stages, BUFFERS, TRANSPOSED, ADD,
-            )),
-            (_consumer, (
-                1, scale, out, out_fp32, partial, work, rows_smem, other_smem, out_smem, scale_smem,
-                stages, BUFFERS, TRANSPOSED, ADD,
-            )),
-            (_producer, (
-                rows8, row_token, other_t, work, rows_smem, other_smem, stages, GATHER,
-            )),
+            (_consumer, (0, epilogue, work, ring)),
+            (_consumer, (1, epilogue, work, ring)),
+            (_producer, (rows8, row_token, other_t, work, ring, GATHER)),
         ],
         [4, 4],
-        [216, 72],
-    )  # fmt: skip
+        [(504 - PRODUCER_REGISTERS) // 2, PRODUCER_REGISTERS],
+    )

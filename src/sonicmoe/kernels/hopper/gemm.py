@@ -4,26 +4,35 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from .consumer import run
 from .epilogue import biased, store_value
-from .ring import CONSUMER_M, accumulator_layout, buffers, make_ring, producer
+from .gluon_compat import aggregate
+from .ring import CONSUMER_M, buffers, make_ring
+
+PRODUCER_REGISTERS = gl.constexpr(40)
 
 
-@gluon.jit
-def _consumer(CONSUMER: gl.constexpr, ring, y, bias, row_scores, y_smem):
-    """A consumer warpgroup: its 64 rows of every tile of this program."""
-    L: gl.constexpr = accumulator_layout(ring.BLOCK_N, y.dtype)
-    step = 0
-    for index in range(gl.program_id(0), ring.total, gl.num_programs(0)):
-        acc, step, tile = ring.next_tile(step, index, CONSUMER)
-        column = tile.n * ring.BLOCK_N
-        if bias is not None:
-            acc = biased(acc, bias + tile.expert * ring.N, column, ring.N)
-        if row_scores is not None:
-            r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
-            acc *= tile.load(row_scores, r, 0.0)[:, None]
+@aggregate
+class Epilogue:
+    """Y = (acc + bias)·score."""
+
+    y: tma.tensor_descriptor
+    bias: gl.tensor | gl.constexpr  # may be None
+    row_scores: gl.tensor | gl.constexpr  # may be None
+    smem: gl.shared_memory_descriptor  # a buffer for each consumer
+    N: gl.constexpr
+
+    @gluon.jit
+    def apply(self, acc, tile):
+        acc = acc.wait()
+        column = tile.n * acc.shape[1]
+        if self.bias is not None:
+            acc = biased(acc, self.bias + tile.expert * self.N, column, self.N)
+        if self.row_scores is not None:
+            L: gl.constexpr = acc.type.layout
+            acc *= tile.load(self.row_scores, L, 0.0)[:, None]
         tma.store_wait(0)
-        store_value(acc.to(y.dtype), y, tile, column, y_smem.index(CONSUMER))
-    tma.store_wait(0)
+        store_value(acc.to(self.y.dtype), self.y, tile, column, self.smem.index(tile.CONSUMER))
 
 
 @gluon.jit
@@ -40,13 +49,6 @@ def hopper_gemm_kernel(
     ring = make_ring(
         y.dtype, w, tiles, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT, None, False
     )
-    y_smem = buffers(y.dtype, 2, [CONSUMER_M, BLOCK_N])
-    gl.warp_specialize(
-        [
-            (_consumer, (0, ring, y, bias, row_scores, y_smem)),
-            (_consumer, (1, ring, y, bias, row_scores, y_smem)),
-            (producer, (ring, a, None, w, lora_u, lora_b)),
-        ],
-        [4, 1],
-        [232, 40],
-    )
+    smem = buffers(y.dtype, 2, [CONSUMER_M, BLOCK_N])
+    epilogue = Epilogue(y=y, bias=bias, row_scores=row_scores, smem=smem, N=N)
+    run(ring, epilogue, a, None, w, lora_u, lora_b, PRODUCER_REGISTERS)

@@ -17,14 +17,17 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 def aggregate(cls):
-    """A class of values on the device. Its constructor takes the fields in order."""
+    """A class of values on the device. Its constructor takes the fields by name, `replace` some."""
 
-    def constructor(self, *values):
-        for name, value in zip(cls.__annotations__, values, strict=True):
+    def constructor(self, **fields):
+        for name, value in fields.items():
             setattr(self, name, value)
 
-    constructor.__triton_builtin__ = True
-    cls.__init__ = constructor
+    def replace(self, **fields):
+        return type(self)(**{name: getattr(self, name) for name in cls.__annotations__} | fields)
+
+    constructor.__triton_builtin__ = replace.__triton_builtin__ = True
+    cls.__init__, cls.replace = constructor, replace
     return triton.language.core._aggregate(cls)
 
 

@@ -1,28 +1,20 @@
-"""The main loop of the Hopper GEMMs over rows: one producer warpgroup, two consumer warpgroups.
+"""The ring buffer of the Hopper GEMMs over rows, and the producer warpgroup that fills it.
 
 A tile is 128 rows by BLOCK_N columns. The producer fills a ring buffer of `STAGES` blocks of
 BLOCK_K: weights by TMA, rows by TMA if they lie in order, else gathered row by row with cp.async.
-Each consumer owns 64 rows of the tile.
+Each of two consumers owns 64 rows of the tile: see `consumer`.
 
 Look-ahead: a producer knows its next work item already and loads the table entry of the one after
-that (`later`), because such a load takes as long as one step of the loop. Consumers look one item
-ahead.
+that (`later`), because such a load takes as long as one step of the loop.
 
 With a LoRA adapter, U (R, r) and B (E, N, r) in the layout of the weights, the producer appends
 blocks of U and B to those of A and W. The consumers only see more steps. Beside A and W in e4m3, U
-and B are in bf16, and their blocks have the bytes of the others: half as many columns. They join
-the accumulator once it has been multiplied by its scale: `add_low_rank`.
+and B are in bf16, and their blocks have the bytes of the others: half as many columns.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from ..tile_order import corner_of, load_tile
 from .gluon_compat import aggregate, copy_gathered, copy_in, reinterpreted
@@ -65,23 +57,24 @@ def buffers(dtype: gl.constexpr, COUNT: gl.constexpr, SHAPE: gl.constexpr):
     return gl.allocate_shared_memory(dtype, [COUNT] + SHAPE, layout)
 
 
+@gluon.jit
+def view(smem, dtype: gl.constexpr, COUNT: gl.constexpr, SHAPE: gl.constexpr):
+    """Shared memory as COUNT tensors of another dtype and shape."""
+    ALL: gl.constexpr = [COUNT] + SHAPE
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, dtype)
+    return reinterpreted(smem, dtype, ALL, LAYOUT)
+
+
 @gluon.constexpr_function
 def _half_the_columns(shape):
-    return [*shape[:-1], shape[-1] // 2]
-
-
-@gluon.constexpr_function
-def _layout_of_each(shape, dtype):
-    """Layout of shape[0] buffers."""
-    return gl.NVMMASharedLayout.get_default_for(list(shape[1:]), dtype)
+    return [*shape[1:-1], shape[-1] // 2]
 
 
 @gluon.jit
 def _in_bf16(smem):
     """Buffers of e4m3 as as many of bf16, with half the columns."""
     SHAPE: gl.constexpr = _half_the_columns(smem.shape)
-    LAYOUT: gl.constexpr = _layout_of_each(SHAPE, gl.bfloat16)
-    return reinterpreted(smem, gl.bfloat16, SHAPE, LAYOUT)
+    return view(smem, gl.bfloat16, smem.shape[0], SHAPE)
 
 
 @aggregate
@@ -128,7 +121,7 @@ def make_stages(STAGES: gl.constexpr, GATHER: gl.constexpr):
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=2)
-    return Stages(full, empty, STAGES, GATHER)
+    return Stages(full=full, empty=empty, STAGES=STAGES, GATHER=GATHER)
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -141,19 +134,32 @@ class Tile:
     end: gl.tensor  # the expert's end row
     row: gl.tensor  # their first row
     n: gl.tensor  # the N-tile
+    count: gl.tensor  # of this program's tiles before
+    CONSUMER: gl.constexpr  # 0 or 1
 
     @gluon.jit
-    def load(self, values, r, other):
-        """values[row] of the rows r of the tile, `other` past the expert's end."""
+    def rows(self, L: gl.constexpr):
+        """The rows, as L has them in each column."""
+        return self.row + gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
+
+    @gluon.jit
+    def inside(self, L: gl.constexpr):
+        """Which of the rows are the expert's."""
+        return self.rows(L) < self.end
+
+    @gluon.jit
+    def load(self, values, L: gl.constexpr, other):
+        """values[row], `other` past the expert's end."""
+        r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
         return gl.load(values + self.row + r, mask=self.row + r < self.end, other=other)
 
     @gluon.jit
-    def indices(self, index, r):
-        """index[row] of the rows r of the tile; the row itself if there is no index."""
+    def indices(self, index, L: gl.constexpr):
+        """index[row]; the row itself if there is no index."""
         if index is None:
-            return self.row + r
+            return self.rows(L)
         else:
-            return self.load(index, r, 0)
+            return self.load(index, L, 0)
 
 
 # --- the ring buffer ------------------------------------------------------------------------------
@@ -173,6 +179,7 @@ class Ring:
     BLOCK_K: gl.constexpr
     WEIGHT_LAYOUT: gl.constexpr
     GATE_UP: gl.constexpr
+    BLOCK_SCALES: gl.constexpr  # whether rows have a scale for each block of K
 
     @gluon.jit
     def load_entry(self, index):
@@ -192,96 +199,23 @@ class Ring:
         return corner_of(index, start, end, number, self.K, self.N, 2 * CONSUMER_M, self.BLOCK_N)
 
     @gluon.jit
-    def locate(self, index, entry, CONSUMER: gl.constexpr):
+    def locate(self, index, entry, count, CONSUMER: gl.constexpr):
         """A consumer's rows of the tile of work item `index`."""
         expert, start, end, _ = entry
         row, n = self.corner(index, entry)
-        return Tile(expert, start, end, row + CONSUMER * CONSUMER_M, n)
-
-    @gluon.jit
-    def first_tile(self, CONSUMER: gl.constexpr):
-        """A consumer's rows of the first tile of this program."""
-        first = gl.program_id(0)
-        return self.locate(first, self.load_entry(first), CONSUMER)
-
-    @gluon.jit
-    def zeros(self):
-        """An accumulator."""
-        L: gl.constexpr = accumulator_layout(self.BLOCK_N, self.a.dtype)
-        return gl.zeros((CONSUMER_M, self.BLOCK_N), gl.float32, L)
-
-    @gluon.jit
-    def multiply(self, stage, acc, CONSUMER: gl.constexpr):
-        """Start the wgmma that adds a stage's block to the accumulator."""
-        if self.WEIGHT_LAYOUT == "kn":
-            w = self.w.index(stage).reshape([self.BLOCK_K, self.BLOCK_N])
-        else:
-            w = self.w.index(stage).reshape([self.BLOCK_N, self.BLOCK_K]).permute((1, 0))
-        return warpgroup_mma(self.a.index(2 * stage + CONSUMER), w, acc, is_async=True)
-
-    @gluon.jit
-    def accumulate(self, step, CONSUMER: gl.constexpr):
-        """The (64, BLOCK_N) accumulator of this consumer's next tile, and the ring step after it.
-
-        The last wgmma is still in flight; `finish` waits for it. In between, the caller looks up
-        where the tile lies.
-        """
-        BLOCK_K: gl.constexpr = self.BLOCK_K
-        RANK: gl.constexpr = 0 if is_e4m3(self.a.dtype) else self.RANK
-        BLOCKS: gl.constexpr = ceil_div(self.K, BLOCK_K) + ceil_div(RANK, BLOCK_K)
-        acc = self.zeros()
-        for k in range(0, BLOCKS * BLOCK_K, BLOCK_K):
-            stage = self.stages.wait(step)
-            if self.stages.GATHER:
-                fence_async_shared()  # gathered rows were written by cp.async, not by TMA
-            acc = self.multiply(stage, acc, CONSUMER)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            self.stages.release_before(step, pred=k > 0)
-            step += 1
-        return acc, step
-
-    @gluon.jit
-    def finish(self, acc, step):
-        """Wait for the last wgmma of a tile and release its stage."""
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        self.stages.release_before(step)
-        return acc
+        return Tile(
+            expert=expert, start=start, end=end, row=row + CONSUMER * CONSUMER_M, n=n, count=count,
+            CONSUMER=CONSUMER,
+        )  # fmt: skip
 
     @gluon.jit
     def low_rank(self):
         """This ring buffer as the blocks of U and B see it."""
         if is_e4m3(self.a.dtype):
-            return Ring(
-                self.tiles, self.total, _in_bf16(self.a), _in_bf16(self.w), self.stages, self.K,
-                self.N, self.RANK, self.BLOCK_N, self.BLOCK_K // 2, self.WEIGHT_LAYOUT,
-                self.GATE_UP,
-            )  # fmt: skip
+            HALF: gl.constexpr = self.BLOCK_K // 2
+            return self.replace(a=_in_bf16(self.a), w=_in_bf16(self.w), BLOCK_K=HALF)
         else:
             return self
-
-    @gluon.jit
-    def add_low_rank(self, acc, step, CONSUMER: gl.constexpr):
-        """A finished accumulator of e4m3, multiplied by its scale, plus U Bᵀ in bf16, and the ring
-        step after it."""
-        ring = self.low_rank()
-        L: gl.constexpr = acc.type.layout
-        out = assume_layout(acc, accumulator_layout(self.BLOCK_N, gl.bfloat16))
-        for _ in range(ceil_div(self.RANK, ring.BLOCK_K)):
-            stage = self.stages.wait(step)
-            out = ring.multiply(stage, out, CONSUMER)
-            out = warpgroup_mma_wait(0, deps=(out,))
-            self.stages.release(stage)
-            step += 1
-        return assume_layout(out, L), step
-
-    @gluon.jit
-    def next_tile(self, step, index, CONSUMER: gl.constexpr):
-        """This consumer's accumulator of work item `index`, the ring step after it, and where the
-        consumer's rows lie."""
-        entry = self.load_entry(index)
-        acc, step = self.accumulate(step, CONSUMER)
-        tile = self.locate(index, entry, CONSUMER)
-        return self.finish(acc, step), step, tile
 
 
 @gluon.jit
@@ -289,6 +223,7 @@ def make_ring(
     dtype: gl.constexpr, w, tiles, K: gl.constexpr, N: gl.constexpr, RANK: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WEIGHT_LAYOUT: gl.constexpr, GATE_UP: gl.constexpr, GATHER: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr = False,
 ):  # fmt: skip
     """The ring buffer of a kernel; `dtype` is that of A, `w` the descriptor of the weights."""
     a_smem = buffers(dtype, 2 * STAGES, [CONSUMER_M, BLOCK_K])
@@ -299,8 +234,10 @@ def make_ring(
     stages = make_stages(STAGES, GATHER)
     total = gl.load(tiles) * ceil_div(N, BLOCK_N)
     return Ring(
-        tiles, total, a_smem, w_smem, stages, K, N, RANK, BLOCK_N, BLOCK_K, WEIGHT_LAYOUT, GATE_UP
-    )
+        tiles=tiles, total=total, a=a_smem, w=w_smem, stages=stages, K=K, N=N, RANK=RANK,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, WEIGHT_LAYOUT=WEIGHT_LAYOUT, GATE_UP=GATE_UP,
+        BLOCK_SCALES=BLOCK_SCALES,
+    )  # fmt: skip
 
 
 # --- the producer ---------------------------------------------------------------------------------

@@ -18,10 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..spans import any_is_split, rows_of
 from ..tile_order import in_bands
-from .epilogue import assume_layout, quarters
+from .epilogue import quarters
 from .gluon_compat import aggregate, copy_gathered, copy_out
 from .ragged import load_rows
-from .ring import accumulator_layout, ceil_div, make_stages
+from .ring import Stages, accumulator_layout, assume_layout, ceil_div, make_stages
+
+PRODUCER_REGISTERS = gl.constexpr(72)
 
 
 @aggregate
@@ -88,7 +90,7 @@ class Work:
     def locate(self, index, entry):
         """The rows of work item `index`."""
         expert, start, end = self.rows(index, entry[0], entry[1])
-        return Rows(expert, start, end)
+        return Rows(expert=expert, start=start, end=end)
 
     @gluon.jit
     def first(self):
@@ -119,8 +121,9 @@ def make_work(
         groups += gl.where(any_is_split(tiles, span), places, 0)
     total = groups * M_TILES * N_TILES
     return Work(
-        expert_start, num_experts, span, total, SPLIT, M, N, BLOCK_M, BLOCK_N, M_TILES, N_TILES
-    )
+        expert_start=expert_start, num_experts=num_experts, span=span, total=total, SPLIT=SPLIT,
+        M=M, N=N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, M_TILES=M_TILES, N_TILES=N_TILES,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -137,15 +140,22 @@ def _tokens(row_token, row, end, r):
     return gl.load(row_token + row + r, mask=row + r < end, other=0)
 
 
+@aggregate
+class Ring:
+    """A stage has both consumers' halves of the left operand, then the right: BLOCK_K rows each."""
+
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+    stages: Stages
+    BLOCK_K: gl.constexpr
+
+
 @gluon.jit
 def _producer(
-    left, right, row_token, work, left_smem, right_smem, stages,
-    BLOCK_K: gl.constexpr, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr,
-):  # fmt: skip
-    """The producer warpgroup: fill the ring buffer for all work items of this program.
-
-    A stage has both consumers' halves of `left`, then `right`: BLOCK_K rows of each.
-    """
+    left, right, row_token, work, ring, GATHER_LEFT: gl.constexpr, GATHER_RIGHT: gl.constexpr
+):
+    """The producer warpgroup: fill the ring buffer for all work items of this program."""
+    BLOCK_K: gl.constexpr = ring.BLOCK_K
     BLOCK_M: gl.constexpr = work.BLOCK_M
     BLOCK_N: gl.constexpr = work.BLOCK_N
     CONSUMER_M: gl.constexpr = BLOCK_M // 2
@@ -178,10 +188,10 @@ def _producer(
             if GATHER:
                 # Load the next block's tokens while this block waits for its stage.
                 token_next = _tokens(row_token, k + BLOCK_K, rows.end, r)
-            stage, barrier = stages.acquire(step, BYTES)
+            stage, barrier = ring.stages.acquire(step, BYTES)
             ok = k + r < rows.end
-            upper = left_smem.index(2 * stage)
-            lower = left_smem.index(2 * stage + 1)
+            upper = ring.left.index(2 * stage)
+            lower = ring.left.index(2 * stage + 1)
             if GATHER_LEFT:
                 gather(upper, left, token, ok, m0, work.M, L)
                 gather(lower, left, token, ok, m0 + CONSUMER_M, work.M, L)
@@ -189,9 +199,9 @@ def _producer(
                 load_rows(left, rows.end, k, m0, barrier, upper)
                 load_rows(left, rows.end, k, m0 + CONSUMER_M, barrier, lower)
             if GATHER_RIGHT:
-                gather(right_smem.index(stage), right, token, ok, n0, work.N, L)
+                gather(ring.right.index(stage), right, token, ok, n0, work.N, L)
             else:
-                load_rows(right, rows.end, k, n0, barrier, right_smem.index(stage))
+                load_rows(right, rows.end, k, n0, barrier, ring.right.index(stage))
             if GATHER:
                 async_copy.mbarrier_arrive(barrier, increment_count=False)
                 token = token_next
@@ -218,40 +228,52 @@ def _write(work, buffer, quarter, plane, m0, n0, ADD: gl.constexpr):
         gl.store(ptr, assume_layout(quarter, L), mask=inside)
 
 
-@gluon.jit
-def _store(
-    CONSUMER: gl.constexpr, work, out, out_fp32, of_acc, expert, m0, n0, out_smem, any_row,
-    ADD: gl.constexpr,
-):  # fmt: skip
-    """Store a consumer's half of the tile in quarters: by TMA, or in fp32 without it."""
-    QUARTER: gl.constexpr = work.BLOCK_N // 4
-    for i in gl.static_range(4):
-        column = n0 + i * QUARTER
-        if out_fp32 is not None:
-            if not ADD:
-                _write(work, out_fp32, of_acc[i], expert, m0, column, False)
-            elif any_row:
-                _write(work, out_fp32, of_acc[i], expert, m0, column, True)
-        else:
-            tma.store_wait(1)  # the last store from this buffer, two quarters ago, is done
-            out_buffer = out_smem.index(2 * CONSUMER + i % 2)
-            out_buffer.reshape([work.BLOCK_M // 2, QUARTER]).store(of_acc[i].to(out.dtype))
-            fence_async_shared()
-            copy_out(out, [expert, m0, column], out_buffer)
+@aggregate
+class Epilogue:
+    """Stores dW in quarters: a whole expert to `out` by TMA, or to `out_fp32` without it; a span to
+    its place in `partial`."""
+
+    out: tma.tensor_descriptor | gl.constexpr  # may be None
+    out_fp32: gl.tensor | gl.constexpr  # likewise
+    partial: gl.tensor | gl.constexpr  # None if nothing is split
+    smem: gl.shared_memory_descriptor  # two buffers for each consumer
+    ADD: gl.constexpr
+
+    @gluon.jit
+    def apply(self, acc, work, group, rows, m0, n0, CONSUMER: gl.constexpr):
+        """Store a consumer's half of a tile, at (m0, n0)."""
+        QUARTER: gl.constexpr = acc.shape[1] // 4
+        of_acc = quarters(acc)
+        if work.SPLIT and group >= work.num_experts:
+            if rows.end >= 0:
+                place = group - work.num_experts
+                for i in gl.static_range(4):
+                    _write(work, self.partial, of_acc[i], place, m0, n0 + i * QUARTER, False)
+        elif rows.end >= 0:
+            any_row = rows.end > rows.start
+            for i in gl.static_range(4):
+                column = n0 + i * QUARTER
+                if self.out_fp32 is not None:
+                    if not self.ADD:
+                        _write(work, self.out_fp32, of_acc[i], group, m0, column, False)
+                    elif any_row:
+                        _write(work, self.out_fp32, of_acc[i], group, m0, column, True)
+                else:
+                    tma.store_wait(1)  # the last store from this buffer, two quarters ago, is done
+                    buffer = self.smem.index(2 * CONSUMER + i % 2)
+                    buffer.reshape([acc.shape[0], QUARTER]).store(of_acc[i].to(self.out.dtype))
+                    fence_async_shared()
+                    copy_out(self.out, [group, m0, column], buffer)
 
 
 @gluon.jit
-def _consumer(
-    CONSUMER: gl.constexpr, out, out_fp32, partial, work, left_smem, right_smem, out_smem, stages,
-    BLOCK_K: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
-    """A consumer warpgroup: its half of the rows M of every tile of this program.
-
-    A whole expert goes to `out` or `out_fp32`, a span to its place in `partial`.
-    """
+def _consumer(CONSUMER: gl.constexpr, epilogue, work, ring):
+    """A consumer warpgroup: its half of the rows M of every tile of this program."""
     BLOCK_N: gl.constexpr = work.BLOCK_N
+    BLOCK_K: gl.constexpr = ring.BLOCK_K
     CONSUMER_M: gl.constexpr = work.BLOCK_M // 2
-    L: gl.constexpr = accumulator_layout(BLOCK_N, left_smem.dtype)
+    L: gl.constexpr = accumulator_layout(BLOCK_N, ring.left.dtype)
+    stages = ring.stages
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     rows = work.first()
@@ -266,24 +288,15 @@ def _consumer(
             stage = stages.wait(step)
             if stages.GATHER:
                 fence_async_shared()  # gathered rows were written by cp.async, not by TMA
-            a = left_smem.index(2 * stage + CONSUMER).reshape([BLOCK_K, CONSUMER_M]).permute((1, 0))
-            b = right_smem.index(stage).reshape([BLOCK_K, BLOCK_N])
-            acc = warpgroup_mma(a, b, acc, is_async=True)
+            a = ring.left.index(2 * stage + CONSUMER).reshape([BLOCK_K, CONSUMER_M])
+            b = ring.right.index(stage).reshape([BLOCK_K, BLOCK_N])
+            acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             stages.release_before(step, pred=k > rows.start)
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         stages.release_before(step, pred=rows.end > rows.start)
-        of_acc = quarters(acc)
-        group = work.group(index)
-        if work.SPLIT and group >= work.num_experts:
-            if rows.end >= 0:
-                place = group - work.num_experts
-                for i in gl.static_range(4):
-                    _write(work, partial, of_acc[i], place, m0, n0 + i * (BLOCK_N // 4), False)
-        elif rows.end >= 0:
-            any_row = rows.end > rows.start
-            _store(CONSUMER, work, out, out_fp32, of_acc, group, m0, n0, out_smem, any_row, ADD)
+        epilogue.apply(acc, work, work.group(index), rows, m0, n0, CONSUMER)
         rows = work.locate(index + stride, entry)
     tma.store_wait(0)
 
@@ -320,23 +333,16 @@ def hopper_wgrad_kernel(
     else:
         out_smem = left_smem  # not used
     stages = make_stages(STAGES, GATHER)
+    ring = Ring(left=left_smem, right=right_smem, stages=stages, BLOCK_K=BLOCK_K)
     SPLIT: gl.constexpr = partial is not None
     work = make_work(expert_start, tiles, num_experts, span, places, SPLIT, M, N, BLOCK_M, BLOCK_N)
+    epilogue = Epilogue(out=out, out_fp32=out_fp32, partial=partial, smem=out_smem, ADD=ADD)
     gl.warp_specialize(
         [
-            (_consumer, (
-                0, out, out_fp32, partial, work, left_smem, right_smem, out_smem, stages,
-                BLOCK_K, ADD,
-            )),
-            (_consumer, (
-                1, out, out_fp32, partial, work, left_smem, right_smem, out_smem, stages,
-                BLOCK_K, ADD,
-            )),
-            (_producer, (
-                left, right, row_token, work, left_smem, right_smem, stages,
-                BLOCK_K, GATHER_LEFT, GATHER_RIGHT,
-            )),
+            (_consumer, (0, epilogue, work, ring)),
+            (_consumer, (1, epilogue, work, ring)),
+            (_producer, (left, right, row_token, work, ring, GATHER_LEFT, GATHER_RIGHT)),
         ],
         [4, 4 if GATHER else 1],
-        [216, 72],
-    )  # fmt: skip
+        [(504 - PRODUCER_REGISTERS) // 2, PRODUCER_REGISTERS],
+    )
