@@ -1,7 +1,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
-INPUTS := pyproject.toml constraints.txt
+INPUTS := pyproject.toml trainer/pyproject.toml constraints.txt
 # pip would compile every package, on one core, in a minute. PyTorch and sympy are compiled here, the
 # rest and this package when they are imported. One of PyTorch's files is for a newer Python and fails.
 export PYTHONDONTWRITEBYTECODE :=
@@ -29,7 +29,7 @@ pytest:
 	$(BIN)/pytest -n $(JOBS) --dist worksteal $(SELECTED) $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, with the Python at hand; a process per core, since they compile
-	PYTHONPATH=src $(PYTHON) -m pytest tests -m gpu -n $(shell nproc) --dist worksteal -q \
+	PYTHONPATH=src:trainer/src $(PYTHON) -m pytest tests trainer/tests -m gpu -n $(shell nproc) --dist worksteal -q \
 	  -o addopts= -p no:cacheprovider $(ARGS)
 
 compatibility: .venv/test  ## run what docs/integrations.md claims; write its table with the versions here
@@ -57,14 +57,14 @@ clean:
 
 # The stamps .venv/test and .venv/train are newer than what they were installed from.
 .venv/test: $(INPUTS) | $(BIN)/python
-	@echo "Installing sonicmoe[test,train] into .venv"
-	$(INSTALL) '.[test,train]'
+	@echo "Installing sonicmoe[test] and sonicmoe-trainer into .venv"
+	$(INSTALL) '.[test]' --editable ./trainer
 	@$(COMPILE)
 	@touch .venv/train $@
 
 .venv/train: $(INPUTS) | $(BIN)/python
-	@echo "Installing sonicmoe[train] into .venv"
-	$(INSTALL) '.[train]'
+	@echo "Installing sonicmoe and sonicmoe-trainer into .venv"
+	$(INSTALL) . --editable ./trainer
 	@$(COMPILE)
 	@touch $@
 

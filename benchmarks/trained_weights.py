@@ -15,8 +15,8 @@ import torch
 from sonicmoe.errors import bad_argument
 from sonicmoe.tools import trained_weights
 from sonicmoe.tools.trained_weights import Expert
-from sonicmoe.train import checkpoint
-from sonicmoe.train.run import load_config
+from sonicmoe_trainer import checkpoint
+from sonicmoe_trainer.run import load_config
 
 LARGEST = 16  # neurons and channels that are kept in any case
 MOST_BYTES = 300_000

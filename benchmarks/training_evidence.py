@@ -13,9 +13,9 @@ import torch
 from research import finetune, training, training_report
 from research.results import RESULTS, device_name, provenance, slug
 
-from sonicmoe.train.compare import names
-from sonicmoe.train.config import parse_assignments
-from sonicmoe.train.run import default_cache
+from sonicmoe_trainer.compare import names
+from sonicmoe_trainer.config import parse_assignments
+from sonicmoe_trainer.run import default_cache
 
 PARTS = "rounding,throughput,agreement,precision"  # by default
 ALL_PARTS = f"{PARTS},finetune"

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from research import records, training_step, training_step_report
 
-from sonicmoe.train import hardware
-from sonicmoe.train.backends import BACKENDS, check_backend
-from sonicmoe.train.config import PRECISIONS, TrainConfig, parse_assignments
-from sonicmoe.train.presets import PRESETS, preset
 from sonicmoe.validation import check_writable
+from sonicmoe_trainer import accounting
+from sonicmoe_trainer.backends import BACKENDS, check_backend
+from sonicmoe_trainer.config import PRECISIONS, TrainConfig, parse_assignments
+from sonicmoe_trainer.presets import PRESETS, preset
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -104,8 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() and "device=cpu" not in args.set else "cpu"
     command = records.command("training_step.py", given, ["--peers", "--tokens"])
     made = records.Records("training step", device, command, args)
-    known = hardware.recognise(made.about["device"])
-    found = {"peak_flops": known.half if known else None} | run(args)
+    found = {"peak_flops": accounting.peak_flops(made.about["device"])} | run(args)
     made.keep(found, unshown=("losses", "norms", "kernels_ms"))
     return 1 if "failed" in found else 0
 

@@ -15,7 +15,7 @@ from quick_start import PUBLISHED_QUICK_START
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / "trainer" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))),
 ]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -65,7 +65,7 @@ def test_what_is_named_exists(document):
         file = document.parent / path if path else document
         assert file.exists(), f"link to {target}"
         assert not anchor or anchor in anchors(file), f"link to {target}"
-    for path in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]*)`", text):
+    for path in re.findall(r"`((?:src|tests|docs|benchmarks|trainer)/[\w./-]*)`", text):
         assert (ROOT / path).exists(), f"path {path}"
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"(?:`|^)make (\w+)", text, re.MULTILINE):

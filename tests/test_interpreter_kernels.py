@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.timeout(0)  # each interpreted test has its own limit
@@ -17,7 +17,8 @@ def test_kernels_under_the_interpreter(request):
     part = ["--part"] if "not slow" in request.config.option.markexpr else []
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [*command, str(TESTS), *part],
+        [*command, *part],
+        cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

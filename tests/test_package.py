@@ -16,10 +16,12 @@ import pytest
 from mutations import MUTATIONS
 
 import sonicmoe
+from sonicmoe import cli
 from sonicmoe.tools import doctor
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+TRAINER = sorted((ROOT / "trainer/src").rglob("*.py"))
 LONGEST = 450
 
 
@@ -157,15 +159,18 @@ def test_import_is_quick():
 
 
 # --- the wheel ------------------------------------------------------------------------------------
+def built(project: Path, folder: Path, name: str) -> zipfile.ZipFile:
+    build = pytest.importorskip("flit_core.buildapi", reason="comes with the extra 'test'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project)
+        file = build.build_wheel(str(folder))
+    assert file == f"{name}-{sonicmoe.__version__}-py3-none-any.whl"
+    return zipfile.ZipFile(folder / file)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    build = pytest.importorskip("flit_core.buildapi", reason="comes with the extra 'test'")
-    folder = tmp_path_factory.mktemp("wheel")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        name = build.build_wheel(str(folder))
-    assert name == f"sonicmoe-{sonicmoe.__version__}-py3-none-any.whl"
-    with zipfile.ZipFile(folder / name) as archive:
+    with built(ROOT, tmp_path_factory.mktemp("wheel"), "sonicmoe") as archive:
         yield archive
 
 
@@ -177,6 +182,18 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"sonicmoe"}
     shipped = {name for name in names if name.endswith(".py")}
     assert shipped == {str(path.relative_to(ROOT / "src")) for path in SOURCES}
+
+
+def test_wheel_of_the_trainer(tmp_path):
+    """Of the same version, which it needs at least, and found by the command `sonicmoe`."""
+    with built(ROOT / "trainer", tmp_path, "sonicmoe_trainer") as archive:
+        about = f"sonicmoe_trainer-{sonicmoe.__version__}.dist-info"
+        entries = archive.read(f"{about}/entry_points.txt").decode()
+        metadata = archive.read(f"{about}/METADATA").decode()
+        shipped = {name for name in archive.namelist() if name.endswith(".py")}
+    assert shipped == {str(path.relative_to(ROOT / "trainer/src")) for path in TRAINER}
+    assert f"[{cli.PLUGINS}]\ntrainer=sonicmoe_trainer.cli:register" in entries
+    assert f"Requires-Dist: sonicmoe>={sonicmoe.__version__}\n" in metadata
 
 
 def test_wheel_pins_nothing(wheel):
@@ -248,14 +265,16 @@ def test_test_tools_are_pinned():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    names = {re.split(r"[<>=;\[ ]", need)[0] for need in extras["test"] + extras["train"]}
+    trainer = tomllib.loads((ROOT / "trainer/pyproject.toml").read_text())["project"]
+    needs = extras["test"] + trainer["dependencies"]
+    names = {re.split(r"[<>=;\[ ]", need)[0] for need in needs} - {"sonicmoe"}
     constraints = (ROOT / "constraints.txt").read_text()
     pinned = set(re.findall(r"^([\w-]+)[=<]", constraints, re.MULTILINE))
     assert names - {"flit_core"} <= pinned
     assert {"torch", "triton"} <= pinned
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))
+@pytest.mark.parametrize("path", SOURCES + TRAINER, ids=lambda path: str(path.relative_to(ROOT)))
 def test_source_file_is_short(path):
     lines = len(path.read_text().splitlines())
     assert lines <= LONGEST, f"{lines} lines: split it by concept"
@@ -263,7 +282,7 @@ def test_source_file_is_short(path):
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.broken)
 def test_mutation_finds_its_place(mutation):
-    assert mutation.old in (ROOT / "src" / "sonicmoe" / mutation.file).read_text()
+    assert mutation.old in (ROOT / mutation.package / mutation.file).read_text()
     assert (ROOT / mutation.tests.split(" -k ")[0]).is_file()
 
 

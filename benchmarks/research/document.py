@@ -6,7 +6,7 @@ from typing import Any
 
 from sonicmoe.tools.candidates import OURS
 from sonicmoe.tools.tables import table
-from sonicmoe.train.progress import count
+from sonicmoe_trainer.progress import count
 
 from . import fp8, kept
 from .dense import DENSE

@@ -21,11 +21,11 @@ from torch import nn
 
 from sonicmoe.errors import bad_argument
 from sonicmoe.functional import topk_scores
-from sonicmoe.train import checkpoint, corpus, parallel
-from sonicmoe.train.batches import Batches
-from sonicmoe.train.config import TrainConfig
-from sonicmoe.train.model import Decoder
-from sonicmoe.train.run import check, load_config
+from sonicmoe_trainer import checkpoint, corpus, parallel
+from sonicmoe_trainer.batches import Batches
+from sonicmoe_trainer.config import TrainConfig
+from sonicmoe_trainer.model import Decoder
+from sonicmoe_trainer.run import check, load_config
 
 from . import layer_errors, training
 from .training import Place, Records

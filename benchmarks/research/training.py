@@ -26,12 +26,12 @@ import torch
 
 from sonicmoe.errors import bad_argument
 from sonicmoe.extras import MissingExtra
-from sonicmoe.train import corpus, parallel, runlog
-from sonicmoe.train.backends import check_backend
-from sonicmoe.train.compare import slug, train_each
-from sonicmoe.train.config import TrainConfig
-from sonicmoe.train.presets import preset
-from sonicmoe.train.run import check, train
+from sonicmoe_trainer import corpus, parallel, runlog
+from sonicmoe_trainer.backends import check_backend
+from sonicmoe_trainer.compare import slug, train_each
+from sonicmoe_trainer.config import TrainConfig
+from sonicmoe_trainer.presets import preset
+from sonicmoe_trainer.run import check, train
 
 # Experts sharp enough to be told apart, rows enough for a GPU: 16384 tokens go to 2 of E experts.
 # E = 64, 128 and 256 give 512, 256 and 128 rows an expert, and 109M, 210M and 411M parameters.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from sonicmoe.train import plots
+from sonicmoe_trainer import plots
 
 Curve = Sequence[tuple[float, float]]  # (step, loss)
 Seeds = Mapping[int, Curve]  # of one variant

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sonicmoe.tools.tables import table
-from sonicmoe.train import accounting, plots
-from sonicmoe.train.config import TrainConfig
-from sonicmoe.train.progress import count, human_bytes
+from sonicmoe_trainer import accounting, plots
+from sonicmoe_trainer.config import TrainConfig
+from sonicmoe_trainer.progress import count, human_bytes
 
 from . import training_plots
 from .finetune import BASE, ERRORS, TUNED

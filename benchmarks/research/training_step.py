@@ -16,11 +16,12 @@ import torch
 
 from sonicmoe import kernels
 from sonicmoe.errors import bad_argument
-from sonicmoe.train import accounting, loop, optim, parallel
-from sonicmoe.train.config import TrainConfig
-from sonicmoe.train.corpus import Corpus
-from sonicmoe.train.cross_entropy import linear_cross_entropy
-from sonicmoe.train.progress import Plain
+from sonicmoe_trainer import accounting, loop, optim, parallel
+from sonicmoe_trainer import kernels as trainer_kernels
+from sonicmoe_trainer.config import TrainConfig
+from sonicmoe_trainer.corpus import Corpus
+from sonicmoe_trainer.cross_entropy import linear_cross_entropy
+from sonicmoe_trainer.progress import Plain
 
 WARMUP = 3  # steps of one micro-batch, before what is timed
 HEAD = "head and loss"
@@ -212,11 +213,12 @@ def kernel_ms(function: Callable[[], Any]) -> dict[str, float]:
 def kernel_names() -> frozenset[str]:
     """The names of this package's kernels."""
     names = set()
-    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        with contextlib.suppress(ImportError):  # Gluon, where Triton lacks it
-            found = vars(importlib.import_module(module.name))
-            names |= {name for name, value in found.items() if hasattr(value, "do_not_specialize")}
-            names |= {name for name, value in found.items() if hasattr(value, "arg_names")}
+    for package in (kernels, trainer_kernels):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            with contextlib.suppress(ImportError):  # Gluon, where Triton lacks it
+                found = vars(importlib.import_module(module.name)).items()
+                names |= {name for name, value in found if hasattr(value, "do_not_specialize")}
+                names |= {name for name, value in found if hasattr(value, "arg_names")}
     return frozenset(names)
 
 

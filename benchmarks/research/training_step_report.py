@@ -5,14 +5,10 @@ from statistics import fmean
 from typing import Any
 
 from sonicmoe.tools.tables import table
-from sonicmoe.train import plots
-from sonicmoe.train.config import TrainConfig
-from sonicmoe.train.hardware import Gpu, recognise
-from sonicmoe.train.presets import preset
-from sonicmoe.train.step_time import Efficiency, Layout, predict
+from sonicmoe_trainer import plots
 
 from .results import Record, read, slug
-from .training_step import HEAD, PARTS
+from .training_step import PARTS
 
 NAMES = {"auto": "this package", "grouped_mm": "PyTorch `grouped_mm`", "scattermoe": "ScatterMoE"}
 LAST = 50  # steps whose mean is compared
@@ -31,7 +27,6 @@ def report(results: Path) -> str:
         found = [f"# Training steps, {device}", "Written by `benchmarks/training_step.py`."]
         if steps:
             found += [step_table(steps), *failures(steps), part_table(steps)]
-            found += planned_tables(steps)
         if curves:
             found += [curve_table(curves), "![Loss of every step](curve.png)"]
             draw(folder / "curve.png", curves)
@@ -93,89 +88,6 @@ def part_table(records: list[Record]) -> str:
         if "parts_ms" in r
     ]
     return table(("GPU-busy ms", *PARTS), rows)
-
-
-# --- sonicmoe plan --------------------------------------------------------------------------------
-def settings(r: Record) -> tuple[TrainConfig, Layout]:
-    """The configuration and layout of a record, as `sonicmoe plan` takes them."""
-    keys = ("precision", "deterministic", "compile", "recompute", "memory")
-    config = preset(r["preset"]).override({"num_layers": r["layers"], **{k: r[k] for k in keys}})
-    return config, Layout(1, 1, 1, r["micro_batches"])
-
-
-def plannable(records: list[Record]) -> list[Record]:
-    """Steps of our own layer as the preset has it, on a GPU that `plan` knows."""
-    return [
-        r for r in records
-        if r["kind"] == "training step" and r["backend"] in ("auto", "sonicmoe")
-        and "failed" not in r and recognise(r["device"])
-        and r["tokens_per_micro_batch"] == _tokens(preset(r["preset"]))
-    ]  # fmt: skip
-
-
-def _tokens(config: TrainConfig) -> int:
-    return config.micro_batch * config.model.context
-
-
-def calibration(r: Record) -> dict[str, float]:
-    """The fields of `Efficiency` that a record of compiled steps gives.
-
-    With fp32 weights, attention alone: the other parts hold the casts.
-    """
-    config, _ = settings(r)
-    device = recognise(r["device"])
-    assert device is not None
-    m, tokens, parts = config.model, _tokens(config), r["parts_ms"]
-    eff = Efficiency()
-    copy = eff.copy * device.bandwidth / 1e3  # bytes per ms
-    width = m.num_heads * m.head_dim
-    attention = 6 * m.num_layers * tokens * m.context * width
-    dense = 12 * m.num_layers * tokens * m.hidden_size * m.head_dim * (m.num_heads + m.num_kv_heads)
-    logits = tokens * m.vocab_size
-    head = 6 * logits * m.hidden_size / (eff.head * device.half) * 1e3
-    # All that is no other part: it holds the gaps between kernels too.
-    rest = r["micro_batch_ms"] - sum(ms for part, ms in parts.items() if part in _OTHERS)
-    field = f"attention_{128 if m.head_dim >= 128 else 64}"
-    reached = {field: _rate(attention, parts["attention"], device)}
-    if config.precision != "bf16":
-        return reached
-    return reached | {
-        "dense": _rate(dense, parts["dense GEMMs"], device),
-        "logit_bytes": (parts[HEAD] - head) * copy / logits,
-        "block_bytes": rest * copy / (m.num_layers * tokens * m.hidden_size),
-    }
-
-
-_OTHERS = ("MoE kernels", "attention", "dense GEMMs", HEAD, "adding up gradients")
-
-
-def _rate(flops: float, ms: float, device: Gpu) -> float:
-    return flops / (ms / 1e3) / device.half
-
-
-def planned_tables(records: list[Record]) -> list[str]:
-    """Measured steps beside planned ones, and the efficiencies that the records give."""
-    found = plannable(records)
-    if not found:
-        return []
-    rows = []
-    for r in found:
-        config, layout = settings(r)
-        device = recognise(r["device"])
-        assert device is not None
-        planned = predict(config, device, layout, Efficiency()).step * 1e3
-        share = f"{planned / r['step_ms']:.2f}"
-        rows.append((f"{name(r)}, {r['layers']} layers", r["step_ms"], planned, share))
-    texts = [table(("step", "measured ms", "`sonicmoe plan`", "planned ÷ measured"), rows)]
-    usable = [r for r in found if "parts_ms" in r and r["precision"] != "bf16_fp8" and r["compile"]]
-    if usable:
-        fields = [
-            (f"{name(r)}, {r['layers']} layers: {field}", value, getattr(Efficiency(), field))
-            for r in usable if not r["deterministic"]
-            for field, value in calibration(r).items()
-        ]  # fmt: skip
-        texts.append(table(("efficiency", "by this record", "of `sonicmoe plan`"), fields))
-    return texts
 
 
 # --- curves ---------------------------------------------------------------------------------------

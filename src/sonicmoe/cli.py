@@ -1,6 +1,7 @@
 """The command line: `sonicmoe <command>`, or `python -m sonicmoe <command>`."""
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +11,10 @@ from .extras import documentation  # first: it raises where files of ours are mi
 from . import __version__
 from .extras import MissingExtra
 from .tools.commands import register as register_tools
-from .train.cli import register as register_train
+
+# Of other distributions: functions that take the subparsers and add commands.
+PLUGINS = "sonicmoe.commands"
+TRAINER = ("train", "compare", "generate", "export")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +48,15 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"sonicmoe {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     register_tools(commands)
-    register_train(commands)
+    for plugin in importlib.metadata.entry_points(group=PLUGINS):
+        plugin.load()(commands)
+    if "train" not in commands.choices:
+        for name in TRAINER:
+            about = "needs sonicmoe-trainer"
+            options = {"description": f"It {about}.", "prefix_chars": "\0", "add_help": False}
+            absent = commands.add_parser(name, help=about, **options)
+            absent.add_argument("ignored", nargs="*", help="any arguments")
+            absent.set_defaults(run=_absent)
     about = "what is installed here, and what would run"
     doctor = commands.add_parser("doctor", help=about, description=f"Print {about}.")
     flag = "what a report of a bug needs, to paste into it; also runs a small layer"
@@ -54,6 +66,11 @@ def parser() -> argparse.ArgumentParser:
     docs = commands.add_parser("docs", help=about, description=f"Print {about}.")
     docs.set_defaults(run=_docs)
     return whole
+
+
+def _absent(args: argparse.Namespace) -> int:
+    where = "pip install sonicmoe-trainer, or pip install ./trainer in a clone of SonicMoE"
+    raise MissingExtra(f"the trainer is a package of its own. Install it: {where}")
 
 
 def _doctor(args: argparse.Namespace) -> int:

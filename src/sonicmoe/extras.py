@@ -28,7 +28,7 @@ def missing(package: str, purpose: str) -> MissingExtra:
 
 
 def install(package: str) -> str:
-    """The command that installs a package, a requirement or an extra such as sonicmoe[train]."""
+    """The command that installs a package, a requirement or an extra such as sonicmoe[hf]."""
     return f"pip install '{package}'"
 
 
@@ -44,7 +44,7 @@ def requirement(package: str) -> tuple[str, str | None]:
     found = [m for m in map(line.match, declared) if m and m["name"] == package]
     ours = sorted((m["extra"] for m in found if m["extra"] not in ("test", "dev")), reverse=True)
     needs = found[0]["needs"] if found else package
-    return needs, f"sonicmoe[{ours[0]}]" if ours else None  # train rather than bench
+    return needs, f"sonicmoe[{ours[0]}]" if ours else None
 
 
 def have(module: str) -> ModuleType | None:

@@ -10,7 +10,7 @@ from mutations import (
     packed,
     routing,
     tools,
-    train,
+    trainer,
 )
 from mutations.mutation import Mutation as Mutation
 
@@ -24,6 +24,6 @@ AREAS = {
     "modules": modules.MUTATIONS,
     "packed": packed.MUTATIONS,
     "routing": routing.MUTATIONS,
-    "train": train.MUTATIONS,
+    "trainer": trainer.MUTATIONS,
 }
 MUTATIONS = [mutation for area in AREAS.values() for mutation in area]

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path[0] = str(TESTS)  # instead of this folder, where `train.py` and others would be modules
+sys.path[0] = str(TESTS)  # instead of this folder, where `packed.py` and others would be modules
 
 from mutations import AREAS, Mutation  # noqa: E402
 
@@ -24,14 +24,15 @@ ROOT = TESTS.parent
 def verdict(mutation: Mutation) -> str:
     """What the first failing test said, or nothing if all passed."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "src"
-        shutil.copytree(ROOT / "src", source)
-        file = source / "sonicmoe" / mutation.file
+        sources = [Path(folder) / name for name in ("src", "trainer/src")]
+        for source in sources:
+            shutil.copytree(ROOT / source.relative_to(folder), source)
+        file = Path(folder) / mutation.package / mutation.file
         text = file.read_text()
         if mutation.old not in text:
             raise SystemExit(f"{mutation.broken}: {mutation.file} has no {mutation.old!r}")
         file.write_text(text.replace(mutation.old, mutation.new, 1))
-        environment = os.environ | {"PYTHONPATH": str(source)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources))}
         if mutation.interpreted:
             environment["TRITON_INTERPRET"] = "1"
         tests, *choice = mutation.tests.split(" -k ")

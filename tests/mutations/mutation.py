@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    """`old` becomes `new` in a file of `src/sonicmoe`; the named tests must then fail."""
+    """`old` becomes `new` in a file of `package`; the named tests must then fail."""
 
     broken: str  # what the fault does, in words
     file: str
@@ -13,3 +13,4 @@ class Mutation(NamedTuple):
     tests: str  # a file, and after ` -k ` what selects tests in it
     gpu: bool = False
     interpreted: bool = False
+    package: str = "src/sonicmoe"

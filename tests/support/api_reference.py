@@ -30,6 +30,7 @@ ADAPTERS = (
     "torchtitan",
 )
 MODULES += [f"integrations.{module}" for module in ADAPTERS]
+MODULES += ["tools.cost", "plugins"]
 INDENT = "    "
 OBVIOUS = {"Any", "Callable[[Tensor], Tensor]", "Tensor", "bool", "float", "int", "str"}
 OBVIOUS |= {"ActivationType", "KernelBackendMoE", "dist.ProcessGroup", "torch.Generator", "None"}

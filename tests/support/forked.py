@@ -25,7 +25,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.multiprocessing",
-    "sonicmoe.train.run",
+    "sonicmoe_trainer.run",
 ]
 
 

@@ -14,6 +14,8 @@ from ..errors import bad_argument
 from ..layer.memory import KEEP, MemoryPolicy
 from ..shapes import BLOCK, Problem, ceil_div, max_tiles, padded_rows, slice_width
 
+__all__ = ["Gpu", "Problem", "caller_bytes", "find_gpu", "kept_bytes"]
+
 INDEX = 4  # bytes of an index
 SCALE = 4  # bytes of a scale of Z in e4m3
 FP8_DZ_COLUMNS = 256  # of A in a tile of the dZ GEMM in FP8
@@ -312,8 +314,7 @@ class Gpu:
     """Data sheet of one GPU; `arch`: its compute capability × 10.
 
     `half`, `single` and `fp8`: dense FLOP/s at two and four bytes per element and in e4m3 (0:
-    no e4m3). `bandwidth` (bytes/s) and `memory` (bytes) of the device. `node_link`
-    and `network_link`: bytes/s from one GPU to the `per_node` GPUs of its node and beyond.
+    no e4m3). `bandwidth` (bytes/s) and `memory` (bytes) of the device.
     """
 
     name: str
@@ -323,9 +324,6 @@ class Gpu:
     source: str
     power: Power | None = None
     memory: float = 0
-    node_link: float = 0
-    network_link: float = 0
-    per_node: int = 8
     fp8: float = 0
     arch: int = 0
 
@@ -370,28 +368,28 @@ class Gpu:
 GPUS = {
     "a100": Gpu(
         "A100", 312e12, 19.5e12, 2.039e12, "data sheet, SXM 80 GB",
-        memory=80e9, node_link=300e9, network_link=25e9, arch=80,
+        memory=80e9, arch=80,
     ),
     "h100": Gpu(
         "H100", 989e12, 67e12, 3.35e12, "data sheet, SXM",
-        memory=80e9, node_link=450e9, network_link=50e9, fp8=1979e12, arch=90,
+        memory=80e9, fp8=1979e12, arch=90,
     ),
     "h200": Gpu(
         "H200", 989e12, 67e12, 4.8e12, "data sheet",
-        memory=141e9, node_link=450e9, network_link=50e9, fp8=1979e12, arch=90,
+        memory=141e9, fp8=1979e12, arch=90,
     ),
     "h200-measured": Gpu(
         "H200", 790e12, 67e12, 4.3e12, "measured: GEMMs, device copy, energy; 700 W",
         Power(700, flop=0.955e-12, byte_read=42e-12, byte_written=135e-12),
-        memory=141e9, node_link=450e9, network_link=50e9, fp8=1290e12, arch=90,
+        memory=141e9, fp8=1290e12, arch=90,
     ),
     "b200": Gpu(
         "B200", 2250e12, 80e12, 8.0e12, "architecture brief",
-        memory=180e9, node_link=900e9, network_link=50e9, fp8=4500e12, arch=100,
+        memory=180e9, fp8=4500e12, arch=100,
     ),
     "gb200": Gpu(
         "GB200", 2500e12, 80e12, 8.0e12, "data sheet",
-        memory=186e9, node_link=900e9, network_link=50e9, per_node=72, fp8=5000e12, arch=100,
+        memory=186e9, fp8=5000e12, arch=100,
     ),
 }  # fmt: skip
 
