@@ -89,9 +89,9 @@ def test_a_later_step_without_clipping_divides_by_nothing():
     for state in optimizer.state.values():
         state["exp_avg"].zero_()
     optim.step(made, optimizer, math.inf)
-    torch.testing.assert_close(
-        optimizer.state[made.a]["exp_avg"], torch.full_like(made.a, 0.1), rtol=2**-8, atol=0
-    )
+    moment = optimizer.state[made.a]["exp_avg"].float()
+    steps = (moment - 0.1) / 2**-11  # rounded up or down, in proportion
+    assert steps.abs().max() < 1 and abs(steps.mean()) < 0.05
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
