@@ -117,6 +117,54 @@ def test_load_in_4bit_quantizes_experts(kind, quant_type, nested, tmp_path, monk
     assert torch.equal(again(IDS).logits, logits)
 
 
+def renamed(folder):
+    """The folder as the version before wrote it."""
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    codes = [n for n in state if f"{n}_absmax" in state]
+    assert len(codes) == 4
+    save_file({n + "_codes" * (n in codes): t for n, t in state.items()}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["", "version before"])
+def test_saved_nf4_is_recognised_without_asking_for_ours(before, tmp_path):
+    model = load(write("dense", tmp_path / "model"), **in_nf4(nested=True), **OURS)
+    model.save_pretrained(tmp_path / "saved")
+    if before:
+        renamed(tmp_path / "saved")
+    theirs, again = load(tmp_path / "saved"), load(tmp_path / "saved", **OURS)
+    for found in map(weights_of, (theirs, again)):
+        assert all(isinstance(p, PackedParameter) for p in found.values())
+        for name, want in weights_of(model).items():
+            assert torch.equal(found[name].dequantize(), want.dequantize())
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    logits = theirs(IDS).logits
+    dequantize_experts(theirs)
+    assert torch.equal(theirs(IDS).logits, logits)
+
+
+def test_plain_transformers_refuses_saved_nf4(tmp_path, monkeypatch):
+    """As where `register()` was not called. Before 5.23, the first call may raise."""
+    load(write("dense", tmp_path / "model"), **in_nf4(), **OURS).save_pretrained(tmp_path / "saved")
+    plain = inspect.unwrap(transformers.modeling_utils.get_hf_quantizer)
+    monkeypatch.setattr(transformers.modeling_utils, "get_hf_quantizer", plain)
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        load(tmp_path / "saved")(IDS)
+
+
+def test_dense_experts_beside_4_bits_raise_where_ours_are_asked_for(tmp_path):
+    path = write("dense", tmp_path / "model")
+    model = load(path, **in_nf4())
+    with pytest.raises(ValueError, match=r"expected experts in 4 bits .* llm_int8_skip_modules"):
+        model.set_experts_implementation(OURS["experts_implementation"])
+    model.save_pretrained(tmp_path / "saved")
+    assert not any(isinstance(p, PackedParameter) for p in load(tmp_path / "saved").parameters())
+    with pytest.raises(ValueError, match=r"expected experts in 4 bits, got .*experts in 16 bits"):
+        load(tmp_path / "saved", **OURS)
+    kept = load(path, **in_nf4(llm_int8_skip_modules=["experts", "lm_head"]))
+    kept.set_experts_implementation(OURS["experts_implementation"])
+
+
 class _Dense(TorchDispatchMode):
     """The largest tensor of 16 bits or more, in memory, that an operation returns."""
 
@@ -308,6 +356,15 @@ def test_a_missing_or_misshapen_tensor_raises(kind, tmp_path):
         save_file(state, path, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=r"weight_scale in BF16, got F16"):
             load(tmp_path, **OURS)
+
+
+def test_gate_and_up_that_share_a_block_raise(tmp_path):
+    """The file has a scale for 96 rows of gate; of gate and up together, it would be for 128."""
+    path = write("fp8", tmp_path)
+    text = json.loads((path / "config.json").read_text()) | {"moe_intermediate_size": 96}
+    (path / "config.json").write_text(json.dumps(text))
+    with pytest.raises(ValueError, match="intermediate_size: expected a multiple of 128 rows"):
+        load(path, **OURS)
 
 
 def test_sizes_outside_the_blocks_raise(tmp_path):

@@ -9,7 +9,7 @@ from packed_checkpoints import NAMES, qwen, write
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Mxfp4Config
 
 from sonicmoe.integrations import transformers as adapter
-from sonicmoe.integrations.packed_parameter import PackedParameter, dequantize_experts
+from sonicmoe.integrations.packed_parameter import PackedParameter, dequantize_experts, packed_of
 from sonicmoe.integrations.peft import use_lora_experts
 from sonicmoe.integrations.transformers import register
 
@@ -225,6 +225,14 @@ def test_peft_leaves_an_adapter_without_gradient(parametrized):
     theirs.get_base_model().set_experts_implementation("eager")
     got = step(theirs)
     assert set(got) == {"logits"} | {n for n in factors(theirs) if "gate_up_proj" in n}
+
+
+def test_other_blocks_of_bitsandbytes_raise():
+    codes = bitsandbytes.nn.Params4bit(torch.ones(2, 64, 128), blocksize=128).to("cpu")
+    experts = torch.nn.Module()
+    experts.down_proj = codes
+    with pytest.raises(ValueError, match=r"down_proj: .* in blocks of 64, got blocksize=128"):
+        packed_of(experts, "down_proj")
 
 
 def test_params4bit(tmp_path):

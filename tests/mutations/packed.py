@@ -112,6 +112,28 @@ MUTATIONS = [
         "if function.is_view else out", "if False else out", f"{PARAMETER} -k writes",
     ),
     Mutation(
+        "FP8 lets gate and up share a block of scales", "integrations/packed_formats.py",
+        "if sizes.parts > 1 and rows % 128:", "if False:", f"{LOADING} -k share_a_block",
+    ),
+    Mutation(
+        "the offset of nested NF4 is that of the first slice", QUANTIZERS,
+        "state.offset = state.absmax.mean()", "state.offset = slices[0][1].absmax[:1].mean()",
+        f"{LOADING} -k in_4bit",
+    ),
+    Mutation(
+        "other block sizes of bitsandbytes are accepted", PACKED_PARAMETER,
+        "if state.blocksize != 64 or", "if", "tests/integrations/test_packed_peft.py -k blocks",
+    ),
+    Mutation(
+        "saved NF4 experts are random without our implementation", QUANTIZERS,
+        'if not ours and not _read(in_file, "load_in_4bit"):', "if not ours:",
+        f"{LOADING} -k recognised",
+    ),
+    Mutation(
+        "plain transformers takes saved NF4 experts for missing", "integrations/packed_formats.py",
+        '{"": packed.codes,', '{"_codes": packed.codes,', f"{LOADING} -k plain_transformers",
+    ),
+    Mutation(
         "`dequantize_experts` unties", PACKED_PARAMETER,
         "if place not in made:", "if True:", f"{PARAMETER} -k tied",
     ),

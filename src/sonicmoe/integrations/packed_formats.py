@@ -117,7 +117,13 @@ class _Int4(Format):
 
 
 class _Nf4(Format):
-    """Ours: transformers and bitsandbytes have no files with quantized 3-D weights."""
+    """Ours: transformers and bitsandbytes have no files with quantized 3-D weights.
+
+    The codes have the name of the dense weight, whose shape differs: so a program that does not
+    know the format raises, and does not take the weight for missing and make a random one.
+    """
+
+    codes = ""  # "_codes" in the files of earlier versions
 
     def __init__(self, nested: bool = False) -> None:
         self.nested = nested
@@ -129,7 +135,7 @@ class _Nf4(Format):
             raise bad_argument("experts", expected, sizes.shape, remedy)
         weights = sizes.experts * sizes.n * sizes.k
         found = {
-            "_codes": torch.empty(weights // 2, 1, dtype=torch.uint8),
+            self.codes: torch.empty(weights // 2, 1, dtype=torch.uint8),
             "_absmax": torch.empty(weights // 64, dtype=torch.float32),
             "_code": torch.empty(16, dtype=torch.float32),
         }
@@ -144,11 +150,11 @@ class _Nf4(Format):
         nested = None
         if self.nested:
             nested = NestedAbsmax(found["_code2"], found["_absmax2"], found["_offset"])
-        codes, absmax, code = (found[name] for name in ("_codes", "_absmax", "_code"))
+        codes, absmax, code = (found[name] for name in (self.codes, "_absmax", "_code"))
         return Nf4(codes, absmax, sizes.shape, code, nested, transposed=sizes.swapped)
 
     def unpack(self, packed, sizes):
-        found = {"_codes": packed.codes, "_absmax": packed.absmax, "_code": packed.code.clone()}
+        found = {"": packed.codes, "_absmax": packed.absmax, "_code": packed.code.clone()}
         if packed.nested is not None:
             code2, absmax2, offset, _ = packed.nested
             found |= {"_code2": code2.clone(), "_absmax2": absmax2, "_offset": offset}

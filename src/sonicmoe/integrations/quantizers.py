@@ -57,7 +57,7 @@ class _PackedExperts(HfQuantizer):
             if weight_names(module) and self._quantizes(path)
         }
         if self.experts:
-            self.format = format_of(self.quantization_config)
+            self.format = self._format()
         for path, weights in self.experts.items():
             module = model.get_submodule(path)
             for name, (sizes, _) in weights.items():
@@ -72,6 +72,9 @@ class _PackedExperts(HfQuantizer):
 
     def _quantizes(self, path: str) -> bool:
         return should_convert_module(path, self.modules_to_not_convert)
+
+    def _format(self) -> Format:
+        return format_of(self.quantization_config)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         for path, weights in self.experts.items() if self.pre_quantized else ():
@@ -95,6 +98,8 @@ class _PackedExperts(HfQuantizer):
     def get_state_dict_and_metadata(self, model):
         """The state dict in the format of the file."""
         state, metadata = super().get_state_dict_and_metadata(model)
+        if not self.experts:
+            return state, metadata
         state = model.state_dict() if state is None else state
         for path, weights in self.experts.items():
             for name, (sizes, _) in weights.items():
@@ -203,6 +208,27 @@ class _Fp8(_PackedExperts, FineGrainedFP8HfQuantizer):
 
 
 class _Nf4(_PackedExperts, Bnb4BitHfQuantizer):
+    asked = True  # whether the model runs by our experts; else those that we saved stay packed
+    codes: str | None = ""  # the end of the name of codes in the file; None if it has none
+
+    def _replace_layers(self, model, checkpoint_files=None, **kwargs):
+        super()._replace_layers(model, checkpoint_files=checkpoint_files, **kwargs)
+        if self.pre_quantized and checkpoint_files is not None:
+            self.codes = _codes_in(checkpoint_files)
+
+    def _quantizes(self, path):
+        if not super()._quantizes(path):
+            return False
+        if self.codes is None and self.asked:
+            remedy = "Load the original in 16 bits with BitsAndBytesConfig(load_in_4bit=True)."
+            raise bad_argument("checkpoint", "experts in 4 bits", f"{path} in 16 bits", remedy)
+        return self.codes is not None
+
+    def _format(self):
+        found = super()._format()
+        found.codes = self.codes
+        return found
+
     def param_needs_quantization(self, model, param_name, **kwargs):
         path, _, name = param_name.rpartition(".")
         return name in self.experts.get(path, ()) or super().param_needs_quantization(
@@ -299,6 +325,18 @@ class _Int4(_PackedExperts, CompressedTensorsHfQuantizer):
         config.ignore = [*(config.ignore or ()), *(f"re:{path}\\..*" for path in self.experts)]
 
 
+def _codes_in(files: Any) -> str | None:
+    """`_Nf4.codes` of a checkpoint."""
+    names = []
+    for file in files:
+        if file.endswith(".safetensors"):  # as all that we saved are
+            with safe_open(file, framework="pt") as tensors:
+                names += tensors.keys()
+    if any(name.endswith("_proj_codes") for name in names):
+        return "_codes"
+    return "" if any(name.endswith("_proj_absmax") for name in names) else None
+
+
 def _check_scales(files: Any) -> None:
     """transformers would round other scales to bf16 while it reads them."""
     for file in files:
@@ -322,23 +360,29 @@ _OURS = {
 
 @cache  # once by each build of this package in a process
 def keep_experts_packed(runs_ours: Any) -> None:
-    """Choose these quantizers for models whose configuration satisfies `runs_ours`."""
+    """Choose these quantizers for models whose configuration satisfies `runs_ours`, and for files
+    in 4 bits of bitsandbytes, where experts that we saved may be."""
     original = transformers.modeling_utils.get_hf_quantizer
 
     @wraps(original)
     def chosen(config, quantization_config, *others, **newer):  # newer: gguf_file
         choose = partial(original, config, quantization_config, *others, **newer)
-        if not runs_ours(config):
-            return choose()
+        ours = runs_ours(config)
         in_file = getattr(config, "quantization_config", None) or getattr(
             config.get_text_config(decoder=True), "quantization_config", None
         )
-        if any(hasattr(config.get_text_config(), name) for name in _NUMBERS):
+        taken = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] is not Bnb4BitHfQuantizer  # by a build
+        if not ours and (taken or not _read(in_file, "load_in_4bit")):
+            return choose()
+        if ours and any(hasattr(config.get_text_config(), name) for name in _NUMBERS):
             check_method(in_file, quantization_config, newer.get("gguf_file"))
         if _asks_for_dense(in_file) or _asks_for_dense(quantization_config):
             return choose()
         with _our_quantizers():
-            return choose()
+            quantizer, *rest = choose()
+        if isinstance(quantizer, _Nf4):
+            quantizer.asked = ours
+        return quantizer, *rest
 
     transformers.modeling_utils.get_hf_quantizer = chosen
 

@@ -28,8 +28,9 @@ from .recognition import LOOKS_LIKE_MOE, activation_of, gate_up_of
 try:
     from transformers import PreTrainedModel
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
-    from .quantizers import check_method, keep_experts_packed
+    from .quantizers import check_method, keep_experts_packed, weight_names
 except ImportError as error:
     raise missing("transformers", "sonicmoe.integrations.transformers") from error
 
@@ -277,7 +278,18 @@ def _check_quantization(model: Any) -> None:
     """A ValueError for experts that transformers quantized, or will, unlike ours."""
     if (config := getattr(model.config, "quantization_config", None)) is not None:
         check_method(config, None)
-    for module in model.modules():
+    left_out = getattr(config, "llm_int8_skip_modules", None) or []
+    in_4_bits = config is not None and getattr(model, "is_loaded_in_4bit", False)
+    for path, module in model.named_modules():
+        dense = weight_names(module) and not is_packed(module)
+        if in_4_bits and dense and should_convert_module(path, left_out):
+            raise bad_argument(
+                "experts_implementation",
+                "experts in 4 bits in a model that was loaded so",
+                f"{path} in 16 bits",
+                "Load the model with from_pretrained(…, experts_implementation=…), or, for experts"
+                " in 16 bits, with llm_int8_skip_modules=['experts', 'lm_head'].",
+            )
         if type(module).__name__ in ("Mxfp4GptOssExperts", "FP8Experts"):
             raise bad_argument(
                 "experts_implementation",
