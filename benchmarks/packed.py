@@ -19,8 +19,7 @@ from packed_random import FORMATS, random_packed
 from research import records
 from research.timing import interleaved
 
-from sonicmoe import ActivationType, Fp8Weights, experts
-from sonicmoe.integrations.lora import LowRank
+from sonicmoe import ActivationType, Fp8Weights, LowRank, experts
 
 WARMUP = 4  # steps before the first round
 TURN = 0.25  # seconds until the clocks have settled, and again to be timed

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from sonicmoe import MoE, topk_scores
-from sonicmoe.integrations.lora import LowRank, lora_experts
+from sonicmoe import LowRank, MoE, experts, topk_scores
 
 E, K, H, I, RANK = 8, 2, 64, 32, 4
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +24,7 @@ x = torch.randn(256, H, device=device)
 target = x.roll(1, dims=-1)
 scores, ids = topk_scores(moe.router(x), K)
 for step in range(50):
-    output = lora_experts(x, ids, scores, moe.c_fc.weight, moe.c_proj.weight, up, down)
+    output = experts(x, ids, scores, moe.c_fc.weight, moe.c_proj.weight, up, down)
     error = (output - target).square().mean()
     error.backward()
     optimizer.step()

@@ -12,10 +12,11 @@ pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
 
 import absent_gpu
 
-from sonicmoe import ActivationType, KernelBackendMoE, MemoryPolicy, MoE, report
-from sonicmoe.integrations.lora import LowRank
+from sonicmoe import ActivationType, KernelBackendMoE, LowRank, MemoryPolicy, MoE, report
 from sonicmoe.launch import launcher
-from sonicmoe.layer.dry_run import TOKENS, dry_run
+from sonicmoe.layer.dry_run import dry_run
+from sonicmoe.layer.meta import BATCHES
+from sonicmoe.layer.options import Options
 from sonicmoe.routing import TopK
 
 SHAPE = (4, 2, 64, 32)  # E, K, H, I
@@ -48,7 +49,7 @@ def test_kernels_are_those_of_a_call(gpu, case, frozen):
         moe.c_proj.requires_grad_(False)
     (layer,) = report(moe).layers
     assert gpu == []  # nothing ran
-    x = torch.zeros(TOKENS, 64, dtype=moe.c_fc.weight.dtype, requires_grad=True)
+    x = torch.zeros(BATCHES[-1], 64, dtype=moe.c_fc.weight.dtype, requires_grad=True)
     out, _ = moe(x, KernelBackendMoE.sonicmoe)
     forward = [name for name in gpu if name not in ROUTER]
     gpu.clear()
@@ -87,11 +88,12 @@ def test_older_gpus_take_portable_kernels(monkeypatch):
 def test_main_grad_and_adapters(gpu):
     moe = MoE(*SHAPE, dtype=torch.bfloat16)
     moe.c_fc.weight.main_grad = torch.zeros_like(moe.c_fc.weight, dtype=torch.float32)
-    assert len(report(moe).layers[0].backward) == len(dry_run(moe._weights(), 2).backward)
+    ran = dry_run(moe._weights(), 2, moe._options())
+    assert len(report(moe).layers[0].backward) == len(ran.backward)
     moe.requires_grad_(False)
     a = torch.zeros(8 * 4, 64, dtype=torch.bfloat16, requires_grad=True)
     b = torch.zeros(64, 8 * 4, dtype=torch.bfloat16, requires_grad=True)
-    ran = dry_run(moe._weights(), 2, lora=(LowRank(a, b), None))
+    ran = dry_run(moe._weights(), 2, Options(lora1=LowRank(a, b)))
     names = [kernel.__name__ for kernel in ran.forward]
     assert names.count("hopper_up_kernel") == 2  # X A1ᵀ, and up
 

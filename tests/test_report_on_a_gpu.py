@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sonicmoe import MemoryPolicy, MoE, report
-from sonicmoe.layer.dry_run import TOKENS
+from sonicmoe.layer.meta import BATCHES
 
 pytestmark = pytest.mark.gpu
 CASES = {
@@ -27,7 +27,7 @@ def test_kernels_are_those_that_ran(case):
         pytest.skip("FP8 needs compute capability 9.0")
     moe = MoE(16, 4, 256, 128, aux_loss_coef=0.0, device="cuda", **options)
     (layer,) = report(moe).layers
-    x = torch.randn(TOKENS, 256, device="cuda", dtype=options["dtype"], requires_grad=True)
+    x = torch.randn(BATCHES[-1], 256, device="cuda", dtype=options["dtype"], requires_grad=True)
     moe(x)[0].sum().backward()  # compiles
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:

@@ -14,20 +14,24 @@ import torch
 import triton
 import triton.language as tl
 from machine_code import compiling, naming
-from torch._subclasses.fake_tensor import FakeTensorMode
+from packed_weights import random_packed
 from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime import build
 
 import sonicmoe
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, validation
-from sonicmoe.launch import triton_locks
+from sonicmoe.errors import say_once
+from sonicmoe.launch import launcher, triton_locks
 from sonicmoe.launch.launcher import launch
-from sonicmoe.layer import precompile
-from sonicmoe.layer.precompile import Layer, compile_together, run_step
+from sonicmoe.layer import precompile, prepare
+from sonicmoe.layer.lora import LowRank
+from sonicmoe.layer.meta import Slots, meta_steps
+from sonicmoe.layer.options import Options
+from sonicmoe.layer.precompile import compile_together
 from sonicmoe.layer.weights import ExpertWeights, Projection
 from sonicmoe.routing import TokenRounding
 from sonicmoe.shapes import Problem
-from sonicmoe.tools.warmup import run_layer
+from sonicmoe.tools.warmup import example_of_sizes, run_layer
 
 H, I, E, K = 64, 32, 48, 2
 
@@ -38,68 +42,71 @@ def _kernels_on_cpu_tensors(monkeypatch):
     monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
 
 
-def step(layer, router):
+def example(router="softmax_over_topk", dtype=torch.bfloat16, logits=None, **given):
+    """What `warmup` compiles for."""
+    layout = {name: given.pop(name) for name in LAYOUT if name in given}
+    found = example_of_sizes(H, I, E, K, dtype, Options.of(given), **layout)
+    if router == "token_rounding" and logits is not None:
+        ids, scores = (t.flatten() for t in found.slots[:2])
+        found = found._replace(slots=Slots(ids, scores, ids, ids))
+    return found._replace(logits=logits)
+
+
+def step(router="softmax_over_topk", activation=ActivationType.SWIGLU, **given):
     """The kernels of training steps through `MoE`, one short and one long.
 
     A short one permutes its slots in one launch and has no expert whose sums could be split.
     """
-    return [kernel for tokens in (40, 999) for kernel in _step(layer, router, tokens)]
+    layout = {name: given.pop(name) for name in LAYOUT if name in given}
+    return [
+        kernel
+        for tokens in (40, 999)
+        for kernel in _step(tokens, MoE(E, K, H, I, activation, router=router, **given), **layout)
+    ]
 
 
-def _step(layer, router, tokens):
-    moe = MoE(
-        E,
-        K,
-        H,
-        I,
-        layer.activation,
-        any(layer.bias),
-        router=router,
-        gate_up=layer.gate_up,
-        precision=layer.precision,
-    ).bfloat16()
-    for experts, transposed, main_grad in zip(
-        (moe.c_fc, moe.c_proj), layer.transposed, layer.main_grad, strict=True
-    ):
+def _step(tokens, moe, weights=None, bias=False, main_grad=False, transposed=False):
+    moe.bfloat16()
+    for experts in (moe.c_fc, moe.c_proj):
+        if bias:
+            experts.bias = torch.nn.Parameter(experts.weight.new_zeros(experts.weight.shape[:2]))
         if transposed:
             experts.weight = torch.nn.Parameter(experts.weight.data.mT.contiguous().mT)
+        if weights is not None:
+            moe.to(weights)
         if main_grad:
             experts.weight.main_grad = torch.zeros_like(experts.weight, dtype=torch.float32)
-    autocast = layer.weights is not None
-    if autocast:
-        moe.to(layer.weights)
     x = torch.zeros(tokens, H, dtype=torch.bfloat16, requires_grad=True)
-    with naming(90) as needed, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=weights is not None)
+    with naming(90) as needed, autocast:
         out, aux_loss = moe(x, KernelBackendMoE.sonicmoe)
         torch.autograd.backward((out, aux_loss), (torch.ones_like(out), torch.ones_like(aux_loss)))
     return needed
 
 
+LAYOUT = ("weights", "bias", "main_grad", "transposed")
 LAYERS = {
-    "plain": (Layer(H, I, E, K), "softmax_over_topk"),
-    "bias": (Layer(H, I, E, K, bias=(True, True)), "topk_over_softmax"),
-    "concatenated": (Layer(H, I, E, K, gate_up="concatenated"), "topk_over_softmax_normalized"),
-    "transposed": (Layer(H, I, E, K, transposed=(True, True)), "softmax_over_topk"),
-    "main_grad": (Layer(H, I, E, K, main_grad=(True, True)), "softmax_over_topk"),
-    "autocast": (Layer(H, I, E, K, weights=torch.float32), "softmax_over_topk"),
-    "sigmoid": (Layer(H, I, E, K), "sigmoid"),
-    "rounding": (Layer(H, I, E, K), "token_rounding"),
-    "rounding object": (Layer(H, I, E, K), TokenRounding(E, K, subroutine="up")),
-    "fp8": (Layer(H, I, E, K, precision="fp8"), "softmax_over_topk"),
-    "fp8, main_grad": (
-        Layer(H, I, E, K, main_grad=(True, True), weights=torch.float32, precision="fp8"),
-        "softmax_over_topk",
-    ),
-    "relu": (Layer(H, I, E, K, activation=ActivationType.RELU_SQ), "softmax_over_topk"),
+    "plain": {},
+    "bias": {"bias": True, "router": "topk_over_softmax"},
+    "concatenated": {"gate_up": "concatenated", "router": "topk_over_softmax_normalized"},
+    "transposed": {"transposed": True},
+    "main_grad": {"main_grad": True},
+    "autocast": {"weights": torch.float32},
+    "sigmoid": {"router": "sigmoid"},
+    "rounding": {"router": "token_rounding"},
+    "rounding object": {"router": TokenRounding(E, K, subroutine="up")},
+    "fp8": {"precision": "fp8"},
+    "fp8, main_grad": {"main_grad": True, "weights": torch.float32, "precision": "fp8"},
+    "relu": {"activation": ActivationType.RELU_SQ},
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_step_after_warmup_compiles_nothing(name):
-    layer, router = LAYERS[name]
+    layer = LAYERS[name]
     with naming(90) as warm:
-        run_layer(layer, router)
-    needed = step(layer, router)
+        run_layer(example(**layer), layer.get("router", "softmax_over_topk"))
+    needed = step(**layer)
     missing = {k.metadata.name for k in needed if all(k is not w for w in warm)}
     assert len(needed) >= 15
     assert not missing
@@ -108,32 +115,60 @@ def test_a_step_after_warmup_compiles_nothing(name):
 @pytest.mark.parametrize("precision", [None, "fp8"])
 @pytest.mark.parametrize("router", ["softmax_over_topk", "token_rounding"])
 def test_a_first_step_precompiles_what_its_experts_and_loss_need(router, precision):
-    k = K if router == "softmax_over_topk" else 0
-    layer = Layer(H, I, E, k, logits=torch.bfloat16, precision=precision)
+    layer = {"router": router, "precision": precision}
     with naming(90) as early:
-        run_step(layer)
-    needed = step(layer, router)
+        meta_steps(example(**layer, logits=torch.bfloat16))
     routing = ("topk", "keys", "select", "emit", "logits_gradient")
     missing = {
-        k.metadata.name for k in needed
+        k.metadata.name for k in step(**layer)
         if all(k is not a for a in early) and not k.metadata.name.startswith(routing)
     }  # fmt: skip
     assert not missing
 
 
+@pytest.mark.parametrize("entry", ["experts", "grouped_experts", "lora", "packed"])
+def test_what_a_step_precompiles(entry, monkeypatch):
+    """The arguments of the call, also sorted rows and adapters, and nothing is kept after it."""
+    examples, steps = [], []
+    monkeypatch.setattr(
+        "sonicmoe.layer.prepare.Step", lambda e: examples.append(e) or precompile.Step(e)
+    )
+    learned = {"dtype": torch.bfloat16, "requires_grad": entry in ("experts", "grouped_experts")}
+    w1, w2 = torch.zeros(E, 2 * I, H, **learned), torch.zeros(E, H, I, **learned)
+    if entry == "packed":
+        w1, w2 = random_packed("mxfp4", (E, 2 * I, H)), random_packed("mxfp4", (E, H, I))
+    x = torch.zeros(2 * E, H, dtype=torch.bfloat16, requires_grad=True)
+    given = {"backend": "triton"}
+    if entry == "lora":
+        a, b = x.new_zeros(8 * E, H), x.new_zeros(2 * I, 8 * E)
+        given["lora1"] = LowRank(a.requires_grad_(), b.requires_grad_())
+    with naming(90) as needed:
+        if entry == "grouped_experts":
+            out = sonicmoe.grouped_experts(x, torch.full((E,), 2), w1, w2, **given)
+        else:
+            ids = torch.zeros(2 * E, K, dtype=torch.int32)
+            out = sonicmoe.experts(x, ids, torch.zeros(2 * E, K), w1, w2, **given)
+        steps.append(launcher.thread_state.step())
+        out.backward(torch.ones_like(out))
+    with naming(90) as early:
+        meta_steps(*examples)
+    assert not {k.metadata.name for k in needed if all(k is not a for a in early)}
+    assert len(needed) >= 5 and steps == [None]
+
+
 def test_kernels_are_compiled_side_by_side(monkeypatch):
     """All of them, loaded and found by the step that follows."""
-    layer = Layer(H, I, E, K, torch.float16)
+    step = example(dtype=torch.float16)
     loaded, said = [], []
     monkeypatch.setattr(precompile, "_load", lambda kernel, index: loaded.append(kernel))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     with compiling(90) as kernels:
-        compile_together(lambda: run_step(layer), 0, lambda *of: said.append(of))
+        compile_together(lambda: meta_steps(step), 0, lambda *of: said.append(of))
     new = {k.result() for k in kernels if hasattr(k, "result")}  # others were there before
     assert new == set(loaded) and len(new) == len(loaded) >= 8
     assert [number for number, *_ in said] == list(range(1, len(loaded) + 1))
     with compiling(90) as again:
-        run_step(layer)
+        meta_steps(step)
     assert set(again) == {k.result() if hasattr(k, "result") else k for k in kernels}
 
 
@@ -174,7 +209,7 @@ def test_the_callers_modes_see_nothing(monkeypatch):
         torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t),
         torch.no_grad(),
     ):
-        compile_together(lambda: run_step(Layer(H, I, E, K, torch.float16)), 0)
+        compile_together(lambda: meta_steps(example(dtype=torch.float16)), 0)
     assert flops.get_total_flops() == 0 and not saved
 
 
@@ -213,11 +248,9 @@ def test_a_step_does_not_depend_on_what_was_precompiled(monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(precompile, "compile_together", fail)
-    once = precompile._precompile_once
-    once.cache_clear()
+    say_once.cache_clear()
     with pytest.warns(UserWarning, match="one by one.*RuntimeError: no compiler"):
-        once(0, Layer(H, I, E, K))
-    once.cache_clear()
+        precompile.Step(example()).precompile(0)
 
 
 def _small_kernel(x, VALUE: tl.constexpr):
@@ -298,39 +331,31 @@ def test_launchers_are_loaded_one_at_a_time():
 def test_precompiling_imports_nothing():
     """`backward()` and `empty_like` on the meta device would: sympy, which takes seconds."""
     code = """
-import sys
-from sonicmoe.layer import precompile
+import sys, torch
 from sonicmoe.launch import grouped_gemm, launcher
 from sonicmoe.launch import routing as launch_routing
+from sonicmoe.layer.meta import Slots, meta_steps
+from sonicmoe.layer.options import Options
+from sonicmoe.tools.warmup import example_of_sizes
 
 for module in (launcher, grouped_gemm, launch_routing):
     module.launch = lambda *_, **__: None
 grouped_gemm.target_of = lambda t: launcher.Target(80, 108)
 assert "sympy" not in sys.modules
-precompile.run_step(precompile.Layer(64, 32, 4, 2, logits=precompile.torch.float32))
+example = example_of_sizes(64, 32, 4, 2, torch.bfloat16, Options(), main_grad=True)
+meta_steps(example._replace(logits=torch.float32))
 assert "sympy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_only_a_real_training_step_is_precompiled(monkeypatch):
-    """The GPU of fake tensors need not exist; where gradients are off, half of it never runs."""
-    asked = []
-    monkeypatch.setattr(precompile, "_precompile_once", lambda _, layer: asked.append(layer))
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-
-    def step(learn: bool) -> None:
-        x, w1, w2 = (torch.empty(shape) for shape in ((32, H), (E, 2 * I, H), (E, H, I)))
-        ids = torch.empty((32, K), dtype=torch.int32)
-        kind = (ActivationType.SWIGLU, "interleaved")
-        weights = ExpertWeights(Projection(w1.requires_grad_(learn)), Projection(w2), *kind)
-        precompile.precompile_step(x, ids, weights, "triton", torch.float32)
-
-    with FakeTensorMode():
-        step(True)
-    step(False)
-    with torch.no_grad():
-        step(True)
-    assert not asked
-    step(True)
-    assert asked == [Layer(H, I, E, K, torch.float32, logits=torch.float32)]
+def test_only_a_training_step_is_precompiled():
+    """Where gradients are off, half of it never runs; what is compiled or fake has no kernels."""
+    x, w1, w2 = (torch.zeros(shape) for shape in ((32, H), (E, 2 * I, H), (E, H, I)))
+    weights = ExpertWeights(Projection(w1), Projection(w2))
+    ids, scores = torch.zeros(32, K, dtype=torch.int32), torch.zeros(32, K)
+    with naming(90):
+        assert prepare.routed(x, ids, scores, weights, Options(backend="triton")).step is not None
+        with torch.no_grad():
+            assert prepare.routed(x, ids, scores, weights, Options(backend="triton")).step is None
+    assert prepare.routed(x, ids, scores, weights, Options()).step is None

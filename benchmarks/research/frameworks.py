@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sonicmoe import LowRank
 from sonicmoe.functional import experts, grouped_experts
-from sonicmoe.integrations.lora import LowRank, lora_experts
 from sonicmoe.reference import layer as reference
 from sonicmoe.tools.candidates import Candidate, leaves_of
 from sonicmoe.tools.cases import Case, find_case
@@ -123,7 +123,7 @@ def lora(options: Options) -> Outcome:
         return Candidate(name, False, forward, leaves, i.dout)
 
     def ours() -> torch.Tensor:
-        return lora_experts(i.x, i.ids, i.scores, w1, w2, up, down, gate_up="concatenated")
+        return experts(i.x, i.ids, i.scores, w1, w2, up, down, gate_up="concatenated")
 
     def written_out() -> torch.Tensor:
         weights = _written_out(w1, up), _written_out(w2, down)

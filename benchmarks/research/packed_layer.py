@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sonicmoe import ActivationType
-from sonicmoe.integrations.lora import LowRank
+from sonicmoe import ActivationType, LowRank
 
 RANK = 16
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss

@@ -13,7 +13,9 @@ from .functional import (
 from .integrations.cuda_graphs import graphed
 from .integrations.report import report
 from .layer.fp8_weights import Fp8Weights
+from .layer.lora import LowRank
 from .layer.memory import MemoryPolicy
+from .layer.options import OptionArguments
 from .moe import Experts, MoE
 from .packed import Fp8Blocks, Int4, Mxfp4, Nf4, PackedWeight
 from .tools.warmup import warmup
@@ -28,10 +30,12 @@ __all__ = [
     "Fp8Weights",
     "Int4",
     "KernelBackendMoE",
+    "LowRank",
     "MemoryPolicy",
     "MoE",
     "Mxfp4",
     "Nf4",
+    "OptionArguments",
     "PackedWeight",
     "experts",
     "graphed",

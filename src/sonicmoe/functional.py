@@ -1,12 +1,12 @@
 """The public functions: our own, and those of the published package."""
 
+from typing import Unpack
+
 import torch
 
 from .enums import ActivationType
 from .layer import prepare
-from .layer.fp8_weights import Fp8Weights, check_fp8_weights
-from .layer.lora import LowRank
-from .layer.memory import KEEP, MemoryPolicy, memory_policy
+from .layer.options import OptionArguments, Options
 from .layer.run import run
 from .layer.weights import ExpertWeights, Projection
 from .packed import PackedWeight
@@ -25,14 +25,7 @@ def experts(
     *,
     slot_token: torch.Tensor | None = None,
     token_start: torch.Tensor | None = None,
-    lora1: LowRank | None = None,
-    lora2: LowRank | None = None,
-    activation: ActivationType = ActivationType.SWIGLU,
-    gate_up: str = "interleaved",
-    precision: str | None = None,
-    fp8_weights: Fp8Weights | None = None,
-    memory: str | MemoryPolicy = KEEP,
-    backend: str | None = None,
+    **options: Unpack[OptionArguments],
 ) -> torch.Tensor:
     """Run every token through its experts and return their outputs summed with the scores.
 
@@ -43,35 +36,15 @@ def experts(
     the token of each, dropped outside [0, T); `token_start` (T+1,), where it is known, saves
     finding each token's first slot. Values that break these rules raise a ValueError on a CPU; on a
     GPU, where reading them would wait for the device, they put NaN into the output.
-    Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert);
-    `memory` is "keep", "e4m3", "recompute" or a `MemoryPolicy`.
+    Returns (T, H). Kept for the backward pass: x, Z and about 20 bytes for each (token, expert). A
+    `PackedWeight`, in 4 or 8 bits, is frozen and decoded just before each GEMM.
 
-    `lora1` and `lora2` are LoRA adapters of W1 and W2, which are then frozen; r numbers per row are
-    kept for each.
-
-    `precision="fp8"` runs the grouped GEMMs, backward too, in e4m3 for x in bf16: output and
-    gradients then err by about 7% of their norm. "fp8_bf16_dw" computes weight gradients in bf16.
-    Biases and adapters stay in bf16. H and I are multiples of 16. The weights are quantized in
-    every call, or with an `Fp8Weights` as `fp8_weights` when they change.
-
-    A `PackedWeight`, in 4 or 8 bits, is frozen and decoded just before each GEMM.
+    The options are those of `sonicmoe.OptionArguments`: activation, gate_up, precision, memory,
+    backend, fp8_weights, lora1 and lora2.
     """
-    check_fp8_weights(fp8_weights, precision)
-    weights = _weights(w1, w2, b1, b2, activation, gate_up)
-    call = prepare.routed(
-        x,
-        ids,
-        scores,
-        weights,
-        slot_token=slot_token,
-        token_start=token_start,
-        lora=(lora1, lora2),
-        precision=precision,
-        memory=memory_policy(memory),
-        backend=backend,
-        fp8_weights=fp8_weights,
-    )
-    return run(call)
+    slots = {"slot_token": slot_token, "token_start": token_start}
+    weights = _weights(w1, w2, b1, b2)
+    return run(prepare.routed(x, ids, scores, weights, Options.of(options), **slots))
 
 
 def grouped_experts(
@@ -84,14 +57,7 @@ def grouped_experts(
     scores: torch.Tensor | None = None,
     *,
     offsets: torch.Tensor | None = None,
-    lora1: LowRank | None = None,
-    lora2: LowRank | None = None,
-    activation: ActivationType = ActivationType.SWIGLU,
-    gate_up: str = "interleaved",
-    precision: str | None = None,
-    fp8_weights: Fp8Weights | None = None,
-    memory: str | MemoryPolicy = KEEP,
-    backend: str | None = None,
+    **options: Unpack[OptionArguments],
 ) -> torch.Tensor:
     """Run the experts on rows that are already sorted by expert, such as an all-to-all's output.
 
@@ -100,27 +66,16 @@ def grouped_experts(
     e has rows [offsets[e], offsets[e] + counts[e]). Rows of no expert are neither read nor trusted;
     their output and gradient are zero. scores (R,), optional, multiply the rows of the result.
     Counts or offsets that do not fit R rows raise a ValueError on a CPU; on a GPU, where reading
-    them would wait for the device, output and dX are NaN. Adapters, `precision`, `fp8_weights` and
-    `memory` as in `experts`; `slices` has no effect without gaps, since no rows are combined.
+    them would wait for the device, output and dX are NaN. The options are those of
+    `experts`; `slices` of a `MemoryPolicy` has no effect without gaps, since no rows are combined.
     """
-    check_fp8_weights(fp8_weights, precision)
-    call = prepare.grouped(
-        rows,
-        counts,
-        offsets,
-        scores,
-        _weights(w1, w2, b1, b2, activation, gate_up),
-        lora=(lora1, lora2),
-        precision=precision,
-        memory=memory_policy(memory),
-        backend=backend,
-        fp8_weights=fp8_weights,
-    )
+    weights = _weights(w1, w2, b1, b2)
+    call = prepare.grouped(rows, counts, offsets, scores, weights, Options.of(options))
     return run(call)
 
 
-def _weights(w1, w2, b1, b2, activation: ActivationType, gate_up: str) -> ExpertWeights:
-    return ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
+def _weights(w1, w2, b1, b2) -> ExpertWeights:
+    return ExpertWeights(Projection(w1, b1), Projection(w2, b2))
 
 
 # --- of the published package ---------------------------------------------------------------------
@@ -148,13 +103,13 @@ def moe_TC_softmax_topk_layer(
     check_rank("x", x, "(T, H)")
     check_shape("router_w", router_w, (w1.shape[2], x.shape[1]), "(E, H)")
     check_router_dtype("router_w", router_w, x)
+    weights, options = _published(w1, w2, b1, b2, activation_type, concat_layout)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
         logits, x = router_logits(x, router_w)
         scores, ids = topk_scores(
             logits, K, softmax_over_topk=is_softmax_over_topk, renormalize=norm_topk_probs
         )
-        weights = _published_weights(w1, w2, b1, b2, activation_type, concat_layout)
-        call = prepare.routed(x, ids, scores, weights)
+        call = prepare.routed(x, ids, scores, weights, options)
         return run(call), logits, call.counts
 
 
@@ -182,20 +137,20 @@ def moe_general_routing_inputs(
     for name, t in (("token_indices", token_indices), ("expert_indices", expert_indices)):
         check_integer(name, t)
         check_shape(name, t, tuple(router_scores.shape), "(pairs,), the shape of router_scores")
+    weights, options = _published(w1, w2, b1, b2, activation_type, concat_layout)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
         token, order = token_indices.flatten().sort(stable=True)
         ids = expert_indices.flatten()[order]
-        weights = _published_weights(w1, w2, b1, b2, activation_type, concat_layout)
         scores = router_scores.flatten()[order]
-        call = prepare.routed(x, ids, scores, weights, slot_token=token)
+        call = prepare.routed(x, ids, scores, weights, options, slot_token=token)
         return run(call), call.counts
 
 
-def _published_weights(
+def _published(
     w1, w2, b1, b2, activation: ActivationType | str, concat_layout: bool
-) -> ExpertWeights:
+) -> tuple[ExpertWeights, Options]:
     check_rank("w1", w1, "(2I, H, E)")
     check_rank("w2", w2, "(H, I, E)")
     gate_up = "concatenated" if concat_layout else "interleaved"
-    w1, w2, act = w1.permute(2, 0, 1), w2.permute(2, 0, 1), parse_activation(activation)
-    return _weights(w1, w2, b1, b2, act, gate_up)
+    options = Options(parse_activation(activation), gate_up)
+    return _weights(w1.permute(2, 0, 1), w2.permute(2, 0, 1), b1, b2), options

@@ -16,7 +16,7 @@ from .layer.fp8_weights import Fp8Weights
 from .layer.gate_up_order import check_order, note_order
 from .layer.lora import LowRank
 from .layer.memory import KEEP, MemoryPolicy, in_words, memory_policy
-from .layer.options import OPTIONS, check_layer_precision
+from .layer.options import OPTIONS, Options, check_layer_precision
 from .layer.run import run
 from .layer.shared_expert import SharedExpert
 from .layer.weights import ExpertWeights, Projection
@@ -285,14 +285,10 @@ class MoE(nn.Module):
             r.ids,
             r.scores,
             self._weights(),
+            self._options(backend),
             slot_token=r.slot_token,
             token_start=r.token_start,
             trusted=r.token_start is not None and self.routing.is_trusted(),
-            lora=self._adapters(),
-            precision=self.precision,
-            memory=self.memory,
-            backend=backend,
-            fp8_weights=self._fp8_weights,
             logits=r.logits.dtype,
         )
         # Before the experts, so that a checkpoint need not run them again to get at it.
@@ -321,11 +317,23 @@ class MoE(nn.Module):
         return _backend_name(backend)
 
     def _weights(self) -> ExpertWeights:
-        up, down = (Projection(m.weight, m.bias) for m in (self.c_fc, self.c_proj))
-        return ExpertWeights(up, down, self.activation_function, self.gate_up)
+        c_fc, c_proj = self.c_fc, self.c_proj
+        return ExpertWeights(
+            Projection(c_fc.weight, c_fc.bias), Projection(c_proj.weight, c_proj.bias)
+        )
 
-    def _adapters(self) -> tuple[LowRank | None, LowRank | None]:
-        return _adapter("c_fc", self.c_fc), _adapter("c_proj", self.c_proj)
+    def _options(self, backend: str | None = None) -> Options:
+        """Each was checked when it was set."""
+        return Options(
+            self.activation_function,
+            self.gate_up,
+            self.precision,
+            self.memory,
+            backend,
+            None if self.precision is None else self._fp8_weights,
+            _adapter("c_fc", self.c_fc),
+            _adapter("c_proj", self.c_proj),
+        )
 
     def refresh_fp8_weights(self) -> None:
         """Quantize the weights now, with `cache_fp8_weights`."""

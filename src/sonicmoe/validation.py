@@ -182,15 +182,12 @@ def check_weights(
     b1: torch.Tensor | None,
     b2: torch.Tensor | None,
     activation: ActivationType,
-    gate_up: str,
 ) -> None:
     """Raise unless x (·, H), W1 (E, N, H) and W2 (E, H, I) match in shape, dtype and device.
 
     Weights are tensors or `Packed`. Under autocast tensors may have another dtype: the layer casts
     them; a `Packed` is decoded to any.
     """
-    check_activation(activation)
-    check_gate_up(gate_up)
     check_rank("x", x, "(T, H)")
     check_rank("w1", w1, "(E, N, H)")
     check_rank("w2", w2, "(E, H, I)")

@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from value_checks import activate_three_bits
 
 import sonicmoe
-from sonicmoe import Fp8Weights, KernelBackendMoE, MemoryPolicy, MoE, Nf4, distributed
-from sonicmoe.integrations.lora import LowRank
+from sonicmoe import Fp8Weights, KernelBackendMoE, LowRank, MemoryPolicy, MoE, Nf4, distributed
 from sonicmoe.reference import layer as reference
 from sonicmoe.reference.activation import activate
 

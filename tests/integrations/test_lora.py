@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import sonicmoe
-from sonicmoe import ActivationType
-from sonicmoe.integrations.lora import LowRank, lora_experts
+from sonicmoe import ActivationType, LowRank, experts
 from sonicmoe.launch import grouped_gemm
 from sonicmoe.tensors import DzResults, Lora, Permutation
 from sonicmoe.tuning import Target, tile_m
@@ -38,7 +37,7 @@ def test_equals_the_layer_written_out(case, rank):
         lora1.a, lora1.b, lora2.a, lora2.b,
     ]  # fmt: skip
     with poisoned():
-        got = lora_experts(**arguments, lora1=lora1, lora2=lora2, **case.options)
+        got = experts(**arguments, lora1=lora1, lora2=lora2, **case.options)
         got_grads = torch.autograd.grad(got, leaves, given.dout)
     arguments |= {"w1": written_out(given.w1, lora1), "w2": written_out(given.w2, lora2)}
     want = sonicmoe.experts(**arguments, **case.options)
@@ -165,7 +164,7 @@ def test_a_frozen_input_pays_for_no_gradient():
 
     def flops(x):
         with FlopCounterMode(display=False) as counter:
-            out = lora_experts(**given.arguments() | {"x": x}, lora1=lora1, lora2=lora2)
+            out = experts(**given.arguments() | {"x": x}, lora1=lora1, lora2=lora2)
             torch.autograd.grad(out, [lora1.a, lora1.b, lora2.a, lora2.b], given.dout)
         return counter.get_total_flops()
 
@@ -179,7 +178,7 @@ def test_a_checkpoint_computes_no_output_again():
     lora1, lora2 = adapter(given.w1, 8, 0.5), adapter(given.w2, 8, 2.0)
 
     def run(x):
-        return lora_experts(**given.arguments() | {"x": x}, lora1=lora1, lora2=lora2)
+        return experts(**given.arguments() | {"x": x}, lora1=lora1, lora2=lora2)
 
     x, grads, flops = given.x.requires_grad_(), [], []
     for forward in (run, lambda x: checkpoint(run, x, use_reentrant=False)):
@@ -203,7 +202,7 @@ def test_no_weight_is_kept_or_formed():
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        lora_experts(**given.arguments(), lora1=loras[0], lora2=loras[1])
+        experts(**given.arguments(), lora1=loras[0], lora2=loras[1])
     frozen = {given.w1.data_ptr(), given.w2.data_ptr()}
     others = [t for t in saved if t.data_ptr() not in frozen]
     assert max(t.numel() for t in others) < given.w2.numel()
@@ -214,14 +213,14 @@ def test_weights_must_be_frozen():
     given.w1.requires_grad_()
     lora1, lora2 = adapter(given.w1.detach(), 8, 1.0), adapter(given.w2, 8, 1.0)
     with pytest.raises(ValueError, match="w1: expected a frozen tensor"):
-        lora_experts(**given.arguments(), lora1=lora1, lora2=lora2)
+        experts(**given.arguments(), lora1=lora1, lora2=lora2)
 
 
 def test_factors_must_fit():
     given = make_inputs(CASES[0])
     lora1, lora2 = adapter(given.w1, 8, 1.0), adapter(given.w2, 8, 1.0)
     with pytest.raises(ValueError, match="a of lora1: expected shape"):
-        lora_experts(**given.arguments(), lora1=lora2, lora2=lora1)
+        experts(**given.arguments(), lora1=lora2, lora2=lora1)
 
 
 @values_on(
@@ -240,7 +239,7 @@ def test_none_is_no_adapter(without):
     loras = {"lora1": adapter(given.w1, 8, 0.5), "lora2": adapter(given.w2, 8, 2.0)}
     loras |= dict.fromkeys(loras, None) if without == "both" else {without: None}
     leaves = [given.x.requires_grad_(), *(t for lora in loras.values() if lora for t in lora[:2])]
-    got = lora_experts(**given.arguments(), **loras, **CASES[1].options)
+    got = experts(**given.arguments(), **loras, **CASES[1].options)
     weights = {
         w: getattr(given, w) if lora is None else written_out(getattr(given, w), lora)
         for w, lora in zip(("w1", "w2"), loras.values(), strict=True)
@@ -275,11 +274,11 @@ def test_adapters_are_checked(mistake):
     a, b, _ = adapter(given.w1, 8, 1.0)
     lora1, lora2 = LowRank(*wrong(a.detach(), b.detach())), adapter(given.w2, 8, 1.0)
     with pytest.raises(ValueError, match=f"^{message}"):
-        lora_experts(**given.arguments(), lora1=lora1, lora2=lora2)
+        experts(**given.arguments(), lora1=lora1, lora2=lora2)
 
 
 def test_a_pair_is_no_adapter():
     given = make_inputs(CASES[0])
     lora1, lora2 = adapter(given.w1, 8, 1.0), adapter(given.w2, 8, 1.0)
     with pytest.raises(ValueError, match="lora1: expected a LowRank or None, got tuple"):
-        lora_experts(**given.arguments(), lora1=tuple(lora1), lora2=lora2)
+        experts(**given.arguments(), lora1=tuple(lora1), lora2=lora2)

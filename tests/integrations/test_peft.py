@@ -1,4 +1,4 @@
-"""PEFT on experts: its own wrapper around our backend, and `lora_experts` in its place."""
+"""PEFT on experts: its own wrapper around our backend, and `use_lora_experts` in its place."""
 
 import copy
 import io

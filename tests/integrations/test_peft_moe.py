@@ -1,4 +1,4 @@
-"""PEFT on `MoE`: its adapters through `lora_experts`."""
+"""PEFT on `MoE`: its adapters through `sonicmoe.experts`."""
 
 import copy
 

@@ -41,7 +41,7 @@ MUTATIONS = [
     ),
     Mutation(
         "FP8 weights outlive a change of a DTensor", "distributed/module.py",
-        "            fp8_weights.follow(self.c_fc.weight, self.c_proj.weight)\n",
+        "            options.fp8_weights.follow(self.c_fc.weight, self.c_proj.weight)\n",
         "            pass\n", "tests/distributed/test_expert_parallel.py -k kept_fp8_weights_that",
     ),
     Mutation(

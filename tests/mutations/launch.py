@@ -18,11 +18,11 @@ MUTATIONS = [
         f"{_LAYER} -k fp32_weights", interpreted=True,
     ),
     Mutation(
-        "a long batch waits for its permutation and sums to be compiled", "layer/precompile.py",
+        "a long batch waits for its permutation and sums to be compiled", "layer/meta.py",
         "BATCHES = (8, 2048)\n", "BATCHES = (8,)\n", "tests/test_warmup.py",
     ),
     Mutation(
-        "a short batch waits for its permutation to be compiled", "layer/precompile.py",
+        "a short batch waits for its permutation to be compiled", "layer/meta.py",
         "BATCHES = (8, 2048)\n", "BATCHES = (2048,)\n", "tests/test_warmup.py",
     ),
     Mutation(

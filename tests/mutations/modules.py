@@ -143,8 +143,8 @@ MUTATIONS = [
         "tests/test_watch.py -k peft",
     ),
     Mutation(
-        "the report lists the gradients of frozen weights", "layer/dry_run.py",
-        "    weight.requires_grad_(given.weight.requires_grad)\n", "    weight.requires_grad_()\n",
+        "the report lists the gradients of frozen weights", "layer/meta.py",
+        "requires_grad_(part.requires_grad)", "requires_grad_(part.is_floating_point())",
         "tests/test_model_report.py -k kernels_are_those",
     ),
     Mutation(

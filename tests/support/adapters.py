@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from helpers import Case, Inputs, check_zeros, compare, make_inputs, plain, run_poisoned
 
-from sonicmoe.integrations.lora import LowRank, lora_experts
+from sonicmoe import LowRank, experts
 
 
 def adapter(w: torch.Tensor, rank: int, scale: float) -> LowRank:
@@ -51,12 +51,12 @@ def run_adapted(layer, given: Inputs, lora1: LowRank, lora2: LowRank) -> dict[st
 
 
 def check_lora(case: Case, rank: int, device: str = "cpu", backend: str | None = None) -> dict:
-    """`lora_experts` and its six gradients within the budget, in memory full of NaN."""
+    """`experts` with adapters and its six gradients within the budget, in memory full of NaN."""
     given = make_inputs(case, device)
     loras = adapter(given.w1, rank, 0.5), adapter(given.w2, rank, 2.0)
 
     def ours(arguments, up, down):
-        return lora_experts(**arguments, lora1=up, lora2=down, backend=backend, **case.options)
+        return experts(**arguments, lora1=up, lora2=down, backend=backend, **case.options)
 
     def formed(arguments, up, down):
         weights = {"w1": written_out(arguments["w1"], up), "w2": written_out(arguments["w2"], down)}
@@ -106,7 +106,7 @@ def check_layout(tensors: tuple[str, ...], layout: str, backend: str | None = No
         ]  # fmt: skip
 
         def layer(arguments, up, down):
-            return lora_experts(**arguments, lora1=up, lora2=down, backend=backend)
+            return experts(**arguments, lora1=up, lora2=down, backend=backend)
 
         return run_adapted(layer, replace(given, **changed), *adapters)
 

@@ -21,7 +21,6 @@ MODULES = ["sonicmoe", "enums", "routing", "watch", "distributed"]
 ADAPTERS = (
     "transformers",
     "convert",
-    "lora",
     "peft",
     "packed_parameter",
     "trainer",

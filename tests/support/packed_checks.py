@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from packed_weights import decoded, random_packed
 
-from sonicmoe import ActivationType, MemoryPolicy, experts, grouped_experts
-from sonicmoe.integrations.lora import LowRank
+from sonicmoe import ActivationType, LowRank, MemoryPolicy, experts, grouped_experts
 from sonicmoe.packed import PackedWeight
 
 T, E, K, H, INNER, RANK = 20, 4, 2, 64, 32, 8

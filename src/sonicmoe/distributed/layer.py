@@ -4,19 +4,17 @@ Scores travel with the rows and are applied beside the experts, so a token's row
 they were computed: one row comes back from a rank, and neither side keeps Y.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
 
 from .. import ops
-from ..enums import ActivationType
 from ..layer import prepare
-from ..layer.fp8_weights import Fp8Weights, check_fp8_weights
 from ..layer.lora import LowRank
 from ..layer.main_grad import with_main_grad
-from ..layer.memory import KEEP, MemoryPolicy, memory_policy
 from ..layer.nodes import refuse_second_derivatives
+from ..layer.options import OptionArguments, Options
 from ..layer.run import run
 from ..layer.weights import ExpertWeights, Projection
 from ..packed import PackedWeight
@@ -54,14 +52,7 @@ def experts(
     group: dist.ProcessGroup | None = None,
     slot_token: torch.Tensor | None = None,
     token_start: torch.Tensor | None = None,
-    lora1: LowRank | None = None,
-    lora2: LowRank | None = None,
-    activation: ActivationType = ActivationType.SWIGLU,
-    gate_up: str = "interleaved",
-    precision: str | None = None,
-    fp8_weights: Fp8Weights | None = None,
-    memory: str | MemoryPolicy = KEEP,
-    backend: str | None = None,
+    **options: Unpack[OptionArguments],
 ) -> torch.Tensor:
     """`sonicmoe.experts` with the experts spread evenly over the ranks of `group`.
 
@@ -75,42 +66,28 @@ def experts(
     on one rank raises on all.
     """
     with raise_on_all_ranks(group, w1, x, ids):
-        check_fp8_weights(fp8_weights, precision)
-        if fp8_weights is not None:
-            fp8_weights.raise_if_stale()  # before one rank alone would
+        checked = Options.of(options)
+        if checked.fp8_weights is not None:
+            checked.fp8_weights.raise_if_stale()  # before one rank alone would
         (x,) = prepare.autocast(x)  # before x travels
-        weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
-        prepare.check(x, weights, (lora1, lora2), precision, backend)
+        weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2))
+        prepare.check(x, weights, checked)
         ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
-        policy = memory_policy(memory)
         for w in (w1, w2):
             with_main_grad(w)  # raises if the buffer does not fit
+        adapters = _adapters(checked.lora1, checked.lora2)
         settings = _settings(x, scores, w1.shape[0])._replace(
-            output_requires_grad=_needs_gradient(
-                x, scores, w1, w2, b1, b2, *_adapters(lora1, lora2)
-            ),
+            output_requires_grad=_needs_gradient(x, scores, w1, w2, b1, b2, *adapters),
             intermediate_size=w2.shape[2],
-            activation=activation,
-            gate_up=gate_up,
+            activation=checked.activation,
+            gate_up=checked.gate_up,
             has_b1=b1 is not None,
             has_b2=b2 is not None,
-            precision=precision,
+            precision=checked.precision,
         )
     arrived, plan = _dispatch(x, ids, scores, settings, group, slot_token, token_start)
     rows, pair_row, ids, scores = arrived
-    call = prepare.routed(
-        rows,
-        ids,
-        scores,
-        weights,
-        slot_token=pair_row,
-        lora=(lora1, lora2),
-        precision=precision,
-        memory=policy,
-        backend=backend,
-        fp8_weights=fp8_weights,
-    )
-    y = run(call)
+    y = run(prepare.routed(rows, ids, scores, weights, checked, slot_token=pair_row))
     return combine(y, plan)
 
 

@@ -53,39 +53,20 @@ class ExpertParallelMoE(MoE):
     def _run_experts(self, x, r, logits, backend, is_inference_mode):
         # Counts of this rank's tokens, which its own experts do not know.
         aux_loss = None if is_inference_mode else self._aux_loss(logits, r, None, backend)
-        fp8_weights = None if self.precision is None else self._fp8_weights
-        if fp8_weights is not None:
-            fp8_weights.follow(self.c_fc.weight, self.c_proj.weight)
-        (w1, b1, *_), (w2, b2, *_), activation, gate_up = self._weights()
         with self._raise_on_all_ranks():
-            lora1, lora2 = self._adapters()
-        out = experts(
-            x,
-            r.ids,
-            r.scores,
-            w1,
-            w2,
-            b1,
-            b2,
-            group=self.mesh.get_group(),
-            slot_token=r.slot_token,
-            token_start=r.token_start,
-            lora1=lora1,
-            lora2=lora2,
-            activation=activation,
-            gate_up=gate_up,
-            precision=self.precision,
-            fp8_weights=fp8_weights,
-            memory=self.memory,
-            backend=backend,
-        )
-        return out, aux_loss
+            options = self._options(backend)
+        if options.fp8_weights is not None:
+            options.fp8_weights.follow(self.c_fc.weight, self.c_proj.weight)
+        (w1, b1, *_), (w2, b2, *_) = self._weights()
+        slots = {"slot_token": r.slot_token, "token_start": r.token_start}
+        given = (x, r.ids, r.scores, w1, w2, b1, b2)
+        keywords: Any = options._asdict() | slots
+        return experts(*given, group=self.mesh.get_group(), **keywords), aux_loss
 
     def _weights(self) -> ExpertWeights:
         """Those of this rank."""
-        up, down, activation, gate_up = super()._weights()
-        up, down = (Projection(_local(w.weight), _local(w.bias)) for w in (up, down))
-        return ExpertWeights(up, down, activation, gate_up)
+        up, down = (Projection(_local(w.weight), _local(w.bias)) for w in super()._weights())
+        return ExpertWeights(up, down)
 
     def _checked_backend(self, hidden_states, backend):
         with self._raise_on_all_ranks():

@@ -1,4 +1,4 @@
-"""PEFT: LoRA on the experts of a transformers model or of `MoE` through `lora_experts`.
+"""PEFT: LoRA on the experts of a transformers model or of `MoE` through `sonicmoe.experts`.
 
 PEFT wraps the experts once for each parameter in `target_parameters`. Its own forward pass adds
 scale·B·A to the weights of all experts at every call, and that of `MoE` reads the weights alone.
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import bad_argument
 from ..extras import missing
+from ..layer.lora import LowRank
 from ..moe import Experts, MoE
-from .lora import LowRank
 from .packed_parameter import packed_of
 from .transformers import ALL_EXPERTS_FUNCTIONS, calls_ours, register
 
@@ -33,7 +33,7 @@ _NAME = "sonicmoe_experts"
 
 
 def use_lora_experts(model: nn.Module) -> int:
-    """Run the LoRA on a PEFT model's experts through `lora_experts`; return the number of layers.
+    """Run the LoRA on a PEFT model's experts in the GEMMs; return the number of layers.
 
     Call it after `get_peft_model` or `PeftModel.from_pretrained`. The model's experts run by our
     implementation from then on, also where adapters are disabled or merged. Any number of active

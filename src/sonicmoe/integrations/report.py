@@ -19,7 +19,8 @@ from ..extras import MissingExtra
 from ..layer.dry_run import dry_run
 from ..layer.fp8_kept import fsdp2_parameters
 from ..layer.lora import LowRank
-from ..layer.memory import KEEP, MemoryPolicy, in_words
+from ..layer.memory import MemoryPolicy, in_words
+from ..layer.options import Options
 from ..layer.weights import ExpertWeights
 from ..moe import MoE
 from ..watch import ids_argument, layers_of
@@ -181,26 +182,24 @@ def _of_moe(about: LayerReport, moe: MoE) -> LayerReport:
     about = replace(about, runs=OURS, why="the layer is a sonicmoe.MoE")
     about = replace(about, router=f"{moe.router_kind} ({type(moe.routing).__name__})")
     try:
-        weights, lora = moe._weights(), moe._adapters()
+        weights, options = moe._weights(), moe._options()
         if weights.up.weight.is_meta:
             moe._checked_backend(weights.up.weight.new_empty(0, moe.hidden_size), None)
     except ValueError as error:
         return replace(about, problem=str(error))
     about = replace(about, expert_ranks=len(getattr(moe, "ranks", (0,))))
     about = replace(about, cache_fp8_weights=moe.cache_fp8_weights)
-    return _with_kernels(about, weights, moe.top_k, lora, moe.precision, moe.memory)
+    return _with_kernels(about, weights, moe.top_k, options)
 
 
 def _with_kernels(
     about: LayerReport,
     weights: ExpertWeights,
     k: int,
-    lora: tuple[LowRank | None, LowRank | None],
-    precision: str | None,
-    memory: MemoryPolicy,
+    options: Options,
 ) -> LayerReport:
     try:
-        ran = dry_run(weights, k, lora=lora, precision=precision, memory=memory)
+        ran = dry_run(weights, k, options)
     except (ValueError, ImportError) as error:  # Triton may be missing
         return replace(about, problem=str(error))
     experts, hidden, intermediate = weights.down.weight.shape
@@ -211,14 +210,14 @@ def _with_kernels(
         backend=ran.backend,
         kernels=" and ".join(families) if ran.backend == "triton" else "pytorch",
         dtype=ran.dtype,
-        precision=precision,
-        memory=memory,
-        activation=weights.activation.value,
-        gate_up=weights.gate_up if weights.activation.is_gated else "without a gate",
+        precision=options.precision,
+        memory=options.memory,
+        activation=options.activation.value,
+        gate_up=options.gate_up if options.activation.is_gated else "without a gate",
         experts=experts,
         hidden_size=hidden,
         intermediate_size=intermediate,
-        lora_ranks=(_rank(lora[0], experts), _rank(lora[1], experts)),
+        lora_ranks=(_rank(options.lora1, experts), _rank(options.lora2, experts)),
         forward=tuple(kernel.__name__ for kernel in ran.forward),
         backward=tuple(kernel.__name__ for kernel in ran.backward),
     )
@@ -291,20 +290,19 @@ def _of_experts(about: LayerReport, module: Any, wrapper: Any) -> LayerReport:
         why = f'{set_to} is {of}. For sonicmoe: register(), then set "sonicmoe_experts"'
         return replace(about, runs=f"transformers' {name}", why=why)
     about, lora = replace(about, runs=OURS, why=set_to), (None, None)
+    options, cached = adapter.options_of(function)
     try:
         if wrapper is not None:
             about, lora = _with_adapters(about, wrapper)
             if about.runs != OURS:  # its weights are made in the call, and so is their gradient
                 return about
         weights = adapter.weights_of(module)
+        options = adapter.options_for(module, options)._replace(lora1=lora[0], lora2=lora[1])
     except ValueError as error:
         return replace(about, problem=str(error))
-    precision, cached, memory = adapter.options_of(function)
     about = replace(about, cache_fp8_weights=cached, expert_ranks=_expert_ranks(module))
     k = getattr(module.config, "num_experts_per_tok", None)
-    return _with_kernels(
-        about, weights, k if isinstance(k, int) else 1, lora, precision, memory or KEEP
-    )
+    return _with_kernels(about, weights, k if isinstance(k, int) else 1, options)
 
 
 def _with_adapters(about: LayerReport, wrapper: Any) -> tuple[LayerReport, Any]:

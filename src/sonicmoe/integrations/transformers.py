@@ -18,8 +18,8 @@ from ..extras import missing
 from ..functional import experts
 from ..layer.fp8_weights import Fp8Weights
 from ..layer.lora import LowRank
-from ..layer.memory import KEEP, MemoryPolicy, memory_policy
-from ..layer.operands import kind_of
+from ..layer.memory import KEEP, MemoryPolicy
+from ..layer.options import Options
 from ..layer.weights import ExpertWeights, Projection
 from ..packed import PackedWeight
 from .packed_parameter import is_packed, packed_of, weight_of
@@ -63,15 +63,14 @@ def register(
     """
     if not isinstance(name, str) or not name:
         raise bad_argument("name", "a string that is not empty", repr(name), _KEEP)
-    kind_of(precision)
     if cache_fp8_weights and precision is None:
         remedy = "Set precision='fp8'."
         raise bad_argument("cache_fp8_weights", "False without precision='fp8'", True, remedy)
-    policy = memory_policy(memory)
+    options = Options.of({"precision": precision, "memory": memory})
     function: Any = experts_forward
-    if policy != KEEP or precision:
-        options: Any = {"precision": precision, "cache_fp8_weights": cache_fp8_weights}
-        function = partial(experts_forward, **options, memory=policy)
+    if options != Options():
+        given: Any = {"options": options, "cache_fp8_weights": cache_fp8_weights}
+        function = partial(experts_forward, **given)
     if name == "eager":
         raise bad_argument("name", "a name other than transformers' own loop", "'eager'", _KEEP)
     current = ALL_EXPERTS_FUNCTIONS.get(name)
@@ -104,21 +103,20 @@ def calls_ours(function: Any) -> bool:
     return getattr(function, "func", function) is experts_forward
 
 
-def options_of(function: Any) -> tuple[str | None, bool, MemoryPolicy]:
-    """`precision`, `cache_fp8_weights` and `memory` of what `register` made."""
-    options = getattr(function, "keywords", {})
-    cached = options.get("cache_fp8_weights", False)
-    return options.get("precision"), cached, options.get("memory", KEEP)
+def options_of(function: Any) -> tuple[Options, bool]:
+    """The options and `cache_fp8_weights` of what `register` made."""
+    given = getattr(function, "keywords", {})
+    return given.get("options", Options()), given.get("cache_fp8_weights", False)
 
 
 def _check_same_options(name: str, current: Any, wanted: Any) -> None:
     if options_of(current) != options_of(wanted):
-        precision, cached, memory = options_of(current)
+        options, cached = options_of(current)
         raise bad_argument(
             "name",
             "one that is not registered yet, for other options",
-            f"{name!r}, which models may use with precision={precision!r},"
-            f" cache_fp8_weights={cached} and {memory}",
+            f"{name!r}, which models may use with precision={options.precision!r},"
+            f" cache_fp8_weights={cached} and {options.memory}",
             f"Register another name, for example {name + '_2'!r}, and load models with that.",
         )
 
@@ -130,9 +128,8 @@ def experts_forward(
     top_k_weights: torch.Tensor,
     lora1: LowRank | None = None,
     lora2: LowRank | None = None,
-    precision: str | None = None,
+    options: Options = Options(),  # noqa: B008 it is immutable
     cache_fp8_weights: bool = False,
-    memory: MemoryPolicy = KEEP,
 ) -> torch.Tensor:
     """Run the experts of a transformers module; `register` makes transformers call this.
 
@@ -142,22 +139,22 @@ def experts_forward(
     """
     if torch.compiler.is_compiling() and is_packed(module):
         return _not_compiled(
-            module, hidden_states, top_k_index, top_k_weights, lora1, lora2, precision,
-            cache_fp8_weights, memory,
+            module, hidden_states, top_k_index, top_k_weights, lora1, lora2, options,
+            cache_fp8_weights,
         )  # fmt: skip
-    (w1, b1, *_), (w2, b2, *_), activation, gate_up = weights_of(module, precision)
+    (w1, b1, *_), (w2, b2, *_) = weights_of(module, options.precision)
     # compressed-tensors' hooks make plain tuples of named ones.
     lora1, lora2 = (lora and LowRank(*lora) for lora in (lora1, lora2))
-    options: dict[str, Any] = {"activation": activation, "gate_up": gate_up}
-    options |= {"lora1": lora1, "lora2": lora2, "precision": precision, "memory": memory}
+    options = options_for(module, options)._replace(lora1=lora1, lora2=lora2)
     if cache_fp8_weights:
         if isinstance(w1, PackedWeight) or isinstance(w2, PackedWeight):
             remedy = "Load the model with a name registered without it."
             raise bad_argument("cache_fp8_weights", "False for packed experts", True, remedy)
-        options["fp8_weights"] = _fp8_weights(module, _first_weight(module))
+        options = options._replace(fp8_weights=_fp8_weights(module, _first_weight(module)))
+    given: Any = options._asdict()
 
     def run(x, ids, scores):
-        return experts(x, ids, scores, w1, w2, b1, b2, **options)
+        return experts(x, ids, scores, w1, w2, b1, b2, **given)
 
     if getattr(module, "has_post_expert_norm", False):
         norm = module.post_expert_norm
@@ -183,8 +180,12 @@ def weights_of(module: Any, precision: str | None = None) -> ExpertWeights:
         )
     if precision and (isinstance(w1, PackedWeight) or isinstance(w2, PackedWeight)):
         w1, w2 = _ready_for_fp8(module, name), _ready_for_fp8(module, "down_proj")
-    up, down = Projection(w1, b1), Projection(w2, b2)
-    return ExpertWeights(up, down, activation_of(module), gate_up_of(module))
+    return ExpertWeights(Projection(w1, b1), Projection(w2, b2))
+
+
+def options_for(module: Any, options: Options) -> Options:
+    """The options of a registered name, with what the module itself computes."""
+    return options._replace(activation=activation_of(module), gate_up=gate_up_of(module))
 
 
 def _first_weight(module: Any) -> str:

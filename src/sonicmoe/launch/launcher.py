@@ -93,6 +93,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
         else:
             thread_state.dry_run.append(bound.kernel)
         return None
+    if signature is not None and (step := thread_state.step()) is not None:
+        step.precompile(index)
     found = bound.kernel[grid](*own, **bound.options)
     if signature is not None:
         bound.compiled[signature] = _compiled(bound, found, args)

@@ -1,15 +1,68 @@
-"""What happens when an option of a built `MoE` is set: it takes effect, or it is refused."""
+"""What a call of the experts computes with: the one list of options, and their checks."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
+from ..enums import ActivationType
 from ..errors import bad_argument
 from ..shapes import check_size
 from ..validation import check_gate_up, parse_activation
-from .memory import memory_policy
+from .fp8_weights import Fp8Weights, check_fp8_weights
+from .lora import LowRank
+from .memory import KEEP, MemoryPolicy, memory_policy
 from .operands import kind_of
 
 
+class OptionArguments(TypedDict, total=False):
+    """Keyword arguments of `experts`, `grouped_experts` and `distributed.experts`.
+
+    activation: of the experts, "swiglu" by default; an `ActivationType` or its value.
+    gate_up: "interleaved" (g0, u0, g1, u1, …), the default, or "concatenated" rows of W1 and b1.
+    precision: "fp8" runs the grouped GEMMs, backward too, in e4m3 for x in bf16: output and
+    gradients then err by about 7% of their norm. "fp8_bf16_dw" computes weight gradients in bf16.
+    Biases and adapters stay in bf16. H and I are multiples of 16.
+    memory: "keep", "e4m3", "recompute" or a `MemoryPolicy`: what is kept for the backward pass.
+    backend: "triton" or "torch"; by default the kernels on a GPU and plain PyTorch elsewhere.
+    fp8_weights: an `Fp8Weights` quantizes weights for `precision="fp8"` when they change, instead
+    of in every call.
+    lora1, lora2: LoRA adapters of W1 and W2, which are then frozen; r numbers per row are kept for
+    each.
+    """
+
+    activation: ActivationType | str
+    gate_up: str
+    precision: str | None
+    memory: str | MemoryPolicy
+    backend: str | None
+    fp8_weights: Fp8Weights | None
+    lora1: LowRank | None
+    lora2: LowRank | None
+
+
+class Options(NamedTuple):
+    """The same, checked."""
+
+    activation: ActivationType = ActivationType.SWIGLU
+    gate_up: str = "interleaved"
+    precision: str | None = None
+    memory: MemoryPolicy = KEEP
+    backend: str | None = None
+    fp8_weights: Fp8Weights | None = None
+    lora1: LowRank | None = None
+    lora2: LowRank | None = None
+
+    @classmethod
+    def of(cls, given: OptionArguments) -> "Options":
+        """Raise for what no layer can compute with."""
+        options = cls(**given)  # type: ignore[arg-type]
+        check_gate_up(options.gate_up)
+        kind_of(options.precision)
+        check_fp8_weights(options.fp8_weights, options.precision)
+        activation = parse_activation(options.activation, "activation")
+        return options._replace(activation=activation, memory=memory_policy(options.memory))
+
+
+# --- options of a built `MoE`: setting one takes effect or raises ---------------------------------
 def check_layer_precision(precision: str | None, hidden_size: int, intermediate_size: int) -> None:
     multiple = kind_of(precision).alignment
     check_size("hidden_size", hidden_size, multiple=multiple)

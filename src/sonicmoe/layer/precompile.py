@@ -1,111 +1,49 @@
-"""Precompile the kernels of a layer side by side, before the first of them is needed.
+"""Precompile the kernels of a training step side by side, when the first of them is missing.
 
-The layer itself runs, on tensors of the meta device, where a launch compiles a kernel and starts
-nothing. One after the other the kernels of a training step take 18 s, side by side 5 s (H200, 16
-cores).
+One after the other they take 18 s, side by side 5 s (H200, 16 cores).
 """
 
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from functools import cache
-from typing import NamedTuple
 
 import torch
 
-from .. import ops
-from ..enums import ActivationType
 from ..errors import say_once
-from ..tensors import Packed
-from .main_grad import with_main_grad
-from .memory import KEEP, MemoryPolicy
-from .nodes import run_backward
-from .run import Call, permute, run
-from .weights import ExpertWeights, Projection
+from ..launch.thread_state import thread_state
+from .meta import Example, meta_steps
 
-# Tokens of a short and of a long batch: some kernels run in one of them alone. Nothing else that is
-# compiled depends on their number.
-BATCHES = (8, 2048)
 Report = Callable[[int, int, float], None]  # compiled kernels, all of them, seconds
 
 
-class Layer(NamedTuple):
-    """What the kernels of the experts are compiled for."""
+class Step:
+    """A training step of the experts that runs in this thread, as long as somebody holds it.
 
-    hidden: int
-    intermediate: int
-    experts: int
-    k: int  # experts per token; 0 where tokens differ
-    dtype: torch.dtype = torch.bfloat16
-    activation: ActivationType = ActivationType.SWIGLU
-    gate_up: str = "interleaved"
-    bias: tuple[bool, bool] = (False, False)  # b1, b2
-    transposed: tuple[bool, bool] = (False, False)  # W1, W2: (E, K, N) in memory
-    main_grad: tuple[bool, bool] = (False, False)  # W1, W2
-    ids: torch.dtype = torch.int32
-    logits: torch.dtype | None = None  # where the auxiliary loss follows
-    weights: torch.dtype | None = None  # where it is not that of the data
-    precision: str | None = None
-    memory: MemoryPolicy = KEEP
-
-
-def precompile_step(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: ExpertWeights,
-    backend: str,
-    logits: torch.dtype | None = None,
-    precision: str | None = None,
-    memory: MemoryPolicy = KEEP,
-) -> None:
-    """Precompile a training step of the experts with these arguments, once per kind of layer.
-
-    `logits` is the dtype of the router's logits where the auxiliary loss follows.
+    The launcher calls `precompile` when it lacks a kernel.
     """
-    (w1, b1, *_), (w2, b2, *_), activation, gate_up = weights
-    if isinstance(w1, Packed) or isinstance(w2, Packed):
-        return
-    training = torch.is_grad_enabled() and w1.requires_grad
-    if not training or not x.is_cuda or backend != "triton":
-        return
-    # A fake tensor is on a GPU that need not exist, and its kernels never run.
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
-        return
-    number, hidden, intermediate = w2.shape
-    layer = Layer(
-        hidden,
-        intermediate,
-        number,
-        ids.shape[1] if ids.dim() == 2 else 0,
-        x.dtype,
-        activation,
-        gate_up,
-        bias=(b1 is not None, b2 is not None),
-        transposed=(w1.stride(2) != 1, w2.stride(2) != 1),
-        main_grad=(with_main_grad(w1) is not None, with_main_grad(w2) is not None),
-        ids=ids.dtype,
-        logits=logits,
-        weights=None if w1.dtype == x.dtype else w1.dtype,
-        precision=precision,
-        memory=memory,
-    )
-    _precompile_once(x.get_device(), layer)
 
+    __slots__ = ("__weakref__", "example")
 
-@cache
-def _precompile_once(index: int, layer: Layer) -> None:
-    """What fails here is no error yet: the step compiles what it lacks, and raises with context."""
-    try:
-        compile_together(lambda: run_step(layer), index)
-    except Exception as error:
-        say_once(
-            "kernels are compiled one by one, since compiling them side by side failed: "
-            f"{type(error).__name__}: {error}"
-        )
+    def __init__(self, example: Example) -> None:
+        self.example = example
+        thread_state.step = weakref.ref(self)
+
+    def precompile(self, index: int) -> None:
+        """What fails here is no error yet: the step compiles what it lacks, and raises with
+        context."""
+        thread_state.step = type(thread_state).step
+        try:
+            compile_together(lambda: meta_steps(self.example), index)
+        except Exception as error:
+            say_once(
+                "kernels are compiled one by one, since compiling them side by side failed: "
+                f"{type(error).__name__}: {error}"
+            )
 
 
 def compile_together(run: Callable[[], object], index: int, report: Report | None = None) -> None:
@@ -161,91 +99,3 @@ def _threads() -> int:
     """A fair share of the cores for each process of this machine."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-# --- what runs ------------------------------------------------------------------------------------
-def logits_of(layer: Layer, tokens: int) -> torch.Tensor:
-    return _new(tokens, layer.experts, dtype=layer.dtype)
-
-
-class Slots(NamedTuple):
-    """The routing, as `prepare.routed` takes it."""
-
-    ids: torch.Tensor
-    scores: torch.Tensor
-    slot_token: torch.Tensor | None = None
-    token_start: torch.Tensor | None = None
-
-
-def run_experts(layer: Layer, tokens: int, slots: Slots | None = None) -> torch.Tensor:
-    """The forward pass."""
-    ids, scores, slot_token, token_start = slots or _slots(layer, tokens)
-    hidden, intermediate, number = layer[:3]
-    columns = 2 * intermediate if layer.activation.is_gated else intermediate
-    sizes = ((number, columns, hidden), (number, hidden, intermediate))
-    up, down = (
-        Projection(
-            _weight(size, layer.weights or layer.dtype, transposed, main_grad),
-            _new(*size[:2], dtype=layer.dtype) if bias else None,
-        )
-        for size, transposed, main_grad, bias in zip(
-            sizes, layer.transposed, layer.main_grad, layer.bias, strict=True
-        )
-    )
-    x = _new(tokens, hidden, dtype=layer.dtype)
-    weights = ExpertWeights(up, down, layer.activation, layer.gate_up)
-    p = permute(
-        ids,
-        number,
-        slot_token=slot_token,
-        tokens=tokens,
-        token_start=token_start,
-        dtype=layer.dtype,
-        backend="triton",
-    )
-    scores = scores.to(torch.promote_types(layer.dtype, torch.float32))
-    return run(Call(x, scores, weights, p, layer.precision, layer.memory, "triton"))
-
-
-def run_step(layer: Layer) -> None:
-    """Training steps of the experts, and of the auxiliary loss where it follows.
-
-    The nodes are called one by one: `backward()` imports sympy first, which takes 2.9 s, and no
-    kernel of the backward pass is compiled until then.
-    """
-    for tokens in BATCHES:
-        out = run_experts(layer, tokens)
-        dout = _new(*out.shape, dtype=out.dtype)
-        with torch.no_grad():
-            run_backward(out, dout)
-            if layer.logits is not None:
-                logits = _new(tokens, layer.experts, dtype=layer.logits)
-                counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")
-                loss, slope = ops.balance(logits, counts, 1.0, 0.0, "triton")
-                ops.balance_backward(loss, slope, logits, 0.0, "triton")
-
-
-def _slots(layer: Layer, tokens: int) -> Slots:
-    if layer.k:
-        ids = torch.empty((tokens, layer.k), dtype=layer.ids, device="meta")
-        return Slots(ids, _new(*ids.shape, dtype=torch.float32))
-    ids = torch.empty(2 * tokens, dtype=layer.ids, device="meta")
-    token = torch.empty(2 * tokens, dtype=torch.int32, device="meta")
-    start = torch.empty(tokens + 1, dtype=torch.int32, device="meta")
-    return Slots(ids, _new(*ids.shape, dtype=torch.float32), token, start)
-
-
-def _new(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-
-
-def _weight(
-    shape: tuple[int, int, int], dtype: torch.dtype, transposed: bool, main_grad: bool
-) -> torch.Tensor:
-    experts, n, k = shape
-    stored = _new(experts, k, n, dtype=dtype).mT if transposed else _new(*shape, dtype=dtype)
-    weight = torch.nn.Parameter(stored.detach())
-    if main_grad:
-        buffer = torch.empty_strided(shape, weight.stride(), dtype=torch.float32, device="meta")
-        setattr(weight, "main_grad", buffer)  # noqa: B010
-    return weight

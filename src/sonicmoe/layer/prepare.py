@@ -20,11 +20,11 @@ from ..validation import (
     nan_unless,
     resolve_backend,
 )
-from .fp8_weights import Fp8Weights
-from .lora import LowRank, check_adapter, with_adapter
-from .memory import KEEP, MemoryPolicy
+from .lora import check_adapter, with_adapter
+from .meta import Example, Slots
 from .operands import kind_of
-from .precompile import precompile_step
+from .options import Options
+from .precompile import Step
 from .run import Call, permute, sorted_rows
 from .weights import ExpertWeights, Projection
 
@@ -34,15 +34,11 @@ def routed(
     ids: torch.Tensor,
     scores: torch.Tensor,
     weights: ExpertWeights,
+    options: Options,
     *,
     slot_token: torch.Tensor | None = None,
     token_start: torch.Tensor | None = None,
     trusted: bool = False,
-    lora: tuple[LowRank | None, LowRank | None] = (None, None),
-    precision: str | None = None,
-    memory: MemoryPolicy = KEEP,
-    backend: str | None = None,
-    fp8_weights: Fp8Weights | None = None,
     logits: torch.dtype | None = None,
 ) -> Call:
     """A call for tokens x (T, H) with ids and scores as `experts` takes them.
@@ -54,9 +50,11 @@ def routed(
         check_pairs(x, ids, scores, slot_token, token_start)
     else:
         ids, scores, token_start = check_slots(x, ids, scores, slot_token, token_start)
-    x, weights, backend = _ready(x, weights, lora, precision, backend)
+    x, weights, backend = check(x, weights, options)
     scores = score_dtype(scores, x)
-    precompile_step(x, ids, weights, backend, logits, precision, memory)
+    slots = Slots(ids, scores, slot_token, token_start)
+    step = _step(backend, x, slots, weights, options, logits)
+    x, weights = _dense(x, weights, options, backend)
     p = permute(
         ids,
         weights.num_experts,
@@ -66,7 +64,7 @@ def routed(
         dtype=x.dtype,
         backend=backend,
     )
-    return Call(x, scores, weights, p, precision, memory, backend, fp8_weights)
+    return Call(x, scores, weights, p, options, backend, step)
 
 
 def grouped(
@@ -75,27 +73,25 @@ def grouped(
     offsets: torch.Tensor | None,
     scores: torch.Tensor | None,
     weights: ExpertWeights,
-    *,
-    lora: tuple[LowRank | None, LowRank | None] = (None, None),
-    precision: str | None = None,
-    memory: MemoryPolicy = KEEP,
-    backend: str | None = None,
-    fp8_weights: Fp8Weights | None = None,
+    options: Options,
 ) -> Call:
     """A call for rows that are sorted by expert, as `grouped_experts` takes them."""
     if counts is None and offsets is None:
         raise bad_argument("counts", "counts, offsets or both", "neither", "Pass counts (E,).")
-    rows, weights, backend = _ready(rows, weights, lora, precision, backend)
+    rows, weights, backend = check(rows, weights, options)
     scores = _checked_groups(rows, counts, offsets, scores, weights.num_experts)
     if counts is not None and offsets is not None:  # gaps between the experts
         ids, scores = _expert_of_row(rows, counts, offsets, scores)
+        step = _step(backend, rows, Slots(ids, scores), weights, options)
         p = permute(ids, weights.num_experts, dtype=rows.dtype, backend=backend)
     else:
         if offsets is None:
             assert counts is not None
             offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        step = _step(backend, rows, None, weights, options, None, offsets, scores)
         p = sorted_rows(rows, offsets, backend)
-    return Call(rows, scores, weights, p, precision, memory, backend, fp8_weights)
+    rows, weights = _dense(rows, weights, options, backend)
+    return Call(rows, scores, weights, p, options, backend, step)
 
 
 def _checked_groups(rows, counts, offsets, scores, num_experts: int) -> torch.Tensor | None:
@@ -137,35 +133,39 @@ def _expert_of_row(rows, counts, offsets, scores) -> tuple[torch.Tensor, torch.T
 def check(
     x: torch.Tensor,
     weights: ExpertWeights,
-    lora: tuple[LowRank | None, LowRank | None],
-    precision: str | None,
-    backend: str | None,
+    options: Options,
 ) -> tuple[torch.Tensor, ExpertWeights, str]:
     """Autocast and validate; also returns the backend."""
-    up, down, activation, gate_up = weights
+    (up, down), lora1, lora2 = weights, options.lora1, options.lora2
     x, b1, b2 = autocast(x, up.bias, down.bias)
     w1, w2 = stored(up.weight), stored(down.weight)
-    if lora[0] is not None or lora[1] is not None:
+    if lora1 is not None or lora2 is not None:
         _, w1, w2 = autocast(x, w1, w2)
         _check_frozen(w1=w1, w2=w2, b1=b1, b2=b2)
-    check_weights(x, w1, w2, b1, b2, activation, gate_up)
-    weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2), activation, gate_up)
-    backend = kind_of(precision).check(x, weights, resolve_backend(backend, x))
-    check_adapter("lora1", lora[0], w1)
-    check_adapter("lora2", lora[1], w2)
+    check_weights(x, w1, w2, b1, b2, options.activation)
+    weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2))
+    backend = resolve_backend(options.backend, x)
+    backend = kind_of(options.precision).check(x, weights, backend)
+    check_adapter("lora1", lora1, w1)
+    check_adapter("lora2", lora2, w2)
     return x, weights, backend
 
 
-def _ready(x, weights, lora, precision, backend) -> tuple[torch.Tensor, ExpertWeights, str]:
-    """`check`, then x and weights dense, and the weights with their adapters."""
-    x, weights, backend = check(x, weights, lora, precision, backend)
-    up = with_adapter(_dense(weights.up), lora[0], x.dtype, backend)
-    down = with_adapter(_dense(weights.down), lora[1], x.dtype, backend)
-    weights = ExpertWeights(up, down, weights.activation, weights.gate_up)
-    return x.contiguous(), weights, backend
+def _step(backend: str, *example: Any) -> Step | None:
+    """Where gradients are off, half of what would be precompiled never runs."""
+    if backend != "triton" or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    return Step(Example(*example))
 
 
-def _dense(w: Projection) -> Projection:
+def _dense(x, weights, options: Options, backend: str) -> tuple[torch.Tensor, ExpertWeights]:
+    """x and weights dense, and the weights with their adapters."""
+    up = with_adapter(_dense_weight(weights.up), options.lora1, x.dtype, backend)
+    down = with_adapter(_dense_weight(weights.down), options.lora2, x.dtype, backend)
+    return x.contiguous(), ExpertWeights(up, down)
+
+
+def _dense_weight(w: Projection) -> Projection:
     if isinstance(w.weight, Packed):
         return w
     weight = dense_weight(w.weight)

@@ -4,7 +4,7 @@
 here.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,10 +16,9 @@ from ..validation import check_num_experts, resolve_backend
 from . import bf16 as bf16  # kinds of operands, which register themselves
 from . import fp8 as fp8
 from .checkpoint import deferred_output, finish
-from .fp8_weights import Fp8Weights
-from .memory import MemoryPolicy
 from .nodes import Down, DownGiven, Shape, Up, UpGiven
 from .operands import How, Source, kind_of
+from .options import Options
 from .weights import ExpertWeights
 
 
@@ -33,10 +32,9 @@ class Call(NamedTuple):
     scores: torch.Tensor | None
     weights: ExpertWeights
     p: Permutation
-    precision: str | None
-    memory: MemoryPolicy
+    options: Options
     backend: str
-    fp8_weights: Fp8Weights | None = None
+    step: Any = None  # kept alive while its kernels may be missing, see `precompile`
 
     @property
     def counts(self) -> torch.Tensor:
@@ -46,22 +44,23 @@ class Call(NamedTuple):
 
     def how(self) -> How:
         """Nothing is kept where no backward pass can follow."""
-        x, scores, weights = self.x, self.scores, self.weights
-        backward = torch.is_grad_enabled() and (
+        x, scores, weights, _, options, backend, _ = self
+        can_follow = torch.is_grad_enabled() and (
             x.requires_grad
             or (scores is not None and scores.requires_grad)
             or weights.need_gradient()
         )
+        memory = options.memory
         return How(
-            self.precision,
-            weights.activation,
-            weights.gate_up,
-            backward,
-            self.memory.z_dtype(x.dtype) if backward else None,
-            backward and self.memory.recompute,
-            backward and self.memory.keeps_transposes,
-            self.memory.slices,
-            self.backend,
+            options.precision,
+            options.activation,
+            options.gate_up,
+            can_follow,
+            memory.z_dtype(x.dtype) if can_follow else None,
+            can_follow and memory.recompute,
+            can_follow and memory.keeps_transposes,
+            memory.slices,
+            backend,
         )
 
 
@@ -72,7 +71,7 @@ def run(call: Call) -> torch.Tensor:
     kind = kind_of(how.precision)
     up, down = weights.up, weights.down
     with torch.no_grad():
-        operand1, operand2 = kind.operands(weights, x, how, call.fp8_weights)
+        operand1, operand2 = kind.operands(weights, x, how, call.options.fp8_weights)
         rows, kept, u1 = kind.up(x, up, operand1, p, how)
         u2 = None if down.lora_a is None else kind.low_rank(rows, down.lora_a, p, how)
     source, deferred = None, deferred_output()

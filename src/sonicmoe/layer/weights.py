@@ -4,8 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..enums import ActivationType
-
 
 class Projection(NamedTuple):
     """One of the two linear maps of every expert: W (E, out, in), a bias (E, out), and the LoRA
@@ -21,12 +19,10 @@ class Projection(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """up is W1 (E, N, H), down is W2 (E, H, I); the activation, and the order of gate and up."""
+    """up is W1 (E, N, H), down is W2 (E, H, I)."""
 
     up: Projection
     down: Projection
-    activation: ActivationType
-    gate_up: str
 
     @property
     def num_experts(self) -> int:

@@ -4,22 +4,18 @@ import copy
 import sys
 import time
 from itertools import product
+from typing import Any, Unpack
 
 import torch
 
-from ..enums import ActivationType
 from ..errors import bad_argument
-from ..layer.memory import KEEP, MemoryPolicy, memory_policy
-from ..layer.operands import kind_of
-from ..layer.precompile import BATCHES, Layer, Slots, compile_together, logits_of, run_experts
+from ..layer.meta import BATCHES, Example, Slots, meta_forward
+from ..layer.options import OptionArguments, Options
+from ..layer.precompile import compile_together
+from ..layer.weights import ExpertWeights, Projection
 from ..routing import Router, auxiliary_loss, make_router
 from ..shapes import check_size
-from ..validation import (
-    check_activation,
-    check_gate_up,
-    check_k,
-    check_num_experts,
-)
+from ..validation import check_k, check_num_experts
 
 
 def warmup(
@@ -29,20 +25,17 @@ def warmup(
     num_experts_per_tok: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    activation: ActivationType = ActivationType.SWIGLU,
-    gate_up: str = "interleaved",
     add_bias: bool = False,
     router: str | Router = "softmax_over_topk",
     main_grad: bool = False,
     weights: torch.dtype | None = None,
-    precision: str | None = None,
-    memory: str | MemoryPolicy = KEEP,
     device: str | torch.device = "cuda",
     progress: bool = True,
+    **options: Unpack[OptionArguments],
 ) -> float:
     """Precompile the kernels of training and inference in parallel; returns the seconds it took.
 
-    `router`, `precision` and `memory` as in `MoE`. `main_grad=True` compiles the variant for
+    `router` as in `MoE`, the options as in `experts`. `main_grad=True` compiles the variant for
     weights with a `main_grad`. `weights` is the dtype of the weights if it is not `dtype`, as under
     autocast; they are assumed to be contiguous. Uses no GPU memory. Raises ValueError without a
     GPU.
@@ -50,19 +43,47 @@ def warmup(
     check_size("hidden_size", hidden_size)
     check_size("intermediate_size", intermediate_size)
     check_num_experts(num_experts)
-    check_activation(activation)
-    check_gate_up(gate_up)
-    kind_of(precision)
     check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
-    index = _gpu_index(device)
     sizes = (hidden_size, intermediate_size, num_experts, num_experts_per_tok)
-    policy = memory_policy(memory)
-    layer = Layer(*sizes, dtype, activation, gate_up, weights=weights, memory=policy)
-    layer = layer._replace(bias=(add_bias, add_bias), main_grad=(main_grad, main_grad))
-    layer = layer._replace(precision=precision)
+    layout = {"weights": weights, "bias": add_bias, "main_grad": main_grad}
+    example = example_of_sizes(*sizes, dtype, Options.of(options), **layout)
+    index = _gpu_index(device)
     begin = time.perf_counter()
-    compile_together(lambda: run_layer(layer, router), index, _say if progress else None)
+    compile_together(lambda: run_layer(example, router), index, _say if progress else None)
     return time.perf_counter() - begin
+
+
+def example_of_sizes(
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    k: int,
+    dtype: torch.dtype,
+    options: Options,
+    *,
+    weights: torch.dtype | None = None,
+    bias: bool = False,
+    main_grad: bool = False,
+    transposed: bool = False,
+) -> Example:
+    """Weights on the meta device, in memory as (E, K, N) if `transposed`."""
+
+    def new(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def projection(n: int, k: int) -> Projection:
+        shape = (experts, k, n) if transposed else (experts, n, k)
+        w: Any = new(*shape, dtype=weights or dtype)
+        w = (w.mT if transposed else w).requires_grad_()
+        if main_grad:  # `empty_like` imports sympy
+            w.main_grad = torch.empty_strided(w.shape, w.stride(), device="meta")
+        return Projection(w, new(experts, n, dtype=dtype).requires_grad_() if bias else None)
+
+    columns = 2 * intermediate if options.activation.is_gated else intermediate
+    both = ExpertWeights(projection(columns, hidden), projection(hidden, intermediate))
+    x = new(1, hidden, dtype=dtype).requires_grad_()
+    scores = new(1, k, dtype=torch.float32).requires_grad_()
+    return Example(x, Slots(new(1, k, dtype=torch.int32), scores), both, options)
 
 
 def _gpu_index(device: str | torch.device) -> int:
@@ -84,18 +105,23 @@ def _gpu_index(device: str | torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def run_layer(layer: Layer, router: str | Router) -> None:
+def run_layer(example: Example, router: str | Router) -> None:
     """Run training and inference steps on the meta device, where launches only compile."""
+    assert example.slots is not None
+    experts, (_, k) = example.weights.num_experts, example.slots.ids.shape
     with torch.device("meta"):
-        routing = make_router(router, layer.experts, layer.k)
+        routing = make_router(router, experts, k)
     routing = copy.deepcopy(routing).to("meta")
     for training, tokens in product((True, False), BATCHES):
         with torch.set_grad_enabled(training):
-            r = routing.train(training)(logits_of(layer, tokens), backend="triton")
+            logits = torch.empty(
+                (tokens, experts), dtype=example.x.dtype, device="meta", requires_grad=True
+            )
+            r = routing.train(training)(logits, backend="triton")
             slots = Slots(r.ids, r.scores, r.slot_token, r.token_start)
-            out = run_experts(layer, tokens, slots)
+            out = meta_forward(example, tokens, slots)
             if training:
-                counts = torch.empty(layer.experts, dtype=torch.int32, device="meta")
+                counts = torch.empty(experts, dtype=torch.int32, device="meta")
                 loss = auxiliary_loss(r.logits, counts, backend="triton")
                 torch.autograd.backward((out, loss), (torch.empty_like(out), loss))
 
