@@ -26,6 +26,9 @@ from .routing import Routing
 from .shapes import check_size
 from .validation import check_writable, resolve_backend
 
+# Names of classes in transformers: experts, or a block with a router and experts.
+LOOKS_LIKE_MOE = r"\w*(?:Experts?|Mo[Ee]|Mo[Ee]MLP|Mo[Ee]Block|SparseMLP)"
+
 __all__ = ["JsonLines", "Load", "TensorBoard", "Wandb", "Watch", "summary", "watch"]
 
 

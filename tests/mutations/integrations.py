@@ -108,7 +108,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the report forgets that a forward was replaced", "integrations/transformers.py",
-        ' or "forward" in vars(module)', "",
+        'forward = vars(module).get("forward")', "forward = None",
         "tests/integrations/test_report_transformers.py -k replaced",
     ),
 ]  # fmt: skip

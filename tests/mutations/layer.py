@@ -36,7 +36,7 @@ MUTATIONS = [
         "tests/experts/test_layouts.py -k hook_returns", interpreted=True,
     ),
     Mutation(
-        "an expert that has all tokens is not split", "launch/grouped_gemm.py",
+        "an expert that has all tokens is not split", "launch/spans.py",
         "rows * tiles > 2 * programs * longest", "rows * tiles > programs * longest",
         "tests/tuning/test_select.py -k long_enough",
     ),
@@ -63,12 +63,12 @@ MUTATIONS = [
     Mutation(
         "costs of FP8 on other GPUs than Hopper", "tools/cost.py",
         "            check_fp8_experts(self.arch)\n", "            pass\n",
-        "tests/bench/test_cli.py -k cost",
+        "tests/tools/test_commands.py -k cost",
     ),
     Mutation(
-        "costs of layers that are refused", "bench/cost_report.py",
+        "costs of layers that are refused", "tools/cost_report.py",
         "        MoE(p.E, ", "        (lambda *_, **__: None)(p.E, ",
-        "tests/bench/test_cli.py -k cost",
+        "tests/tools/test_commands.py -k cost",
     ),
     Mutation(
         "cost: rows of dX are read once, whatever the slices", "tools/cost.py",

@@ -16,9 +16,6 @@ from ..enums import ActivationType
 from ..errors import bad_argument
 from ..reference.activation import activate, join_gate_up
 
-# Names of classes in transformers: experts, or a block with a router and experts.
-LOOKS_LIKE_MOE = r"\w*(?:Experts?|Mo[Ee]|Mo[Ee]MLP|Mo[Ee]Block|SparseMLP)"
-
 _REMEDY = "Load this model with experts_implementation='grouped_mm'."
 _FAR = 1e6  # beyond every limit that a gate may have
 _BY_VALUE = {a.value: a for a in ActivationType}

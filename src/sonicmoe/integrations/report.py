@@ -23,8 +23,7 @@ from ..layer.memory import MemoryPolicy, in_words
 from ..layer.options import Options
 from ..layer.weights import ExpertWeights
 from ..moe import MoE
-from ..watch import ids_argument, layers_of
-from .recognition import LOOKS_LIKE_MOE
+from ..watch import LOOKS_LIKE_MOE, ids_argument, layers_of
 
 __all__ = ["LayerReport", "Report", "report"]
 

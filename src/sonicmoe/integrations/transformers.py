@@ -22,8 +22,9 @@ from ..layer.memory import KEEP, MemoryPolicy
 from ..layer.options import Options
 from ..layer.weights import ExpertWeights, Projection
 from ..packed import PackedWeight
+from ..watch import LOOKS_LIKE_MOE
 from .packed_parameter import is_packed, packed_of, weight_of
-from .recognition import LOOKS_LIKE_MOE, activation_of, gate_up_of
+from .recognition import activation_of, gate_up_of
 
 try:
     from transformers import PreTrainedModel
