@@ -109,6 +109,34 @@ def gradients_are_those_of_the_mean(rank: int, shape, dtype, experts, options: d
         torch.testing.assert_close(whole(q.grad), 2 * scale * p.grad, **tolerance)
 
 
+def shared(seed: int, dtype: torch.dtype = torch.float64) -> Any:
+    """A model whose layers share a weight of the experts and their router."""
+    net = model(seed, dtype)
+    first, second = (block.moe for block in net.body["blocks"][1:])
+    second.c_fc.weight, second.router = first.c_fc.weight, first.router
+    first.c_fc.weight.decay, net.body["embed"].weight.decay = False, 0.5
+    return net
+
+
+def layers_that_share_train_as_one_process(rank: int, shape: tuple[int, int]) -> None:
+    one, many = shared(0), parallelize_model(shared(rank), mesh(*shape))
+    names = [name for name, _ in one.named_parameters()]
+    assert [name for name, _ in many.named_parameters()] == names
+    first, second = (block.moe for block in many.body["blocks"][1:])
+    assert first.c_fc.weight is second.c_fc.weight and first.router is second.router
+    assert first.c_fc.weight.decay is False and many.body["embed"].weight.decay == 0.5
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (one, many)]
+    for step in range(3):
+        ids = sequences(step, 4)
+        torch.stack([one(mine(ids, r)) for r in range(4)]).mean().backward()
+        many(mine(ids, rank)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, p in one.named_parameters():
+        torch.testing.assert_close(whole(many.get_parameter(name)), p, msg=name)
+
+
 def summed(counts: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(counts)
     return counts
@@ -293,6 +321,9 @@ def refusals(rank: int) -> dict[str, str]:
     only_layers = model()
     for block in only_layers.body["blocks"][1:]:
         parallelize(block.moe, grid["expert"])
+    layers = model()
+    for block in layers.body["blocks"][1:]:
+        parallelize(block.moe, grid["expert"])
     plain, group = model(), cast(Any, dist.group.WORLD)
     calls = {
         "DDP": lambda: DistributedDataParallel(parallel),
@@ -305,10 +336,35 @@ def refusals(rank: int) -> dict[str, str]:
         "other names": lambda: parallelize_model(plain, init_device_mesh("cpu", (2, 2))),
         "no mesh": lambda: parallelize_model(plain, group),
         "blocks": lambda: parallelize_model(plain, grid, blocks=[model().body["blocks"][1]]),
+        "hook": lambda: parallelize_model(_with("register_hook"), grid),
+        "hook of a layer": lambda: parallelize(
+            _with("register_post_accumulate_grad_hook").body["blocks"][1].moe, grid["expert"]
+        ),
+        "main_grad": lambda: parallelize_model(_with_main_grad(model()), grid),
+        "main_grad afterwards": lambda: _with_main_grad(layers)(mine(sequences(0, 4), rank)),
+        "shared with a dense block": lambda: parallelize_model(_shared_with_dense(), grid),
         "float64": lambda: parallelize_model(model(0, torch.float64), mesh(1, 4)),
         "not finite": lambda: clip_grad_norm_(_with_nan(), 1.0, error_if_nonfinite=True),
     }
     return {name: _message(call) for name, call in calls.items()}
+
+
+def _with(register: str) -> Any:
+    net = model()
+    getattr(net.body["blocks"][1].moe.router.weight, register)(lambda gradient: None)
+    return net
+
+
+def _with_main_grad(net: Any) -> Any:
+    weight = net.body["blocks"][1].moe.c_fc.weight
+    weight.main_grad = torch.zeros_like(weight)
+    return net
+
+
+def _shared_with_dense() -> Any:
+    net = model()
+    net.body["blocks"][1].norm.weight = net.body["blocks"][2].norm.weight
+    return net
 
 
 def _with_nan() -> torch.Tensor:

@@ -35,6 +35,11 @@ def test_four_ranks_train_as_one_process_and_their_checkpoint_loads(four, two, t
         assert torch.equal(one["model"][name], t), name
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
+def test_layers_that_share_weights_train_as_one_process(four, shape):
+    four.run(ranks.layers_that_share_train_as_one_process, shape)
+
+
 def test_optimizers_take_parameters_of_two_meshes(four):
     four.run(ranks.optimizers_step_as_one_by_one)
 
@@ -58,6 +63,11 @@ EXPECTED = {
     "other names": "got 2 without names",
     "no mesh": "got ProcessGroup",
     "blocks": "blocks: expected modules inside of the model, got Block",
+    "hook": "moe.router.weight: expected a parameter without hooks",
+    "hook of a layer": "weight: expected a parameter without hooks",
+    "main_grad": "moe.c_fc.weight: expected a parameter without main_grad",
+    "main_grad afterwards": "weight: expected a parameter without main_grad",
+    "shared with a dense block": "got one as body.blocks.1.norm.weight and body.blocks.2.norm.",
     "float64": "got torch.float64. Set reduce_dtype=torch.float32.",
     "not finite": "got a norm of nan",
 }

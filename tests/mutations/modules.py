@@ -112,6 +112,16 @@ MUTATIONS = [
         "    if placements != gradient.placements:\n", "    if False:\n", _NORMS,
     ),
     Mutation(
+        "layers that share a weight get copies of it", "distributed/module.py",
+        "            _replaced[p] = spread\n", "",
+        "tests/distributed/test_parallelize_model.py -k share_weights",
+    ),
+    Mutation(
+        "attributes of parameters get lost", "distributed/whole_model.py",
+        "        vars(p).update(attributes[name])\n", "        pass\n",
+        "tests/distributed/test_parallelize_model.py -k share_weights",
+    ),
+    Mutation(
         "biases of ranks drift apart", "routing/sigmoid.py",
         "if all_reduce is None and (ranks := self._ranks()) > 1:",
         "if all_reduce is None and (ranks := 1) > 1:",

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..enums import KernelBackendMoE
 from ..errors import bad_argument
@@ -123,7 +124,8 @@ def parallelize(
 
     Parameters become DTensors with the values of the first rank: the experts' sharded by expert,
     those of the router and the shared expert replicated. Their names, and so checkpoints, do not
-    change. For the layers of a model, call `parallelize_model`.
+    change, nor do their attributes, and what layers share. For the layers of a model, call
+    `parallelize_model`.
 
     `same_tokens` says that outside of the layer all these ranks compute on the same tokens, as
     under tensor parallelism. Else optimizers refuse parameters sharded over other ranks only.
@@ -163,14 +165,48 @@ def parallelize(
     return parallel
 
 
+# Parameter -> the one that replaced it; so layers that shared it do so afterwards.
+_replaced = WeakTensorKeyDictionary()
+
+
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, p in list(module.named_parameters(recurse=False)):
-        spread = distribute_tensor(p.detach(), mesh, [placement])
-        setattr(module, name, nn.Parameter(spread, requires_grad=p.requires_grad))
+        if _is_spread(p, mesh, placement):  # a module that layers share
+            continue
+        spread = _replaced.get(p)
+        if not _is_spread(spread, mesh, placement):
+            check_plain(name, p)
+            values = distribute_tensor(p.detach(), mesh, [placement])
+            spread = nn.Parameter(values, requires_grad=p.requires_grad)
+            vars(spread).update(vars(p))
+            _replaced[p] = spread
+        setattr(module, name, spread)
+
+
+def _is_spread(p: torch.Tensor | None, mesh: DeviceMesh, placement: Placement) -> bool:
+    return isinstance(p, DTensor) and p.device_mesh == mesh and p.placements == (placement,)
+
+
+def check_plain(name: str, p: Any) -> None:
+    """Raise for what would be lost with a parameter that another one replaces."""
+    remedy = "Register them on the parameters of the parallel model."
+    for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(p, attribute, None):
+            raise bad_argument(name, "a parameter without hooks", "hooks of its gradient", remedy)
+    check_no_main_grad(name, p)
+
+
+def check_no_main_grad(name: str, p: Any) -> None:
+    if getattr(p, "main_grad", None) is not None:
+        remedy = "Delete it: under expert parallelism gradients go to .grad."
+        raise bad_argument(name, "a parameter without main_grad", "one with it", remedy)
 
 
 def _local(parameter: torch.Tensor | None) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    check_no_main_grad("weight", parameter)
+    return parameter.to_local()
 
 
 class _SumOfGradients(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import bad_argument
 from ..moe import MoE
-from .module import parallelize
+from .module import check_plain, parallelize
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -55,7 +55,12 @@ def parallelize_model(
             f"{type(model).__name__} without one",
             "Without experts to spread, call fully_shard.",
         )
-    for name, p in model.named_parameters():
+    shared: dict[int, list[str]] = {}
+    attributes = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(p), []).append(name)
+        attributes[name] = dict(vars(p))
+        check_plain(name, p)
         if isinstance(p, DTensor):
             raise bad_argument(
                 "model",
@@ -73,8 +78,10 @@ def parallelize_model(
     _copy_from_first_rank(model, everyone)
     for layer in layers:
         parallelize(layer, mesh[_EXPERT])
-        shards: Any = fully_shard(layer, mesh=mesh[others], **options)
+    for group in _that_share(layers):
+        fully_shard(group, mesh=mesh[others], **options)
         if average:
+            shards: Any = group[0]
             # The layer sums over the ranks that share its experts, FSDP2 over the others.
             shards.set_gradient_divide_factor(mesh.size())
             # Gloo has no sum that divides. Over one rank FSDP2 would divide twice.
@@ -83,7 +90,29 @@ def parallelize_model(
     for unit in around:
         if not isinstance(unit, MoE):
             fully_shard(unit, mesh=everyone, **options)
+    for names in shared.values():
+        if len({id(model.get_parameter(name)) for name in names}) > 1:
+            raise bad_argument(
+                "model",
+                "weights that only MoE layers share, or only one block",
+                f"one as {' and '.join(names)}",
+                "Their copies would drift apart: build the model again with weights of their own.",
+            )
+    for name, p in model.named_parameters():
+        vars(p).update(attributes[name])
     return model
+
+
+def _that_share(layers: list[MoE]) -> list[list[nn.Module]]:
+    """The layers in groups that have no parameter in common: FSDP2 shards each group at once."""
+    groups: list[tuple[list[nn.Module], set[int]]] = []
+    for layer in layers:
+        found, ids = [layer], {id(p) for p in layer.parameters()}
+        for group in [g for g in groups if g[1] & ids]:
+            groups.remove(group)
+            found, ids = group[0] + found, group[1] | ids
+        groups.append((found, ids))
+    return [group for group, _ in groups]
 
 
 def _other_dimension(mesh: DeviceMesh) -> str:
