@@ -83,6 +83,7 @@ class Setting(NamedTuple):
     rank: int
     trained: int  # bytes per parameter of the adapters: weight, gradient and moments
     all_nf4: bool = False  # whether all other weights but embeddings are in nested NF4, too
+    gpus: int = 1  # each with these tokens; FSDP2 shards all but the experts over them
 
 
 _LEAN = 4096, 8, 6  # bf16, Adam in 8 bits
@@ -93,6 +94,7 @@ SETTINGS = (
     Setting("FP8 lean", "FP8", *_LEAN),
     Setting("bf16 lean", "bf16", *_LEAN),
     Setting("all in nested NF4, lean", "NF4, nested", *_LEAN, all_nf4=True),
+    Setting("4-bit lean, each of 8", "4-bit", *_LEAN, gpus=8),
 )
 
 
@@ -105,11 +107,14 @@ def step_bytes(m: Model, s: Setting) -> dict[str, float]:
     rest = 2 * others
     if s.all_nf4:
         rest = 2 * m.embeddings + PACKED_BYTES["NF4, nested"] * (others - m.embeddings)
-    rows = s.tokens * m.k
+    rows, lora = s.tokens * m.k, m.lora(s.rank)
+    of_layer = 2 * (others - m.embeddings) / m.layers + 4 * lora / m.moe_layers
     return {
         "experts": m.experts * (2 if format == "bf16" else PACKED_BYTES[format]),
-        "other weights": rest,
-        "adapters": m.lora(s.rank) * s.trained,
+        "other weights": rest / s.gpus,
+        "adapters": lora * s.trained / s.gpus,
+        # FSDP2's whole weights, and gradients of adapters: two layers and the embeddings, in bf16.
+        "gathered": 2 * of_layer + 2 * m.embeddings if s.gpus > 1 else 0,
         "checkpoints": 2 * m.layers * s.tokens * m.h,
         # Z and dZ, A and A', and rows of dX, in bf16; then the rest of the layer.
         "layer": 2 * rows * (4 * m.i + 2 * m.i + m.h) + _LAYER * s.tokens * m.h,

@@ -122,6 +122,21 @@ MUTATIONS = [
         "tests/distributed/test_parallelize_model.py -k share_weights",
     ),
     Mutation(
+        "FSDP2 shards packed experts", "distributed/packed.py",
+        "    params[:] = [p for p in params if not isinstance(p, kind)]\n", "",
+        "tests/distributed/test_packed_parallel.py -k MXFP4",
+    ),
+    Mutation(
+        "under DDP each rank keeps packed experts of its own", "distributed/packed.py",
+        "                dist.broadcast(", "                (lambda *_, **__: None)(",
+        "tests/distributed/test_packed_parallel.py -k MXFP4",
+    ),
+    Mutation(
+        "FSDP1 shards dequantized experts", "distributed/packed.py",
+        "    if any(isinstance(p, kind) for p in params):\n", "    if False:\n",
+        "tests/distributed/test_packed_parallel.py -k refused",
+    ),
+    Mutation(
         "biases of ranks drift apart", "routing/sigmoid.py",
         "if all_reduce is None and (ranks := self._ranks()) > 1:",
         "if all_reduce is None and (ranks := 1) > 1:",

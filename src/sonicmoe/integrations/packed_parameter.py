@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..distributed.packed import leave_whole
 from ..errors import bad_argument, say_once
 from ..packed import ForFp8, Fp8Blocks, Int4, Mxfp4, NestedAbsmax, Nf4, PackedWeight
 
@@ -104,6 +105,7 @@ class PackedParameter(ReadOnly):
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype, swapped: bool = False) -> None:
         self.packed, self.swapped = packed, swapped
+        leave_whole(PackedParameter)
 
     def dequantize(self) -> torch.Tensor:
         """The dense parameter."""
