@@ -89,6 +89,6 @@ def _leave_out_of_ddp(kind: Any, wrapper: nn.Module, _: str, module: nn.Module |
     for name, p in module.named_parameters(remove_duplicate=False):
         if isinstance(p, kind) and name not in wrapper.parameters_to_ignore:
             wrapper.parameters_to_ignore.add(name)
-            for _, t in p.packed.tensors():  # type: ignore[attr-defined]
+            for _, t in p.packed.tensors():
                 values = t.flatten().view(torch.uint8)
                 dist.broadcast(values, group=wrapper.process_group, group_src=0)

@@ -107,7 +107,8 @@ def _that_share(layers: list[MoE]) -> list[list[nn.Module]]:
     """The layers in groups that have no parameter in common: FSDP2 shards each group at once."""
     groups: list[tuple[list[nn.Module], set[int]]] = []
     for layer in layers:
-        found, ids = [layer], {id(p) for p in layer.parameters()}
+        found: list[nn.Module] = [layer]
+        ids = {id(p) for p in layer.parameters()}
         for group in [g for g in groups if g[1] & ids]:
             groups.remove(group)
             found, ids = group[0] + found, group[1] | ids
