@@ -1,15 +1,11 @@
 """The consumer warpgroups of the Hopper GEMMs over rows: wgmma, then an epilogue for each tile.
 
-An epilogue is an aggregate that says what it loads, computes and stores. Its methods, in the order
-of `consume`, whose results are tuples:
+An epilogue is an aggregate that says what it loads, computes and stores. The first two of its
+methods, which return tuples, may be missing:
 
 - `look_up(tile)` loads what leads to the tile's data, such as tokens, one tile ahead
 - `before(tile, *looked_up)` starts loads, which then run under the main loop
-- `apply(acc, tile, *loaded)` takes the accumulator, computes and stores
-
-An epilogue that loads nothing has only `apply(acc, tile)`. `acc.wait()` is the accumulator of the
-consumer's 64 rows in fp32; before it, the last wgmma is in flight. An epilogue knows no more of the
-main loop than `Accumulator` and `Tile`.
+- `apply(acc, tile, *loaded)` takes the `Accumulator`, computes and stores
 """
 
 from triton.experimental import gluon
@@ -22,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_compat import aggregate
-from .ring import CONSUMER_M, Ring, accumulator_layout, assume_layout, ceil_div, is_e4m3, producer
+from .ring import CONSUMER_M, Ring, accumulator_layout, assume_layout, ceil_div, producer
 
 
 @gluon.jit
@@ -46,7 +42,7 @@ def _accumulate(ring, step, CONSUMER: gl.constexpr):
     """The accumulator of this consumer's next tile, whose last wgmma is in flight, and the ring
     step after it."""
     BLOCK_K: gl.constexpr = ring.BLOCK_K
-    RANK: gl.constexpr = 0 if is_e4m3(ring.a.dtype) else ring.RANK
+    RANK: gl.constexpr = 0 if ring.a.dtype == gl.float8e4nv else ring.RANK
     BLOCKS: gl.constexpr = ceil_div(ring.K, BLOCK_K) + ceil_div(RANK, BLOCK_K)
     acc = _zeros(ring)
     for k in range(0, BLOCKS * BLOCK_K, BLOCK_K):
@@ -62,11 +58,8 @@ def _accumulate(ring, step, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _accumulate_scaled(ring, step, epilogue, tile, scale, CONSUMER: gl.constexpr):
-    """`_accumulate` of rows with a scale for each block, `scale` for the first: the accumulator is
-    in units of the scale of the last, which is returned too.
-
-    Scales are powers of two: multiplying by their quotients between blocks is exact.
-    """
+    """`_accumulate` of rows with a scale for each block: the accumulator is in units of that of the
+    last, which is returned too. Quotients of scales are powers of two: multiplying is exact."""
     BLOCKS: gl.constexpr = ceil_div(ring.K, ring.BLOCK_K)
     acc = _zeros(ring)
     for block in range(BLOCKS):
@@ -122,7 +115,7 @@ def consume(CONSUMER: gl.constexpr, epilogue, ring):
     Where the epilogue loads, a tile is located one tile ahead; else under its own last wgmma.
     """
     LOADS: gl.constexpr = hasattr(epilogue, "before")
-    LOW_RANK: gl.constexpr = ring.RANK if is_e4m3(ring.a.dtype) else 0  # else it is in the ring
+    LATER: gl.constexpr = ring.RANK if ring.a.dtype == gl.float8e4nv else 0  # columns of U
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     step = 0
@@ -149,14 +142,12 @@ def consume(CONSUMER: gl.constexpr, epilogue, ring):
             tile = located
         else:
             epilogue.apply(acc, located)
-        step += ceil_div(LOW_RANK, ring.BLOCK_K // 2)
+        step += ceil_div(LATER, ring.BLOCK_K // 2)
     tma.store_wait(0)
 
 
 @gluon.jit
-def run(
-    ring, epilogue, a, row_token, w, lora_u, lora_b, PRODUCER_REGISTERS: gl.constexpr
-):  # fmt: skip
+def run(ring, epilogue, a, row_token, w, lora_u, lora_b, PRODUCER_REGISTERS: gl.constexpr):
     """The warpgroups of a kernel. Operands are those of `producer`; docs/kernels.md has a table for
     the choice of registers."""
     gl.warp_specialize(

@@ -62,31 +62,25 @@ def _producer(rows8, row_token, other_t, work, ring, GATHER: gl.constexpr):
     """The producer warpgroup: fill the ring buffer for all work items of this program.
 
     A stage has both consumers' columns of the gathered rows, with rows in the order of `exchange`,
-    then the block of the transposed operand. The look-ahead is that of `wgrad`, written out: with
-    `Work.first_two` ptxas orders the loads differently.
+    then the block of the transposed operand.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     r = exchange(gl.arange(0, BLOCK_K, gl.SliceLayout(1, L)))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    second = first + stride
-    start, end = work.load_entry(first)
-    next_start, next_end = work.load_entry(second)
-    expert, start, end = work.rows(first, start, end)
-    next_expert, next_start, next_end = work.rows(second, next_start, next_end)
-    token = _tokens(row_token, start + r, end, GATHER)
+    rows, following = work.first_two()
+    token = _tokens(row_token, rows.start + r, rows.end, GATHER)
     step = 0
     for index in range(first, work.total, stride):
         m, n = work.tile(index)
         m0 = m * BLOCK_M
-        later = index + 2 * stride
-        later_start, later_end = work.load_entry(later)
-        first_token = _tokens(row_token, next_start + r, next_end, GATHER)
-        tile = start // BLOCK_K + expert  # of a span too: spans are multiples of BLOCK_K
-        for block in range(gl.cdiv(end - start, BLOCK_K)):
+        entry = work.load_entry(index + 2 * stride)
+        first_token = _tokens(row_token, following.start + r, following.end, GATHER)
+        tile = rows.start // BLOCK_K + rows.expert  # of a span too: spans are multiples of BLOCK_K
+        for block in range(gl.cdiv(rows.end - rows.start, BLOCK_K)):
             # Load the next block's tokens while this block waits for its stage.
-            next_row = start + (block + 1) * BLOCK_K + r
-            token_next = _tokens(row_token, next_row, end, GATHER)
+            next_row = rows.start + (block + 1) * BLOCK_K + r
+            token_next = _tokens(row_token, next_row, rows.end, GATHER)
             stage, barrier = ring.stages.acquire(step, BLOCK_N * BLOCK_K)
             corner = [n * BLOCK_N, (tile + block) * BLOCK_K]
             copy_in(other_t, corner, barrier, ring.right.index(stage))
@@ -97,8 +91,7 @@ def _producer(rows8, row_token, other_t, work, ring, GATHER: gl.constexpr):
             token = token_next
             step += 1
         token = first_token
-        expert, start, end = next_expert, next_start, next_end
-        next_expert, next_start, next_end = work.rows(later, later_start, later_end)
+        rows, following = following, work.locate(index + 2 * stride, entry)
     async_copy.wait_group(0)
 
 

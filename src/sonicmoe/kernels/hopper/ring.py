@@ -44,11 +44,6 @@ def assume_layout(x, L: gl.constexpr):
     return gl.convert_layout(x, L, assert_trivial=True)
 
 
-@gluon.constexpr_function
-def is_e4m3(dtype):
-    return dtype == gl.float8e4nv
-
-
 # --- shared memory --------------------------------------------------------------------------------
 @gluon.jit
 def buffers(dtype: gl.constexpr, COUNT: gl.constexpr, SHAPE: gl.constexpr):
@@ -211,7 +206,7 @@ class Ring:
     @gluon.jit
     def low_rank(self):
         """This ring buffer as the blocks of U and B see it."""
-        if is_e4m3(self.a.dtype):
+        if self.a.dtype == gl.float8e4nv:
             HALF: gl.constexpr = self.BLOCK_K // 2
             return self.replace(a=_in_bf16(self.a), w=_in_bf16(self.w), BLOCK_K=HALF)
         else:

@@ -84,15 +84,11 @@ class Epilogue:
         STORES: gl.constexpr = 3 if self.KEEP_Z else 1  # per quarter of A; alternate buffers
         q0, q1, q2, q3 = quarters(acc)
         # Two quarters of Z make QUARTER columns of A: gates and their ups, or two interleaved ones.
-        if CONCATENATED:
-            ordered = (q0, q2, q1, q3)
-        else:
-            ordered = (q0, q1, q2, q3)
+        ordered = (q0, q2, q1, q3) if CONCATENATED else (q0, q1, q2, q3)
         for i in gl.static_range(2):
-            if CONCATENATED:
-                g_column = tile.n * HALF + i * QUARTER
-                u_column = g_column
-            else:
+            g_column = tile.n * HALF + i * QUARTER
+            u_column = g_column
+            if not CONCATENATED:
                 g_column = tile.n * acc.shape[1] + 2 * i * QUARTER
                 u_column = g_column + QUARTER
             g = self.add_bias(assume_layout(ordered[2 * i], L), tile, g_column, GATES)

@@ -69,7 +69,7 @@ class Work:
     def load_entry(self, index):
         """First and end row of the expert of work item `index`; zeros if the item is a span.
 
-        Called well before `rows` and `locate`, which wait for the load.
+        Called well before `locate`, which waits for the load.
         """
         group = self.group(index)
         start = gl.load(self.expert_start + group, mask=group < self.num_experts, other=0)
@@ -77,19 +77,14 @@ class Work:
         return start, end
 
     @gluon.jit
-    def rows(self, index, start, end):
-        """Expert, first and end row of work item `index`, from the values of `load_entry`."""
+    def locate(self, index, entry):
+        """The rows of work item `index`."""
         expert = self.group(index)
+        start, end = entry
         if self.SPLIT and index < self.total:
             expert, start, end = rows_of(
                 expert, start, end, self.expert_start, self.num_experts, self.span
             )
-        return expert, start, end
-
-    @gluon.jit
-    def locate(self, index, entry):
-        """The rows of work item `index`."""
-        expert, start, end = self.rows(index, entry[0], entry[1])
         return Rows(expert=expert, start=start, end=end)
 
     @gluon.jit
