@@ -14,7 +14,7 @@ def check_fp8_experts(arch: int, remedy: str = "Omit precision.") -> None:
         raise bad_argument("precision", expected, got, remedy)
 
 
-def check_z_in_fp8(arch: int) -> None:
+def check_z_in_e4m3(arch: int) -> None:
     """Raise unless `MemoryPolicy("e4m3")` can run: a GEMM's epilogue rounds Z to e4m3."""
     if arch < 89:
         raise bad_argument(

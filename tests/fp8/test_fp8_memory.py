@@ -90,7 +90,7 @@ def test_rows_that_arrive_sorted(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_z_in_fp8_changes_gradients_alone(case, precision):
+def test_z_in_e4m3_changes_gradients_alone(case, precision):
     """Z errs by 2.6%, which gradients of the square of Z see twice."""
     case = replace(case, shape="400,208,272,5,3")
     inputs = make_inputs(case)
@@ -105,7 +105,7 @@ def test_z_in_fp8_changes_gradients_alone(case, precision):
 @on("cuda")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", LARGE, ids=str)
-def test_z_in_fp8_errs_as_the_reference(case, precision):
+def test_z_in_e4m3_errs_as_the_reference(case, precision):
     """As exact as plain PyTorch; the output has the bits of memory="keep"."""
     inputs = make_inputs(case, "cuda")
     exact = run(plain(case), inputs.double())
@@ -118,7 +118,7 @@ def test_z_in_fp8_errs_as_the_reference(case, precision):
         assert error <= 1.1 * allowed + 1e-6, (name, error, allowed)
 
 
-def test_z_in_fp8_of_rows_of_other_sizes():
+def test_z_in_e4m3_of_rows_of_other_sizes():
     """Rows that differ by 2³⁰, and their blocks by 2¹⁵, err as little as others."""
     p = permute(torch.zeros(24, 1, dtype=torch.int32), 1, backend="torch")
     x = (torch.randn(24, 256) * 2.0 ** torch.randint(-15, 15, (24, 1))).bfloat16()
@@ -134,7 +134,7 @@ def test_z_in_fp8_of_rows_of_other_sizes():
         assert ((found - exact)[:, block].norm(dim=1) < 0.04 * exact[:, block].norm(dim=1)).all()
 
 
-def test_a_from_z_in_fp8_that_is_larger_than_a_was():
+def test_a_from_z_in_e4m3_that_is_larger_than_a_was():
     """Gates of −22.97 become −22: A grows 2.5 times."""
     inputs = make_inputs(replace(CASES[0], shape="64,64,128,2,1"))
     inputs.x, inputs.scores = torch.ones_like(inputs.x), torch.ones_like(inputs.scores)

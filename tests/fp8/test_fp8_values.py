@@ -25,7 +25,7 @@ def test_as_with_exact_maxima(case, device, backend):
 
 
 @values_on("case", cuda=[Case(LARGE[0], values=v) for v in VALUES])
-def test_with_z_in_fp8(case, device, backend):
+def test_with_z_in_e4m3(case, device, backend):
     check_fp8_values(case, device, backend, memory="e4m3")
 
 

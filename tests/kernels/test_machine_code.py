@@ -208,7 +208,7 @@ def test_other_architectures(arch, activation, whole):
         (100, torch.bfloat16, ActivationType.SWIGLU, LAYOUTS[0], WIDE, False),
     ],
 )
-def test_z_in_fp8(arch, dtype, activation, gate_up, sizes, bias):
+def test_z_in_e4m3(arch, dtype, activation, gate_up, sizes, bias):
     whole = not bias and sizes in ((2048, 272), (264, 48))  # which no other test compiles
     layer = (arch, dtype, activation, gate_up, False, bias, sizes)
     compiled = compile_layer(*layer, z_dtype=torch.float8_e4m3fn, whole=whole)

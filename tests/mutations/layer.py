@@ -58,7 +58,7 @@ MUTATIONS = [
     ),
     Mutation(
         'memory="e4m3" on any GPU', "tuning/select.py",
-        "    check_z_in_fp8(target.arch)\n", "    pass\n", "tests/tuning/test_select.py -k e4m3",
+        "    check_z_in_e4m3(target.arch)\n", "    pass\n", "tests/tuning/test_select.py -k e4m3",
     ),
     Mutation(
         "costs of FP8 on other GPUs than Hopper", "tools/cost.py",

@@ -5,7 +5,7 @@ import torch
 
 from sonicmoe.launch import spans as launch_spans
 from sonicmoe.tuning import Target, is_valid, row_config, weight_config
-from sonicmoe.tuning.select import fp8_row_config
+from sonicmoe.tuning.select import e4m3_row_config
 
 H200 = Target(90, 132)
 
@@ -66,10 +66,10 @@ def test_z_in_e4m3_needs_a_gpu_that_has_it(arch, fits):
         config = row_config(kernel, itemsize, 2048, 1024, True, target)
         given = (config, kernel, 2048, 1024, "interleaved", target)
         if fits:
-            fp8_row_config(*given)
+            e4m3_row_config(*given)
             continue
         with pytest.raises(ValueError, match=rf"got 'e4m3' on compute capability {arch / 10}"):
-            fp8_row_config(*given)
+            e4m3_row_config(*given)
 
 
 def spans_of(rows: int, longest: int, experts: int, tiles: int) -> launch_spans.Spans:

@@ -21,7 +21,7 @@ from ..kernels.triton.wgrad import bias_gradient_kernel, wgrad_kernel
 from ..shapes import BLOCK, ceil_div, slice_width
 from ..tensors import E4M3, NO_LORA, Lora, Permutation
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
-from ..tuning.select import default_row_config, fp8_row_config
+from ..tuning.select import default_row_config, e4m3_row_config
 from . import memory
 from .descriptors import descriptor, weight_layout
 from .launcher import Bound, dot_precision, launch, power_of_two, target_of
@@ -120,7 +120,7 @@ def up(
     z = None if z_dtype is None else memory.empty((rows, n), z_dtype, x.device)
     z_scale = None
     if z_dtype == E4M3:
-        config = fp8_row_config(config, "up", hidden, a.shape[1], gate_up, target)
+        config = e4m3_row_config(config, "up", hidden, a.shape[1], gate_up, target)
         z_scale = memory.empty((ceil_div(n, BLOCK), rows), torch.float32, x.device)
     if rows == 0:
         return z, a, z_scale
@@ -267,7 +267,7 @@ def dz(
         "dz", dtype.itemsize, hidden, intermediate, activation.is_gated, target, lora
     )
     if z_scale is not None:
-        config = fp8_row_config(config, "dz", hidden, intermediate, gate_up, target)
+        config = e4m3_row_config(config, "dz", hidden, intermediate, gate_up, target)
     # The Hopper kernel always stores dZ.
     dz = memory.empty(z.shape, dtype, device) if needs.dz or config.hopper else None
     a = memory.empty((rows, intermediate), dtype, device) if needs.a else None

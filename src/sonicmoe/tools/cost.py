@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..capability import check_fp8_experts, check_z_in_fp8
+from ..capability import check_fp8_experts, check_z_in_e4m3
 from ..errors import bad_argument
 from ..layer.memory import KEEP, MemoryPolicy
 from ..shapes import BLOCK, Problem, ceil_div, max_tiles, padded_rows, slice_width
@@ -332,7 +332,7 @@ class Gpu:
         if precision is not None:
             check_fp8_experts(self.arch)
         if memory.in_e4m3:
-            check_z_in_fp8(self.arch)
+            check_z_in_e4m3(self.arch)
 
     def limits(self, stage: Stage, itemsize: int = 2) -> dict[str, float]:
         """Roofline time of a stage in seconds, by each limit of the GPU."""

@@ -7,7 +7,7 @@ in docs/log/. Nothing depends on the number of tokens, so a new T compiles nothi
 from dataclasses import replace
 from functools import cache
 
-from ..capability import check_z_in_fp8
+from ..capability import check_z_in_e4m3
 from ..shapes import BLOCK, ceil_div
 from .config import RowConfig, Target, WeightConfig
 from .table import RowKey, WeightKey, cached_until_tuned, tuned
@@ -51,11 +51,11 @@ def default_row_config(kernel: str, itemsize: int, K: int, N: int, target: Targe
 
 
 @cache
-def fp8_row_config(
+def e4m3_row_config(
     config: RowConfig, kernel: str, hidden: int, inner: int, gate_up: str | None, target: Target
 ) -> RowConfig:
     """`config` for Z in e4m3: whole blocks in a tile of `up`, one block for a slice of `dz`."""
-    check_z_in_fp8(target.arch)
+    check_z_in_e4m3(target.arch)
     # TMA needs rows of a multiple of 16 bytes; biases of a ragged N spill in a plain `up`.
     ragged = gate_up != "interleaved" and inner % (16 if gate_up else 64)
     narrow = kernel == "up" and config.block_n < 256  # the Hopper kernel stores half tiles
