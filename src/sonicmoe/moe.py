@@ -267,7 +267,7 @@ class MoE(nn.Module):
 
     def _route(self, logits: torch.Tensor, backend: str | None) -> Routing:
         r = self.routing(logits, backend=backend)
-        if not self.routing.is_trusted():
+        if not self.routing._is_trusted():
             check_routing(r, self.routing, logits)
         return r
 
@@ -288,7 +288,7 @@ class MoE(nn.Module):
             self._options(backend),
             slot_token=r.slot_token,
             token_start=r.token_start,
-            trusted=r.token_start is not None and self.routing.is_trusted(),
+            trusted=r.token_start is not None and self.routing._is_trusted(),
             logits=r.logits.dtype,
         )
         # Before the experts, so that a checkpoint need not run them again to get at it.

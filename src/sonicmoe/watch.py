@@ -180,7 +180,7 @@ class Watch:
 class _Hook:
     """Calls a function; in copies of a model, also saved ones, it does nothing."""
 
-    watches = True  # it changes no result: `Router.is_trusted`
+    watches = True  # it changes no result: `Router._is_trusted`
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self.function = function

@@ -12,7 +12,7 @@ MUTATIONS = [
     ),
     Mutation(
         "slots that a hook moved are trusted", "moe.py",
-        "trusted=r.token_start is not None and self.routing.is_trusted(),",
+        "trusted=r.token_start is not None and self.routing._is_trusted(),",
         "trusted=r.token_start is not None and self.routing.trusted,",
         "tests/routing/test_router_in_layer.py -k a_hook_moves",
     ),

@@ -95,7 +95,7 @@ def test_what_a_hook_returns_is_checked(router):
     """Of a router of ours, whose own results need no check; `watch` only reads them."""
     moe, x = MoE(*SHAPE, router=router), torch.randn(40, 16)
     watch = sonicmoe.watch(moe)
-    assert moe.routing.is_trusted()
+    assert moe.routing._is_trusted()
     moe.routing.register_forward_hook(lambda module, args, r: replace(r, ids=r.ids[:-1]))
     with pytest.raises(ValueError, match=f"^router {type(router).__name__}, in the Routing that"):
         moe(x)

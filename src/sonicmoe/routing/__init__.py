@@ -83,6 +83,6 @@ def route(
     """Run a router on logits (T, E) and return its `Routing`: expert ids, scores and slot maps."""
     module = make_router(router, logits.shape[-1], k)
     r = module(logits, backend=backend)
-    if not module.is_trusted():
+    if not module._is_trusted():
         check_routing(r, module, logits)
     return r

@@ -77,7 +77,7 @@ class Router(nn.Module):
     def forward(self, logits: torch.Tensor, *, backend: str | None = None) -> Routing:
         raise NotImplementedError
 
-    def is_trusted(self) -> bool:
+    def _is_trusted(self) -> bool:
         """Whether results need no check: of our own routers, unless a hook may change them."""
         hooks = self._forward_hooks
         return self.trusted and (not hooks or all(hasattr(h, "watches") for h in hooks.values()))
