@@ -1,4 +1,4 @@
-"""Where the trainer was until 0.1; importing it, or a module of it, says where it is now."""
+"""Where the trainer was in 0.1; importing it, or a module of it, says where it is now."""
 
 raise ImportError(
     "sonicmoe.train is now sonicmoe_trainer, a package of its own. Install it: pip install "
