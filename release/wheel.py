@@ -1,4 +1,4 @@
-"""Build the wheel for a package index: its page needs absolute links and the project's URLs.
+"""Build both wheels for a package index: their pages need absolute links and the project's URLs.
 
     python release/wheel.py [folder, by default dist]
 
@@ -6,6 +6,7 @@ pyproject.toml has the address of the repository that is published, under [tool.
 repository needs a tag for the version. The last commit is built; nothing in the checkout changes.
 """
 
+import posixpath
 import re
 import subprocess
 import sys
@@ -16,15 +17,17 @@ from io import BytesIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PROJECTS = (".", "trainer")
 _RELATIVE = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?!https?:|#|mailto:)(?P<path>[^)]+)\)")
 
 
-def absolute_links(markdown: str, repository: str, version: str) -> str:
-    """`markdown` with links to files of the repository at the tag of `version`."""
+def absolute_links(markdown: str, folder: str, repository: str, version: str) -> str:
+    """The text of a file in `folder` with links to the repository at the tag of `version`."""
 
     def absolute(link: re.Match) -> str:
         kind = "raw" if link["image"] else "blob"
-        address = f"{repository}/{kind}/v{version}/{link['path']}"
+        path = posixpath.normpath(posixpath.join(folder, link["path"]))
+        address = f"{repository}/{kind}/v{version}/{path}"
         return f"{link['image']}[{link['text']}]({address})"
 
     return _RELATIVE.sub(absolute, markdown)
@@ -44,9 +47,10 @@ def copy_for_index(copy: Path, repository: str) -> None:
     commit = subprocess.run(archive, stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=BytesIO(commit)) as files:
         files.extractall(copy, filter="data")
-    readme, project = copy / "README.md", copy / "pyproject.toml"
-    readme.write_text(absolute_links(readme.read_text(), repository, _version(copy)))
-    project.write_text(f"{project.read_text()}\n{urls(repository)}")
+    for folder in PROJECTS:
+        readme, project = copy / folder / "README.md", copy / folder / "pyproject.toml"
+        readme.write_text(absolute_links(readme.read_text(), folder, repository, _version(copy)))
+        project.write_text(f"{project.read_text()}\n{urls(repository)}")
 
 
 def not_ready(root: Path) -> str | None:
@@ -78,8 +82,8 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) == 2 else "dist").absolute()
     with tempfile.TemporaryDirectory() as copy:
         copy_for_index(Path(copy), _repository(ROOT))
-        pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), copy]
-        sys.exit(subprocess.run(pip).returncode)
+        pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder)]
+        sys.exit(subprocess.run([*pip, *(f"{copy}/{name}" for name in PROJECTS)]).returncode)
 
 
 if __name__ == "__main__":

@@ -218,23 +218,23 @@ def test_wheel_pins_nothing(wheel):
     assert metadata["Requires-Python"] == ">=3.11"
 
 
-def test_wheel_for_a_package_index(tmp_path, monkeypatch):
-    """Links of the README and the project's URLs are absolute, and what they name exists."""
-    build = pytest.importorskip("flit_core.buildapi", reason="comes with the extra 'test'")
+def test_wheels_for_a_package_index(tmp_path):
+    """Links of the READMEs and the project's URLs are absolute, and what they name exists."""
     program = runpy.run_path(str(ROOT / "release/wheel.py"))
     repository = "https://example.org/someone/sonicmoe"
     program["copy_for_index"](tmp_path / "copy", repository)
-    monkeypatch.chdir(tmp_path / "copy")
-    with zipfile.ZipFile(tmp_path / build.build_wheel(str(tmp_path))) as archive:
-        name = next(n for n in archive.namelist() if n.endswith("/METADATA"))
-        metadata = email.message_from_bytes(archive.read(name))
-    assert f"Repository, {repository}" in metadata.get_all("Project-URL")
-    links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
     start = re.compile(rf"{repository}/(blob|raw)/v{sonicmoe.__version__}/")
-    ours = [start.sub("", link) for link in links if link.startswith(repository)]
-    assert len(ours) > 20 and all(link.startswith(("https://", "#")) for link in links)
-    for link in ours:
-        assert (ROOT / link.split("#")[0]).exists(), link
+    for folder, least in ((".", 20), ("trainer", 5)):
+        name = "sonicmoe" if folder == "." else "sonicmoe_trainer"
+        with built(tmp_path / "copy" / folder, tmp_path, name) as archive:
+            about = f"{name}-{sonicmoe.__version__}.dist-info/METADATA"
+            metadata = email.message_from_bytes(archive.read(about))
+        assert f"Repository, {repository}" in metadata.get_all("Project-URL")
+        links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
+        ours = [start.sub("", link) for link in links if link.startswith(repository)]
+        assert len(ours) > least and all(link.startswith(("https://", "#")) for link in links)
+        for link in ours:
+            assert (ROOT / link.split("#")[0]).exists(), link
 
 
 def test_a_release_needs_an_address_and_a_date(tmp_path):

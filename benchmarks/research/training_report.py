@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sonicmoe.tools.tables import table
-from sonicmoe_trainer import accounting, plots
+from sonicmoe_trainer import accounting
 from sonicmoe_trainer.config import TrainConfig
 from sonicmoe_trainer.progress import count, human_bytes
 
@@ -63,7 +63,7 @@ def _section(experiment: str, rows: int | None, group: Records, folder: Path) ->
         parts.append(TABLES[experiment](trained))
     if left_out := [r for r in group if not r.get("finished")]:
         parts.append("\n".join(f"- {r['run']}: {r.get('failed', 'stopped')}" for r in left_out))
-    if trained and experiment in PICTURES and plots.available():
+    if trained and experiment in PICTURES:
         name = f"{experiment}-{rows}.png" if rows else f"{experiment}.png"
         PICTURES[experiment](folder / name, trained)
         parts.append(f"![{title}]({name})")

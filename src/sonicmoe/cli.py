@@ -53,8 +53,9 @@ def parser() -> argparse.ArgumentParser:
     if "train" not in commands.choices:
         for name in TRAINER:
             about = "needs sonicmoe-trainer"
-            options = {"description": f"It {about}.", "prefix_chars": "\0", "add_help": False}
-            absent = commands.add_parser(name, help=about, **options)
+            absent = commands.add_parser(
+                name, help=about, description=f"It {about}.", prefix_chars="\0", add_help=False
+            )
             absent.add_argument("ignored", nargs="*", help="any arguments")
             absent.set_defaults(run=_absent)
     about = "what is installed here, and what would run"

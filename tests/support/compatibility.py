@@ -160,7 +160,8 @@ def cell_names() -> list[str]:
 def tests_of(axis: str) -> list[str]:
     """Arguments for pytest; tests of benchmarks run with the versions of constraints.txt alone."""
     _, pattern, options = SELECTED[axis]
-    files = [path for path in sorted(TESTS.rglob("test_*.py")) if path.parent.name != "bench"]
+    files = [*sorted(TESTS.rglob("test_*.py")), *sorted(ROOT.glob("trainer/tests/test_*.py"))]
+    files = [path for path in files if path.parent.name != "bench"]
     return [*options, *(str(path) for path in files if re.search(pattern, path.read_text()))]
 
 
@@ -174,7 +175,14 @@ def environment(axis: str, number: str) -> Path:
     base, needs = sys.executable, [f"{axis.lower()}=={number}"]
     if axis == "Python":
         base = shutil.which(f"python{number}") or f"python{number}"
-        needs = ["--constraint", "constraints.txt", "--editable", ".[test]"]
+        needs = [
+            "--constraint",
+            "constraints.txt",
+            "--editable",
+            ".[test]",
+            "--editable",
+            "./trainer",
+        ]
     elif axis == "transformers":
         needs = [f"transformers[kernels]=={number}"]
     try:
@@ -207,7 +215,8 @@ def run_cell(cell: str, jobs: str) -> bool:
         write_row(DOCUMENT, cell, ["not run", "", "", ""])
         return False
     command = [str(python), "-m", "pytest", "-n", jobs, "--dist", "worksteal", "--cell", cell]
-    variables = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    sources = os.pathsep.join(str(ROOT / name) for name in ("src", "trainer/src"))
+    variables = os.environ | {"PYTHONPATH": sources}
     return not subprocess.run([*command, *tests_of(axis)], cwd=ROOT, env=variables).returncode
 
 

@@ -88,7 +88,7 @@ def memory(config: TrainConfig, shards: int = 1) -> Memory:
         state += 2 * count.experts
         policy = policy._replace(weights="recompute")
     elements = COMPILED_BLOCK_ELEMENTS if config.compile else BLOCK_ELEMENTS
-    layer = layer_bytes(m, tokens, config.precision, policy).ours
+    layer: float = layer_bytes(m, tokens, config.precision, policy).ours
     layer += elements * element * tokens * m.hidden_size
     if config.recompute:
         kept = m.num_layers * element * tokens * m.hidden_size + layer

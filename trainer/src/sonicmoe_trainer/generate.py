@@ -33,7 +33,7 @@ def load_tokenizer(folder: Path) -> tuple[Any, int]:
 
     path = folder / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer: Any = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing more specific
         got, remedy = f"{path} ({error})", "Restore the file; the cache of the run has a copy."
         raise bad_argument("run", "a tokenizer.json", got, remedy) from None
