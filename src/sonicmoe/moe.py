@@ -1,8 +1,6 @@
-"""The modules: `Experts` holds the weights of one grouped GEMM, `MoE` is the layer."""
+"""The module `MoE`: the layer with its router."""
 
-import warnings
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch.func import functional_call
 from .enums import ActivationType, KernelBackendMoE
 from .errors import bad_argument
 from .layer import prepare
+from .layer.expert_parameters import Experts
 from .layer.fp8_weights import Fp8Weights
 from .layer.gate_up_order import check_order, note_order
 from .layer.lora import LowRank
@@ -33,67 +32,6 @@ from .validation import (
     check_router_dtype,
     parse_activation,
 )
-
-
-def _never_runs(register: Callable) -> Callable:
-    @wraps(register)
-    def warn_and_register(self: nn.Module, *args: Any, **options: Any) -> Any:
-        warnings.warn(
-            "sonicmoe: a hook on Experts never runs, since MoE reads their weights and does not"
-            " call them. Hook the MoE, its router or moe.routing.",
-            stacklevel=2,
-        )
-        return register(self, *args, **options)
-
-    return warn_and_register
-
-
-class Experts(nn.Module):
-    """Weights (E, out, in) and optional biases (E, out) of one grouped GEMM.
-
-    Never called, so hooks on it never run.
-    """
-
-    register_forward_pre_hook = _never_runs(nn.Module.register_forward_pre_hook)
-    register_forward_hook = _never_runs(nn.Module.register_forward_hook)
-    register_full_backward_pre_hook = _never_runs(nn.Module.register_full_backward_pre_hook)
-    register_full_backward_hook = _never_runs(nn.Module.register_full_backward_hook)
-
-    def __init__(
-        self,
-        num_experts: int,
-        in_features: int,
-        out_features: int,
-        add_bias: bool = True,
-        std: float | None = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.in_features = in_features
-        self.out_features = out_features
-        self.std = std
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-        self.weight = parameter(num_experts, out_features, in_features)
-        self.bias = parameter(num_experts, out_features) if add_bias else None
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Weights from a normal distribution of deviation `std`, by default 1/√in; biases zero."""
-        std = self.in_features**-0.5 if self.std is None else self.std
-        nn.init.normal_(self.weight, mean=0.0, std=std)
-        if self.bias is not None:
-            self.bias.zero_()
-
-    def extra_repr(self) -> str:
-        bias = self.bias is not None
-        return f"{self.num_experts}, in={self.in_features}, out={self.out_features}, bias={bias}"
 
 
 class MoE(nn.Module):

@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         "results of users' routers are not checked", "moe.py",
-        "        if not self.routing.trusted:\n", "        if False:\n",
+        "        if not self.routing._is_trusted():\n", "        if False:\n",
         "tests/routing/test_own_router.py -k wrong_results",
     ),
     Mutation(
@@ -154,7 +154,8 @@ MUTATIONS = [
     ),
     Mutation(
         "users' maps of slots are trusted", "moe.py",
-        "trusted=self.routing.trusted and r.token_start", "trusted=r.token_start",
+        "trusted=r.token_start is not None and self.routing._is_trusted(),",
+        "trusted=r.token_start is not None,",
         "tests/routing/test_own_router.py -k wrong_results",
     ),
     Mutation(
