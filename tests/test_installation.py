@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sonicmoe import cli, extras
-from sonicmoe.tools import bug_report
+from sonicmoe.layer import run
+from sonicmoe.tools import candidates, doctor
 
 CURE = "pip uninstall -y sonic-moe sonicmoe, then install sonicmoe again."
 
@@ -89,11 +90,9 @@ def test_the_report_says_what_a_layer_raises(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no kernel image\nmore")
 
-    monkeypatch.setattr(bug_report, "experts", broken)
-    assert bug_report.check_layer("cpu") == "raises RuntimeError: no kernel image"
+    monkeypatch.setattr(candidates, "ours", broken)
+    assert doctor.check_layer("cpu") == "raises RuntimeError: no kernel image"
     monkeypatch.undo()
-    wrong = bug_report._both_passes
-    monkeypatch.setattr(
-        bug_report, "_both_passes", lambda *args, **more: wrong(*args, **more) * (2 if more else 1)
-    )
-    assert ", 5.0e-01 from fp64" in bug_report.check_layer("cpu")
+    right = run.finish
+    monkeypatch.setattr(run, "finish", lambda *given: right(*given) * 1.001)
+    assert ", wrong out, x, w1" in doctor.check_layer("cpu")

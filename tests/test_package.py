@@ -314,8 +314,8 @@ def test_doctor_without_triton():
     assert "triton    not found" in in_fresh_python("""
         import sys
         sys.modules["triton"] = None
-        from sonicmoe.tools.doctor import main
-        main()
+        from sonicmoe.tools.doctor import report
+        print(report())
     """)
 
 

@@ -75,8 +75,7 @@ def _absent(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from .tools.bug_report import bug_report
-    from .tools.doctor import report
+    from .tools.doctor import bug_report, report
 
     print(bug_report() if args.report else report())
     return 0

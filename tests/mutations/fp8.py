@@ -101,6 +101,11 @@ MUTATIONS = [
         "tests/fp8/test_fp8_values.py -k subnormal",
     ),
     Mutation(
+        "FP8: the kernel's norm of W2 without the rounding of subnormals", "kernels/quantize.py",
+        " + COUNT**0.5 * 0.0009765625", "",
+        "tests/fp8/test_quantize.py -k weights_of_special", interpreted=True,
+    ),
+    Mutation(
         "FP8: the scale of A'ᵀ without the rows' own maxima", "reference/fp8_scales.py",
         "    of_a = torch.minimum(of_a, largest(do_row * (E4M3_MAX * a_scale.amax(0))))\n", "",
         "tests/fp8/test_fp8_values.py -k own_maximum",

@@ -49,6 +49,6 @@ MUTATIONS = [
     ),
     Mutation(
         "a tuned table may hold values of other types", "tuning/table.py",
-        "if type(values[name]) is not kind:", "if False:", "tests/tuning/test_table.py",
+        "if type(value) is not kind:", "if False:", "tests/tuning/test_table.py",
     ),
 ]  # fmt: skip

@@ -1,6 +1,5 @@
 """The search of `sonicmoe tune`: right first, ratios within a round, the best once more alone."""
 
-import io
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from sonicmoe.launch import memory
 from sonicmoe.tools import tune as search
 from sonicmoe.tools import tune_run
 from sonicmoe.tools.gemms import Gemm
-from sonicmoe.tools.progress import Bar
 from sonicmoe.tuning import Target
 from sonicmoe.tuning.candidates import candidates
 from sonicmoe.tuning.table import RowKey
@@ -123,25 +121,6 @@ def test_luck_among_many_is_not_enough():
     first = search.ROUNDS * len(candidates(KEY, H200))
     found = Bench({TWO: lambda call: 0.9 if call <= first else 1.0}).tune()
     assert found.best == TWO and found.gain == 0 and found.chosen == DEFAULT
-
-
-def test_progress_counts_every_step():
-    seen = []
-    search.tune(Bench({ONE: 0.9}).gemm, H200, Bench({ONE: 0.9}).timer, seen.append)
-    assert len(seen) <= search.steps(Bench().gemm, H200)
-    assert "up: checking Hopper 128×128×32, 8 stages" in seen
-
-
-def test_the_bar_in_a_terminal_and_in_a_log():
-    terminal, log = io.StringIO(), io.StringIO()
-    terminal.isatty = lambda: True
-    for file in (terminal, log):
-        bar = Bar(4, file)
-        for what in ("up: checking", "up: round 1", "down: checking", "down: round 1"):
-            bar(what)
-        bar.close()
-    assert "█" * 12 + "░" * 12 + " 2/4 down: checking" in terminal.getvalue()
-    assert log.getvalue() == "0/4 up\n2/4 down\n"
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -1,15 +1,21 @@
-"""What is installed, which backend runs, and what is missing: `sonicmoe doctor`."""
+"""What is installed, which backend runs, what is missing, and what a report of a bug needs."""
 
+import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import sysconfig
+import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from ..extras import PACKAGE
 
 TUNED = (9, 0)
 OLDEST = (8, 0)
@@ -108,11 +114,6 @@ def report() -> str:
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
 
 
-def main() -> int:
-    print(report())
-    return 0
-
-
 def _tuned(machine: Machine) -> list[str]:
     """The table of `sonicmoe tune` for each GPU model."""
     from ..tuning.table import path_of
@@ -155,5 +156,71 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     return gpus, complaint
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+# --- a report of a bug ----------------------------------------------------------------------------
+_PACKAGES = ("transformers", "peft", "accelerate", "trl", "deepspeed", "torchtitan", "torchao")
+_VARIABLES = ("SONICMOE_", "TRITON_", "CUDA_", "TORCH", "PYTORCH_", "NCCL_", "CUBLAS_")
+_ASKED = """What you called, with shapes (T,H,I,E,K), dtype and options:
+
+What you expected, and what happened (the whole traceback):
+
+```
+{facts}
+```"""
+
+
+def bug_report() -> str:
+    """A form in Markdown, with the facts about this machine filled in."""
+    facts = "\n".join([report(), *(f"{name:<10}{text}" for name, text in _facts())])
+    return _ASKED.format(facts=facts.replace(f"{Path.home()}{os.sep}", f"~{os.sep}"))
+
+
+def _facts() -> Iterable[tuple[str, str]]:
+    yield "files", str(PACKAGE)
+    in_a_clone = PACKAGE.parent.name == "src"
+    if in_a_clone and (commit := _output("git", "-C", str(PACKAGE), "describe", "--always")):
+        yield "commit", commit
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    if driver := _output("nvidia-smi", *query):
+        yield "driver", driver.splitlines()[0]
+    found = [f"{name} {version}" for name in _PACKAGES if (version := _version(name))]
+    yield "beside it", ", ".join(found) or "no framework"
+    for name in sorted(os.environ):
+        if name.startswith(_VARIABLES):
+            yield "variable", f"{name}={os.environ[name]}"
+    yield "a layer", check_layer("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_layer(device: str) -> str:
+    """Run both passes of a small layer: what is wrong with them, or what they raise."""
+    from .candidates import ours
+    from .cases import Case
+    from .inputs import make_inputs
+    from .verify import verify
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    before = time.perf_counter()
+    try:
+        inputs = make_inputs(Case.of_shape("128,64,32,8,2"), device=device, dtype=dtype)
+        checks = verify(ours(inputs, router=True), inputs)
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return f"raises {type(error).__name__}: {lines[0]}"
+    wrong = ", ".join(check.tensor for check in checks if not check.passed)
+    verdict = f"wrong {wrong}" if wrong else "right"
+    return f"both passes on {device} in {time.perf_counter() - before:.1f} s, {verdict} ({dtype})"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -58,12 +58,7 @@ def gpu_timer(call: Callable[[], object]) -> float:
     return do_bench(call, warmup=10, rep=40, return_mode="median")
 
 
-def tune(
-    gemm: Gemm,
-    target: Target,
-    timer: Timer = gpu_timer,
-    progress: Callable[[str], None] = lambda what: None,
-) -> Finding:
+def tune(gemm: Gemm, target: Target, timer: Timer = gpu_timer) -> Finding:
     default, *others = candidates(gemm.key, target)
     with _poisoned():
         want = gemm.run(default)
@@ -72,7 +67,6 @@ def tune(
     faults: dict[Config, str] = {}
     right = [default]
     for config in others:
-        progress(f"{gemm.name}: checking {describe(config)}")
         fault = _fault(gemm, config, want)
         if fault:
             faults[config] = fault
@@ -83,26 +77,17 @@ def tune(
     def round_of(configs: list[Config]) -> list[float]:
         return [timer(partial(gemm.run, config)) for config in configs]
 
-    rounds = []
-    for number in range(ROUNDS):
-        progress(f"{gemm.name}: round {number + 1} of {ROUNDS}, {len(right)} configurations")
-        rounds.append(round_of(right))
+    rounds = [round_of(right) for _ in range(ROUNDS)]
     times = dict(zip(right, map(statistics.median, zip(*rounds, strict=True)), strict=True))
     ratios = zip(*([ms / turn[0] for ms in turn] for turn in rounds), strict=True)
     best = min(zip(map(statistics.median, ratios), right, strict=True), key=lambda pair: pair[0])[1]
     about = (gemm.name, gemm.key, gemm.flops, default, best)
     if best == default:
         return Finding(*about, times[best], times[best], 0.0, times, faults)
-    progress(f"{gemm.name}: {describe(best)} against the default")
     duel = [round_of([default, best]) for _ in range(ROUNDS)]
     default_ms, best_ms = map(statistics.median, zip(*duel, strict=True))
     gain = 1 - statistics.median(ms / base for base, ms in duel)
     return Finding(*about, default_ms, best_ms, gain, times, faults)
-
-
-def steps(gemm: Gemm, target: Target) -> int:
-    """How often `tune` calls `progress`, at most."""
-    return len(candidates(gemm.key, target)) + ROUNDS
 
 
 def describe(config: Config) -> str:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from ..errors import bad_argument
@@ -13,8 +12,7 @@ from .candidates import ours
 from .cases import Case
 from .gemms import Gemm, gemms
 from .inputs import Inputs, make_inputs
-from .progress import Bar
-from .tune import Finding, Timer, describe, gpu_timer, steps, tune
+from .tune import Finding, Timer, describe, gpu_timer, tune
 from .verify import passed, verify
 from .verify_run import Options, device_name, failure_text, release
 
@@ -72,16 +70,11 @@ def tune_cases(
 
 
 def _measure(case: Case, new: list[Gemm], target: Target, timer: Timer) -> list[Finding]:
-    bar = Bar(sum(steps(gemm, target) for gemm in new))
-    try:
-        step = partial(_step, bar, case.name)
-        return [tune(gemm, target, timer, step) for gemm in new]
-    finally:
-        bar.close()
-
-
-def _step(bar: Bar, case: str, what: str) -> None:
-    bar(f"{case} {what}")
+    found = []
+    for gemm in new:
+        print(f"{case.name}: measuring {gemm.name}", file=sys.stderr, flush=True)
+        found.append(tune(gemm, target, timer))
+    return found
 
 
 def _wrong(inputs: Inputs, options: Options, findings: dict[Key, Finding]) -> str | None:

@@ -8,7 +8,6 @@ version can run, are ignored with one warning, and the built-in configurations a
 
 import contextlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -165,33 +164,18 @@ def encode(key: Key, config: Config, **figures: float) -> Entry:
 
 
 def decode(entry: Any) -> tuple[Key, Config]:
-    """Key and configuration of an entry; ValueError for anything `encode` does not write."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
-        raise ValueError("not an entry with a config")
-    weights = entry.get("kernel") == WGRAD
-    key_type, config = (WeightKey, WeightConfig) if weights else (RowKey, RowConfig)
-    key = key_type(**_typed(entry, key_type.__annotations__))
-    types = {f.name: f.type for f in fields(config)}
-    if set(entry["config"]) != set(types):
+    """Key and configuration of an entry; raises for what `encode` does not write."""
+    weights = entry["kernel"] == WGRAD
+    key_type, config_type = (WeightKey, WeightConfig) if weights else (RowKey, RowConfig)
+    key = key_type(*(entry[name] for name in key_type._fields))
+    if set(entry["config"]) != {f.name for f in fields(config_type)}:
         raise ValueError("a configuration of another version")
-    for name in entry.keys() - {"kernel", "config", *key_type._fields}:
-        if type(entry[name]) not in (int, float) or not math.isfinite(entry[name]):
-            raise ValueError(f"{name} is {_short(entry[name])}, expected a finite number")
-    return key, config(**_typed(entry["config"], types))
-
-
-def _typed(values: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
-    """The fields named in `types`, each of exactly that type: True is not an int."""
-    for name, kind in types.items():
-        if name not in values:
-            raise ValueError(f"{name} is missing")
-        if type(values[name]) is not kind:
-            raise ValueError(f"{name} is {_short(values[name])}, expected {kind.__name__}")
-    return {name: values[name] for name in types}
-
-
-def _short(value: object) -> str:
-    return f"{value!r:.80}"
+    config = config_type(**entry["config"])
+    types = (*key_type.__annotations__.values(), *(f.type for f in fields(config)))
+    for value, kind in zip((*key, *asdict(config).values()), types, strict=True):
+        if type(value) is not kind:  # True is not an int
+            raise ValueError(f"{value!r:.80}, expected {kind}")
+    return key, config
 
 
 def read(path: Path, device: str, target: Target) -> tuple[list[Entry], list[str]]:
@@ -201,24 +185,22 @@ def read(path: Path, device: str, target: Target) -> tuple[list[Entry], list[str
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        stated, found, entries = document["format"], document["device"], document["entries"]
+        stated, found, entries = document["format"], document["device"], list(document["entries"])
     except (FileNotFoundError, NotADirectoryError):
         return [], [f"named by {VARIABLE}, but there is no such file"] * (VARIABLE in os.environ)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [], [f"not a table of `sonicmoe tune` ({type(error).__name__}: {error})"]
-    if type(stated) is not int or stated != FORMAT:
-        return [], [f"a table of format {_short(stated)}, this version reads {FORMAT}"]
+    if stated != FORMAT:
+        return [], [f"a table of format {stated}, this version reads {FORMAT}"]
     if found != device:
-        return [], [f"tuned for {_short(found)}, the device here is {device!r}"]
-    if not isinstance(entries, list):
-        return [], [f"entries are {_short(entries)}, expected a list"]
+        return [], [f"tuned for {found!r}, the device here is {device!r}"]
     good, problems = [], []
     for entry in entries:
         try:
             if not allowed(*decode(entry), target):
                 raise ValueError("a configuration that cannot run here")
-        except ValueError as error:
-            problems.append(f"{error}, in {_short(entry)}")
+        except (ValueError, KeyError, TypeError) as error:
+            problems.append(f"{error}, in {entry!r:.80}")
         else:
             good.append(entry)
     return good, problems
