@@ -123,7 +123,7 @@ def lora(options: Options) -> Outcome:
         return Candidate(name, False, forward, leaves, i.dout)
 
     def ours() -> torch.Tensor:
-        return experts(i.x, i.ids, i.scores, w1, w2, up, down, gate_up="concatenated")
+        return experts(i.x, i.ids, i.scores, w1, w2, lora1=up, lora2=down, gate_up="concatenated")
 
     def written_out() -> torch.Tensor:
         weights = _written_out(w1, up), _written_out(w2, down)
