@@ -51,15 +51,16 @@ class Options(NamedTuple):
     lora1: LowRank | None = None
     lora2: LowRank | None = None
 
-    @classmethod
-    def of(cls, given: OptionArguments) -> "Options":
+    @staticmethod
+    def of(given: OptionArguments) -> "Options":
         """Raise for what no layer can compute with."""
-        options = cls(**given)  # type: ignore[arg-type]
-        check_gate_up(options.gate_up)
-        kind_of(options.precision)
-        check_fp8_weights(options.fp8_weights, options.precision)
-        activation = parse_activation(options.activation, "activation")
-        return options._replace(activation=activation, memory=memory_policy(options.memory))
+        activation, gate_up, precision, memory, *others = Options(**given)  # type: ignore
+        check_gate_up(gate_up)
+        kind_of(precision)
+        check_fp8_weights(others[1], precision)
+        activation = parse_activation(activation, "activation")
+        # Not by `_replace`: Dynamo of PyTorch 2.11 cannot keep its result where it breaks a graph.
+        return Options(activation, gate_up, precision, memory_policy(memory), *others)
 
 
 # --- options of a built `MoE`: setting one takes effect or raises ---------------------------------
