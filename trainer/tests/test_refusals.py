@@ -149,4 +149,6 @@ def test_a_corrupt_tokenizer_is_one_line(command, content, tmp_path, capsys):
         (tmp_path / "tokenizer.json").write_text(content)
     more = [str(tmp_path / "out")] if command == "export" else []
     error = refused([command, str(tmp_path), *more], capsys)
-    assert "run: expected a tokenizer.json" in error and "Restore the file" in error
+    assert (
+        "tokenizer: expected the tokenizer.json of a run" in error and "Restore the file" in error
+    )

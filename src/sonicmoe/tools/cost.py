@@ -14,7 +14,7 @@ from ..errors import bad_argument
 from ..layer.memory import KEEP, MemoryPolicy
 from ..shapes import BLOCK, Problem, ceil_div, max_tiles, padded_rows, slice_width
 
-__all__ = ["Gpu", "Problem", "caller_bytes", "find_gpu", "kept_bytes"]
+__all__ = ["Gpu", "Problem", "find_gpu", "kept_bytes"]
 
 INDEX = 4  # bytes of an index
 SCALE = 4  # bytes of a scale of Z in e4m3

@@ -40,24 +40,13 @@ def flops_per_token(m: ModelConfig) -> float:
     return 6 * parameters(m).active + 6 * m.num_layers * m.num_heads * m.head_dim * m.context
 
 
-@dataclass(frozen=True, slots=True)
-class LayerBytes:
-    """What one layer keeps for the backward pass: ours, and one that gathers rows first."""
-
-    ours: int
-    gathered: int
-
-
-def layer_bytes(m: ModelConfig, tokens: int, precision: str, memory: MemoryPolicy) -> LayerBytes:
-    """Ours: X, Z and about 20 bytes of routing per row. Gathered: also rows of X, A and Y."""
+def layer_bytes(m: ModelConfig, tokens: int, precision: str, memory: MemoryPolicy) -> int:
+    """What one layer keeps for the backward pass: X, Z and about 20 bytes of routing per row."""
     p = cost.Problem(tokens, m.hidden_size, m.intermediate_size, m.num_experts, m.experts_per_token)
     router, element = m.router.partition(":")[0], ELEMENT_BYTES[precision]
-    x = cost.caller_bytes(p, element)
     fp8 = "fp8" if precision in ("fp8", "bf16_fp8") else None
     kept = cost.kept_bytes(p, element, router=router, memory=memory, precision=fp8)
-    ours = x + sum(kept.values())
-    whole = x + sum(cost.kept_bytes(p, element, router=router).values())
-    return LayerBytes(ours, whole + element * p.R * (2 * p.H + p.I))
+    return element * p.T * p.H + sum(kept.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +77,7 @@ def memory(config: TrainConfig, shards: int = 1) -> Memory:
         state += 2 * count.experts
         policy = policy._replace(weights="recompute")
     elements = COMPILED_BLOCK_ELEMENTS if config.compile else BLOCK_ELEMENTS
-    layer: float = layer_bytes(m, tokens, config.precision, policy).ours
+    layer: float = layer_bytes(m, tokens, config.precision, policy)
     layer += elements * element * tokens * m.hidden_size
     if config.recompute:
         kept = m.num_layers * element * tokens * m.hidden_size + layer

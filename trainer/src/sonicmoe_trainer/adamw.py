@@ -18,8 +18,8 @@ _MASK = 0xFFFFFFFF
 class StochasticAdamW(Optimizer):
     """AdamW that rounds weights and moments, all in bfloat16, stochastically.
 
-    The random bits depend on `seed`, the step, the place of the parameter among the parameters, and
-    the element: runs repeat, and replicas of a weight stay equal. Gradients are divided by
+    The random bits depend on `seed`, the step, the index of the parameter and the element: runs
+    repeat, and replicas of a weight stay equal. Gradients are divided by
     `grad_scale` (a tensor of one number in fp32), if it is set, as in PyTorch's fused optimizers.
     """
 
@@ -43,15 +43,15 @@ class StochasticAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        place = 0
+        index = 0
         for group in self.param_groups:
             for p in group["params"]:
-                place += 1
+                index += 1
                 if p.grad is not None:
-                    self._update(p, p.grad, group, place)
+                    self._update(p, p.grad, group, index)
         return loss
 
-    def _update(self, p: torch.Tensor, g: torch.Tensor, group: dict, place: int) -> None:
+    def _update(self, p: torch.Tensor, g: torch.Tensor, group: dict, index: int) -> None:
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros(())
@@ -59,7 +59,7 @@ class StochasticAdamW(Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p)
         state["step"] += 1
         step, lr, (beta1, beta2) = int(state["step"]), float(group["lr"]), group["betas"]
-        key = key_of(self.seed, step, place)
+        key = key_of(self.seed, step, index)
         w, g, m, v = (_local(t) for t in (p, g, state["exp_avg"], state["exp_avg_sq"]))
         update(
             w, g, m, v, key, lr, 1 - lr * group["weight_decay"], beta1, beta2, 1 - beta1**step,
@@ -72,10 +72,10 @@ def _local(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def key_of(seed: int, step: int, place: int) -> int:
-    """31 bits, another for each step of each parameter."""
+def key_of(seed: int, step: int, index: int) -> int:
+    """31 bits that differ between steps and parameters."""
     mixed = (seed * 0x9E3779B1 + step) & _MASK
-    mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA77 + place) & _MASK
+    mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA77 + index) & _MASK
     return ((mixed ^ (mixed >> 13)) * 0xC2B2AE3D & _MASK) >> 1
 
 

@@ -1,4 +1,4 @@
-"""Which tokens a step sees: a pure function of seed and step, so that nothing need be saved.
+"""Tokens of each step: a pure function of seed and step, so no state is saved.
 
 The text is cut into windows of `context` tokens; every epoch visits all of them once in its own
 order.

@@ -118,7 +118,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _folder(args: argparse.Namespace, name: str) -> Path:
-    """Where the runs go: --runs and --name, or their defaults."""
+    """Folder of a new run: --runs and --name, or their defaults."""
     name = name if args.name is None else args.name
     if name != Path(name).name or name in ("", ".."):
         raise bad_argument("--name", "the name of one folder", repr(name), "Set --runs as well.")

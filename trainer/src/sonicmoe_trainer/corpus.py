@@ -1,4 +1,4 @@
-"""From documents to token files: deduplicate, split by document, train a BPE, encode, cache.
+"""Turn documents into token files: deduplicate, split by document, train a BPE, encode, cache.
 
 A corpus is a folder: tokenizer.json, train.tokens and validation.tokens (int32), and corpus.json
 (what was found, and the size and SHA-256 of every file). It is written to a temporary folder and
@@ -237,7 +237,7 @@ def _build(config: TrainConfig, folder: Path, given: Path | None) -> Corpus:
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
     try:
         if given:
-            tokenizer = _read_tokenizer(given)
+            tokenizer = read_tokenizer(given)
             shutil.copyfile(given, work / "tokenizer.json")
         else:
             tokenizer = _train_tokenizer(splits["train"], config.model.vocab_size)
@@ -288,7 +288,8 @@ def _train_tokenizer(documents: list[str], vocab_size: int):
     return tokenizer
 
 
-def _read_tokenizer(path: Path):
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer of a tokenizer.json; a ValueError if the file is missing or damaged."""
     from tokenizers import Tokenizer
 
     try:

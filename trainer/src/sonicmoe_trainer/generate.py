@@ -10,7 +10,7 @@ from sonicmoe.plugins import bad_argument
 
 from . import checkpoint, parallel
 from .config import ModelConfig, check_seed
-from .corpus import END_OF_TEXT
+from .corpus import END_OF_TEXT, read_tokenizer
 from .model import Decoder
 from .run import load_config
 
@@ -29,14 +29,7 @@ def load_model(folder: Path, device: torch.device) -> Decoder:
 
 def load_tokenizer(folder: Path) -> tuple[Any, int]:
     """The tokenizer of a run, and its token for the end of a text."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    try:
-        tokenizer: Any = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing more specific
-        got, remedy = f"{path} ({error})", "Restore the file; the cache of the run has a copy."
-        raise bad_argument("run", "a tokenizer.json", got, remedy) from None
+    tokenizer = read_tokenizer(folder / "tokenizer.json")
     return tokenizer, tokenizer.token_to_id(END_OF_TEXT)
 
 

@@ -167,10 +167,10 @@ class Decoder(nn.Module):
                 module.moe.c_proj.weight.mul_(shrink)
 
     def forward(self, ids, targets=None, *, cache: Cache | None = None, loss_chunk: int = 0):
-        """With targets: their mean cross-entropy and the auxiliary loss, summed over the layers.
+        """With targets: the mean cross-entropy and the sum of the layers' auxiliary losses.
 
-        Without: the logits (B, S, V). A `cache` (one entry per layer, filled here) continues text;
-        each call passes the tokens that follow those before.
+        Without targets: the logits (B, S, V). A `cache` (one entry per layer, filled here)
+        continues text: each call passes the tokens that follow those before.
         """
         x = self.embed(ids)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream is bfloat16 there too

@@ -54,7 +54,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -> tor
 
 
 def _local_norm(model: nn.Module) -> torch.Tensor:
-    """Of all gradients, in fp32: that of gradients in bfloat16 would have 8 bits."""
+    """Norm of all gradients, in fp32: in bfloat16 it would have 8 bits."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms))

@@ -13,7 +13,7 @@ def human(value: float, unit: str = "", digits: int = 3) -> str:
 
 
 def count(value: float, digits: int = 3) -> str:
-    """As `human`, for counts: billions are B, not G."""
+    """1234567890 → "1.23B"."""
     return human(value, "", digits).replace("G", "B")
 
 

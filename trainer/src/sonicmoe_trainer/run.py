@@ -143,7 +143,7 @@ def load_config(folder: Path) -> TrainConfig:
 
 
 def cache_of(folder: Path) -> Path:
-    """Where an earlier run kept its tokenized text, if that folder still exists."""
+    """Folder of the tokenized text of an earlier run, or the default if that is gone."""
     path = _record(folder)[2]
     return path if path.is_absolute() and path.is_dir() else default_cache()
 

@@ -50,8 +50,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
         "flops_per_second": flops,
         "peak_share": share_of_peak(flops / ranks, device),
         "peak_memory": peak_memory(device),
-        "kept_bytes": kept.ours * layers_at_once if c.backend in LAYER_BACKENDS else None,
-        "gathered_bytes": kept.gathered * layers_at_once,
+        "kept_bytes": kept * layers_at_once if c.backend in LAYER_BACKENDS else None,
     }
 
 
@@ -71,13 +70,7 @@ def text(numbers: dict[str, Any]) -> str:
         ("peak memory", human_bytes(n["peak_memory"])),
     ]
     if n["kept_bytes"] is not None:
-        saved = n["gathered_bytes"] - n["kept_bytes"]
-        share = saved / n["gathered_bytes"]
-        rows += [
-            ("kept for backward by the MoE layers", human_bytes(n["kept_bytes"])),
-            ("… if rows were gathered (X, A, Y too)", human_bytes(n["gathered_bytes"])),
-            ("saved by the layer", f"{human_bytes(saved)} ({share:.0%})"),
-        ]
+        rows.append(("kept for backward by the MoE layers", human_bytes(n["kept_bytes"])))
     return table([f"{numbers['preset']} on {numbers['device']}", "value"], rows)
 
 

@@ -1,4 +1,4 @@
-"""Where text comes from: this installation, files and folders, or a Hugging Face dataset.
+"""Sources of text: this installation, files and folders, or a Hugging Face dataset.
 
 Every source is a stream of `Document`s in an order that depends only on file names, so that two
 runs on one machine see the same text. Files are read in pieces: memory depends neither on their
