@@ -1,7 +1,7 @@
 """The consumer warpgroups of the Hopper GEMMs over rows: wgmma, then an epilogue for each tile.
 
-An epilogue is an aggregate that says what it loads, computes and stores. The first two of its
-methods, which return tuples, may be missing:
+An epilogue is an aggregate that says what it loads, computes and stores. ROWS is the layout of what
+it has one of for each row. The first two of its methods, which return tuples, may be missing:
 
 - `look_up(tile)` loads what leads to the tile's data, such as tokens, one tile ahead
 - `before(tile, *looked_up)` starts loads, which then run under the main loop
@@ -116,12 +116,13 @@ def consume(CONSUMER: gl.constexpr, epilogue, ring):
     """
     LOADS: gl.constexpr = hasattr(epilogue, "before")
     LATER: gl.constexpr = ring.RANK if ring.a.dtype == gl.float8e4nv else 0  # columns of U
+    r = gl.arange(0, CONSUMER_M, epilogue.ROWS)
     first = gl.program_id(0)
     stride = gl.num_programs(0)
     step = 0
     count = 0 if LOADS else -1  # of tiles before the one that was located last
     if LOADS:
-        tile = ring.locate(first, ring.load_entry(first), gl.to_tensor(count), CONSUMER)
+        tile = ring.locate(first, ring.load_entry(first), gl.to_tensor(count), r, CONSUMER)
         looked_up = epilogue.look_up(tile)
     for index in range(first, ring.total, stride):
         ahead = index + stride if LOADS else index
@@ -134,15 +135,15 @@ def consume(CONSUMER: gl.constexpr, epilogue, ring):
         else:
             acc, step = _accumulate(ring, step, CONSUMER)
         count += 1
-        located = ring.locate(ahead, entry, count, CONSUMER)
+        located = ring.locate(ahead, entry, count, r, CONSUMER)
         acc = Accumulator(ring=ring, values=acc, step=step, CONSUMER=CONSUMER)
+        step += ceil_div(LATER, ring.BLOCK_K // 2)
         if LOADS:
             looked_up = epilogue.look_up(located)
             epilogue.apply(acc, tile, *loaded)
             tile = located
         else:
             epilogue.apply(acc, located)
-        step += ceil_div(LATER, ring.BLOCK_K // 2)
     tma.store_wait(0)
 
 

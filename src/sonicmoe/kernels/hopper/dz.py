@@ -61,10 +61,11 @@ class Epilogue:
     BACKWARD: gl.constexpr
     STORE_A: gl.constexpr
     STORE_PARTIAL: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.jit
     def look_up(self, tile):
-        return (tile.indices(self.row_slot, L),)
+        return (tile.indices(self.row_slot),)
 
     @gluon.jit
     def before(self, tile, slot):
@@ -72,7 +73,7 @@ class Epilogue:
         if self.scores is None:
             score = gl.full((CONSUMER_M,), 1.0, gl.float32, ROWS)
         else:
-            score = gl.load(self.scores + slot, mask=tile.inside(L), other=0.0)
+            score = gl.load(self.scores + slot, mask=tile.inside(), other=0.0)
         return slot, score
 
     @gluon.jit
@@ -83,20 +84,20 @@ class Epilogue:
         if self.STORE_PARTIAL:
             sums = assume_layout(gl.sum(ds, 1), ROWS)
             plane = self.partial + tile.n * self.plane.to(gl.int64)
-            gl.store(plane + slot, sums, mask=tile.inside(L))
+            gl.store(plane + slot, sums, mask=tile.inside())
 
     @gluon.jit
     def exponents(self, tile):
         """Exponents of the scales of a tile's blocks of Z, at most 4, a byte each: four scales
         would take six registers more. Past the last block, where Z is zero, that of the last."""
-        packed = gl.zeros((CONSUMER_M,), gl.int32, ROWS)
+        packed = gl.zeros_like(tile.r)
         if self.z_scale is not None:
             BLOCK: gl.constexpr = 128 if self.z.GATE_UP is None else 64
             BLOCKS: gl.constexpr = self.z.LAPS * BUFFERS * SLICE // BLOCK
             for b in gl.static_range(BLOCKS):
                 block = gl.minimum(tile.n * BLOCKS + b, (self.I + BLOCK - 1) // BLOCK - 1)
                 plane = self.z_scale + block * self.num_rows.to(gl.int64)
-                scale = tile.load(plane, L, 0.0)
+                scale = tile.load(plane, 0.0)
                 packed = packed | (scale.to(gl.int32, bitcast=True) >> 23 << 8 * b)
         return packed
 
@@ -156,6 +157,6 @@ def hopper_dz_kernel(
     epilogue = Epilogue(
         z=z_slices, z_scale=z_scale, num_rows=num_rows, dz=dz, a=a, scores=scores,
         row_slot=row_slot, partial=partial, plane=plane, a_smem=a_smem, I=I, BACKWARD=BACKWARD,
-        STORE_A=STORE_A, STORE_PARTIAL=STORE_PARTIAL,
+        STORE_A=STORE_A, STORE_PARTIAL=STORE_PARTIAL, ROWS=ROWS,
     )  # fmt: skip
     run(ring, epilogue, dout, row_token, w2, lora_u, lora_b, PRODUCER_REGISTERS)

@@ -98,6 +98,7 @@ class Epilogue:
     STORE_T: gl.constexpr
     STORE_A: gl.constexpr
     STORE_PARTIAL: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.jit
     def look_up(self, tile):
@@ -122,15 +123,16 @@ class Epilogue:
         ds = gl.zeros((CONSUMER_M, 4), gl.float32, SUMS)
         ds = self.z.walk(self, values, tile, padded, ds)
         if self.STORE_PARTIAL:
-            slot = tile.rows(L)
+            slot = tile.row + tile.r
             if self.row_slot is not None:
                 slot = self.slot_smem.index(tile.CONSUMER).load(ROWS)
             sums = assume_layout(gl.sum(ds, 1), ROWS)
             if not self.RANK:
                 # TO_DA is a power of two: multiplying the sums by it equals multiplying each term.
                 sums *= to_da.load(ROWS)
+            inside = tile.inside()
             plane = self.partial + tile.n * self.plane.to(gl.int64)
-            gl.store(plane + slot, sums, mask=tile.inside(L))
+            gl.store(plane + slot, sums, mask=inside)
 
     @gluon.jit
     def load_factors(self, tile):
@@ -138,17 +140,17 @@ class Epilogue:
         LAPS: gl.constexpr = self.z.LAPS
         each = gl.arange(0, CONSUMER_M, gl.BlockedLayout([1], [32], [4], [0]))  # a row per thread
         mine = tile.row + each
-        inside = mine < tile.end
         source = self.factors + mine
         for i in gl.static_range(FACTORS):
-            copy_gathered(self.f_smem.index(tile.CONSUMER * FACTORS + i), source, mask=inside)
+            smem = self.f_smem.index(tile.CONSUMER * FACTORS + i)
+            copy_gathered(smem, source, mask=mine < tile.end)
             source += self.rows
         if self.zmax is not None:
             for lap in gl.static_range(LAPS):  # a block of 128 columns; past the last, Z is zero
                 block = tile.n * LAPS + lap
+                inside = (mine < tile.end) & (block < (self.I + 127) // 128)
                 source = self.zmax + block * self.rows.to(gl.int64) + mine
-                smem = self.zmax_smem.index(tile.CONSUMER * LAPS + lap)
-                copy_gathered(smem, source, mask=inside & (block < (self.I + 127) // 128))
+                copy_gathered(self.zmax_smem.index(tile.CONSUMER * LAPS + lap), source, mask=inside)
         if self.column_factors is not None:
             WIDTH: gl.constexpr = LAPS * BUFFERS * SLICE
             plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -165,7 +167,8 @@ class Epilogue:
                 smem = self.b_smem.index(tile.CONSUMER * LAPS + lap)
                 copy_gathered(smem, source, mask=block < BLOCKS)
         if self.STORE_PARTIAL and self.row_slot is not None:
-            copy_gathered(self.slot_smem.index(tile.CONSUMER), self.row_slot + mine, mask=inside)
+            slot_smem = self.slot_smem.index(tile.CONSUMER)
+            copy_gathered(slot_smem, self.row_slot + mine, mask=mine < tile.end)
         async_copy.commit_group()
 
     @gluon.jit
@@ -290,6 +293,6 @@ def hopper_fp8_dz_kernel(
         zmax=zmax, z=z_slices, dz=dz, dz_t=dz_t, a_t=a_t, row_slot=row_slot, partial=partial,
         plane=plane, a_smem=a_smem, f_smem=f_smem, c_smem=c_smem, b_smem=b_smem,
         zmax_smem=zmax_smem, slot_smem=slot_smem, RANK=RANK, I=I, BACKWARD=BACKWARD,
-        STORE_DZ=STORE_DZ, STORE_T=STORE_T, STORE_A=STORE_A, STORE_PARTIAL=STORE_PARTIAL,
+        STORE_DZ=STORE_DZ, STORE_T=STORE_T, STORE_A=STORE_A, STORE_PARTIAL=STORE_PARTIAL, ROWS=ROWS,
     )  # fmt: skip
     run(ring, epilogue, do8, row_token, w2_t, lora_u, lora_b, PRODUCER_REGISTERS)

@@ -30,12 +30,12 @@ class Epilogue:
     smem: gl.shared_memory_descriptor  # a buffer for each consumer
     N: gl.constexpr
     RANK: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.jit
     def row_scale(self, tile, block):
         """The scale of a block of 128 columns, of each of 64 rows; one past the expert's end."""
-        L: gl.constexpr = accumulator_layout(self.smem.shape[2], gl.float8e4nv)
-        return tile.load(self.a_scale + block * self.plane.to(gl.int64), L, 1.0)
+        return tile.load(self.a_scale + block * self.plane.to(gl.int64), 1.0)
 
     @gluon.jit
     def look_up(self, tile):
@@ -58,8 +58,7 @@ class Epilogue:
                 values = biased(values, self.bias + tile.expert * self.N, column, self.N)
             scale = gl.full_like(scale, 1.0)
         if self.row_scores is not None:
-            L: gl.constexpr = values.type.layout
-            scale *= tile.load(self.row_scores, L, 0.0)
+            scale *= tile.load(self.row_scores, 0.0)
         values *= scale[:, None]
         tma.store_wait(0)
         store_value(values.to(self.y.dtype), self.y, tile, column, self.smem.index(tile.CONSUMER))
@@ -84,5 +83,6 @@ def fp8_gemm_kernel(
     epilogue = Epilogue(
         y=y, a_scale=a_scale, plane=plane, w_scale=w_scale, bias=bias, row_scores=row_scores,
         smem=smem, N=N, RANK=RANK,
+        ROWS=gl.SliceLayout(1, accumulator_layout(BLOCK_N, a.dtype)),
     )  # fmt: skip
     run(ring, epilogue, a, None, w, lora_u, lora_b, PRODUCER_REGISTERS)

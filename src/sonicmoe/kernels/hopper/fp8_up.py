@@ -50,14 +50,15 @@ class Epilogue:
     GATE_UP: gl.constexpr
     ACTIVATION: gl.constexpr
     KEEP_Z: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.jit
     def look_up(self, tile):
-        return (tile.indices(self.row_token, L),)
+        return (tile.indices(self.row_token),)
 
     @gluon.jit
     def before(self, tile, token):
-        x_scale = gl.load(self.x_scale + token, mask=tile.inside(L), other=0.0)
+        x_scale = gl.load(self.x_scale + token, mask=tile.inside(), other=0.0)
         return (x_scale * gl.load(self.w_scale + tile.expert),)
 
     @gluon.jit
@@ -66,10 +67,10 @@ class Epilogue:
         zmax = assume_layout(gl.max(gl.abs(values), 1), ROWS) * scale
         value = self.store_z(values, tile, scale, zmax)
         a_scale = self.store_a(value, tile)
-        offset = tile.n * self.plane.to(gl.int64) + tile.row + gl.arange(0, CONSUMER_M, ROWS)
-        gl.store(self.a_scale + offset, a_scale, mask=tile.inside(L))
+        offset = tile.n * self.plane.to(gl.int64) + tile.row + tile.r
+        gl.store(self.a_scale + offset, a_scale, mask=tile.inside())
         if self.KEEP_Z:
-            gl.store(self.zmax + offset, zmax, mask=tile.inside(L))
+            gl.store(self.zmax + offset, zmax, mask=tile.inside())
 
     @gluon.jit
     def scaled(self, acc, tile, scale):
@@ -89,7 +90,7 @@ class Epilogue:
         """Z (64, BLOCK_N) of a tile plus its bias, in the rows of its expert: the largest |Z| of a
         column is taken over all."""
         I: gl.constexpr = self.I
-        rows = tile.inside(L).to(gl.float32)
+        rows = tile.inside().to(gl.float32)
         first = tile.n * BLOCK_I
         if self.GATE_UP is None:
             return biased(z, self.b1 + tile.expert * I, first, I, 1, rows)
@@ -201,6 +202,6 @@ def fp8_up_kernel(
     epilogue = Epilogue(
         z=z, a=a, x_scale=x_scale, row_token=row_token, w_scale=w_scale, b1=b1, zmax=zmax,
         zmax_columns=zmax_columns, a_scale=a_scale, plane=plane, smem=smem, I=I, RANK=RANK,
-        GATE_UP=GATE_UP, ACTIVATION=ACTIVATION, KEEP_Z=KEEP_Z,
+        GATE_UP=GATE_UP, ACTIVATION=ACTIVATION, KEEP_Z=KEEP_Z, ROWS=ROWS,
     )  # fmt: skip
     run(ring, epilogue, x, row_token, w1, lora_u, lora_b, PRODUCER_REGISTERS)

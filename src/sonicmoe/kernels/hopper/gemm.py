@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from .consumer import run
 from .epilogue import biased, store_value
 from .gluon_compat import aggregate
-from .ring import CONSUMER_M, buffers, make_ring
+from .ring import CONSUMER_M, accumulator_layout, buffers, make_ring
 
 PRODUCER_REGISTERS = gl.constexpr(40)
 
@@ -21,6 +21,7 @@ class Epilogue:
     row_scores: gl.tensor | gl.constexpr  # may be None
     smem: gl.shared_memory_descriptor  # a buffer for each consumer
     N: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.jit
     def apply(self, acc, tile):
@@ -29,8 +30,7 @@ class Epilogue:
         if self.bias is not None:
             acc = biased(acc, self.bias + tile.expert * self.N, column, self.N)
         if self.row_scores is not None:
-            L: gl.constexpr = acc.type.layout
-            acc *= tile.load(self.row_scores, L, 0.0)[:, None]
+            acc *= tile.load(self.row_scores, 0.0)[:, None]
         tma.store_wait(0)
         store_value(acc.to(self.y.dtype), self.y, tile, column, self.smem.index(tile.CONSUMER))
 
@@ -50,5 +50,6 @@ def hopper_gemm_kernel(
         y.dtype, w, tiles, K, N, RANK, BLOCK_N, BLOCK_K, STAGES, WEIGHT_LAYOUT, None, False
     )
     smem = buffers(y.dtype, 2, [CONSUMER_M, BLOCK_N])
-    epilogue = Epilogue(y=y, bias=bias, row_scores=row_scores, smem=smem, N=N)
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N, y.dtype))
+    epilogue = Epilogue(y=y, bias=bias, row_scores=row_scores, smem=smem, N=N, ROWS=ROWS)
     run(ring, epilogue, a, None, w, lora_u, lora_b, PRODUCER_REGISTERS)

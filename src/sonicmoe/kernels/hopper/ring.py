@@ -130,31 +130,26 @@ class Tile:
     row: gl.tensor  # their first row
     n: gl.tensor  # the N-tile
     count: gl.tensor  # of this program's tiles before
+    r: gl.tensor  # 0 to 63, in the layout of the epilogue's ROWS
     CONSUMER: gl.constexpr  # 0 or 1
 
     @gluon.jit
-    def rows(self, L: gl.constexpr):
-        """The rows, as L has them in each column."""
-        return self.row + gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
-
-    @gluon.jit
-    def inside(self, L: gl.constexpr):
+    def inside(self):
         """Which of the rows are the expert's."""
-        return self.rows(L) < self.end
+        return self.row + self.r < self.end
 
     @gluon.jit
-    def load(self, values, L: gl.constexpr, other):
+    def load(self, values, other):
         """values[row], `other` past the expert's end."""
-        r = gl.arange(0, CONSUMER_M, gl.SliceLayout(1, L))
-        return gl.load(values + self.row + r, mask=self.row + r < self.end, other=other)
+        return gl.load(values + self.row + self.r, mask=self.inside(), other=other)
 
     @gluon.jit
-    def indices(self, index, L: gl.constexpr):
+    def indices(self, index):
         """index[row]; the row itself if there is no index."""
         if index is None:
-            return self.rows(L)
+            return self.row + self.r
         else:
-            return self.load(index, L, 0)
+            return self.load(index, 0)
 
 
 # --- the ring buffer ------------------------------------------------------------------------------
@@ -194,13 +189,13 @@ class Ring:
         return corner_of(index, start, end, number, self.K, self.N, 2 * CONSUMER_M, self.BLOCK_N)
 
     @gluon.jit
-    def locate(self, index, entry, count, CONSUMER: gl.constexpr):
+    def locate(self, index, entry, count, r, CONSUMER: gl.constexpr):
         """A consumer's rows of the tile of work item `index`."""
         expert, start, end, _ = entry
         row, n = self.corner(index, entry)
         return Tile(
             expert=expert, start=start, end=end, row=row + CONSUMER * CONSUMER_M, n=n, count=count,
-            CONSUMER=CONSUMER,
+            r=r, CONSUMER=CONSUMER,
         )  # fmt: skip
 
     @gluon.jit

@@ -35,6 +35,7 @@ class Epilogue:
     GATE_UP: gl.constexpr
     ACTIVATION: gl.constexpr
     KEEP_Z: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.jit
     def apply(self, acc, tile):
@@ -68,9 +69,9 @@ class Epilogue:
     def store_scale(self, amax, tile, block, L: gl.constexpr):
         """Store the scales (64,) of a block of Z, return their inverses (64, 1)."""
         scale, inverse = scale_and_inverse(amax, BLOCK_FLOOR)
-        inside = tile.inside(L) & (block < (self.N + 127) // 128)
+        inside = tile.inside() & (block < (self.N + 127) // 128)
         plane = self.z_scale + block * self.num_rows.to(gl.int64)
-        gl.store(plane + tile.rows(L), scale, mask=inside)
+        gl.store(plane + (tile.row + tile.r), scale, mask=inside)
         return inverse[:, None]
 
     @gluon.jit
@@ -179,5 +180,6 @@ def hopper_up_kernel(
     epilogue = Epilogue(
         z=z, z_scale=z_scale, num_rows=num_rows, a=a, b1=b1, smem=smem, N=N, GATE_UP=GATE_UP,
         ACTIVATION=ACTIVATION, KEEP_Z=KEEP_Z,
+        ROWS=gl.SliceLayout(1, accumulator_layout(BLOCK_N // 4, a.dtype)),
     )  # fmt: skip
     run(ring, epilogue, x, row_token, w1, lora_u, lora_b, PRODUCER_REGISTERS)
