@@ -130,7 +130,8 @@ def test_readme_has_a_place_for_the_benchmarks():
 PACKAGE = ROOT / "src" / "sonicmoe"
 
 
-MAPS = {"The map": PACKAGE, "The files of `layer/`": PACKAGE / "layer"}
+MAPS = {"The map": PACKAGE}
+MAPS |= {f"The files of `{name}/`": PACKAGE / name for name in ("ops", "layer")}
 
 
 def the_map(title: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Another kind of operands is one class and one `register`: every entry point then runs it."""
+"""Another precision is one class and one `register`: every entry point then runs it."""
 
 import os
 
@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from sonicmoe import MoE, distributed, experts, grouped_experts
-from sonicmoe.layer import operands
-from sonicmoe.layer.bf16 import Bf16
 from sonicmoe.layer.lora import LowRank
+from sonicmoe.ops import kinds
+from sonicmoe.ops.bf16 import Bf16
 
 E, K, H, INNER, T, RANK = 4, 2, 16, 8, 12, 8
 
@@ -29,8 +29,8 @@ class Counted(Bf16):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    monkeypatch.setattr(operands, "_kinds", dict(operands._kinds))
-    operands.register("counted", Counted)
+    monkeypatch.setattr(kinds, "_kinds", dict(kinds._kinds))
+    kinds.register("counted", Counted)
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_few_frames_from_the_layer_to_a_launch(monkeypatch):
 def test_few_frames_from_the_layer_in_fp8_to_a_launch(monkeypatch):
     from sonicmoe.launch import fp8, fp8_dz, fp8_wgrad, quantize
 
-    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.ops.fp8.fp8_backend", lambda backend, x: backend)
     launch, paths = grouped_gemm.launch, []
 
     def recorded(kernel, grid, *args, **options):

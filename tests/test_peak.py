@@ -55,7 +55,7 @@ def live(monkeypatch):
     for module in (grouped_gemm, fp8_wgrad):
         monkeypatch.setattr(module, "spans_of", lambda *args: Spans())
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
-    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.ops.fp8.fp8_backend", lambda backend, x: backend)
     return found
 
 

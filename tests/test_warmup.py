@@ -39,7 +39,7 @@ H, I, E, K = 64, 32, 48, 2
 @pytest.fixture(autouse=True)
 def _kernels_on_cpu_tensors(monkeypatch):
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
-    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.ops.fp8.fp8_backend", lambda backend, x: backend)
 
 
 def example(router="softmax_over_topk", dtype=torch.bfloat16, logits=None, **given):

@@ -12,9 +12,9 @@ import torch
 
 from . import ops
 from .errors import bad_argument, say_once
-from .reference import packed as reference
+from .reference import weights as reference
 from .shapes import BLOCK, ceil_div
-from .tensors import E4M3, Packed
+from .tensors import E4M3, Weight
 from .validation import check_rank, resolve_backend
 
 _E8M0 = torch.float8_e8m0fnu
@@ -38,7 +38,7 @@ class PackedWeight:
     shape: torch.Size  # (E, N, K), as the GEMM sees it
     transposed: bool
 
-    def stored(self) -> Packed:
+    def stored(self) -> Weight:
         """As operators take it."""
         raise NotImplementedError
 
@@ -89,8 +89,7 @@ class PackedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The weight (E, N, K), computed by plain PyTorch."""
-        packed = self.stored()
-        return reference.dequantize_weight(packed, 0, packed.experts, dtype)
+        return reference.dequantize_weight(self.stored(), 0, len(self), dtype)
 
     @torch.no_grad()
     def for_fp8(self) -> Self:
@@ -101,9 +100,10 @@ class PackedWeight:
         `.data` of a tensor, which PyTorch does not count.
         """
         self._warn_if_wide()
-        packed = self.stored()
-        backend = resolve_backend(None, packed.codes)
-        return self._with(ForFp8(*scales_and_norms(packed, backend)))
+        w = self.stored()
+        backend = resolve_backend(None, w.codes)
+        _, _, scale, norm = ops.quantize_weight(w, False, True, backend)
+        return self._with(ForFp8(scale, norm))
 
     @property
     def fp8(self) -> ForFp8 | None:
@@ -168,10 +168,8 @@ class Mxfp4(PackedWeight):
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self.stored().shape
 
-    def stored(self) -> Packed:
-        experts, rows, blocks, _ = self.blocks.shape
-        sizes = (experts, rows, 32 * blocks)
-        return _packed("mxfp4", self.blocks, self.scales, sizes, self.transposed, self.fp8)
+    def stored(self) -> Weight:
+        return _packed("mxfp4", self.blocks.flatten(2), self.scales, self.transposed, self.fp8)
 
     def wide_experts(self) -> int:
         """How many experts e4m3 cannot hold exactly under one scale: the exponents of their blocks,
@@ -258,10 +256,10 @@ class Nf4(PackedWeight):
         offset = torch.as_tensor(offset, dtype=torch.float32, device=self.codes.device)
         object.__setattr__(self, "nested", nested._replace(offset=offset.reshape(())))
 
-    def stored(self) -> Packed:
+    def stored(self) -> Weight:
         experts, n, k = self.shape
-        sizes = (experts, k, n) if self.transposed else (experts, n, k)
-        found = _packed("nf4", self.codes, self.absmax, sizes, self.transposed, self.fp8)
+        codes = self.codes.view(experts, k if self.transposed else n, -1)
+        found = _packed("nf4", codes, self.absmax, self.transposed, self.fp8)
         found = found._replace(table=self.code)
         if self.nested is None:
             return found
@@ -299,9 +297,8 @@ class Fp8Blocks(PackedWeight):
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self.stored().shape
 
-    def stored(self) -> Packed:
-        sizes = tuple(self.weight.shape)
-        return _packed("fp8", self.weight, self.scale_inv, sizes, self.transposed, self.fp8)
+    def stored(self) -> Weight:
+        return _packed("fp8", self.weight, self.scale_inv, self.transposed, self.fp8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,46 +327,21 @@ class Int4(PackedWeight):
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self.stored().shape
 
-    def stored(self) -> Packed:
-        experts, rows, words = self.packed.shape
-        sizes = (experts, rows, 8 * words)
-        return _packed("int4", self.packed, self.scale, sizes, self.transposed, self.fp8)
+    def stored(self) -> Weight:
+        codes = self.packed.view(torch.uint8)
+        return _packed("int4", codes, self.scale, self.transposed, self.fp8)
 
 
-def stored(w: torch.Tensor | PackedWeight) -> Any:
-    """A weight as operators take it: a tensor or a `Packed`."""
+def stored(w: Any) -> Any:
+    """A tensor as it is, a packed weight as operators take it."""
     return w.stored() if isinstance(w, PackedWeight) else w
 
 
-def with_fp8_scales(packed: Packed, backend: str) -> Packed:
-    """With the last two fields."""
-    if packed.fp8_scale is not None:
-        return packed
-    scale, norm = scales_and_norms(packed, backend)
-    return packed._replace(fp8_scale=scale, fp8_norm=norm)
-
-
-def scales_and_norms(packed: Packed, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last two fields of `Packed`: those of the weight in bf16."""
-    scales, norms = [], []
-    for first, count in packed.parts(torch.bfloat16):
-        w = ops.dequantize_weight(packed, first, count, torch.bfloat16, backend)
-        _, _, scale, norm = ops.quantize_weight(w, False, True, backend)
-        scales.append(scale)
-        norms.append(norm)
-    return torch.cat(scales), torch.cat(norms)
-
-
 # --- what the classes share -----------------------------------------------------------------------
-def _packed(
-    format: str, codes, scale, sizes: tuple[int, ...], transposed: bool, fp8: ForFp8 | None
-) -> Packed:
-    experts, rows, columns = sizes
-    fp8_scale, fp8_norm = fp8 or (None, None)
-    return Packed(
-        codes, scale, None, None, None, None, format, experts, rows, columns, transposed,
-        fp8_scale, fp8_norm,
-    )  # fmt: skip
+def _packed(format: str, codes, scale, transposed: bool, fp8: ForFp8 | None) -> Weight:
+    w_scale, w_norm = fp8 or (None, None)
+    packed = {"codes": codes, "scale": scale, "format": format, "is_transposed": transposed}
+    return Weight(None, w_scale=w_scale, w_norm=w_norm, **packed)
 
 
 def _each(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -88,102 +88,140 @@ class Lora(NamedTuple):
 NO_LORA = Lora()
 
 
-class Packed(NamedTuple):
-    """A frozen weight (E, N, K) in 4 or 8 bits, stored as (E, P, Q): P = N, Q = K, or the other way
-    round if `is_transposed`. Both are multiples of 8.
+class Weight(NamedTuple):
+    """A weight (E, N, K) of all experts, as GEMMs take it: a parameter, also with its copy in e4m3,
+    or a frozen weight in 4 or 8 bits.
+
+    dense         the parameter, stored as (E, N, K) or (E, K, N); None: packed
+    w8, w8_t      in e4m3, (E, N, K) and (E, K, N); what is None is computed when a GEMM needs it
+    w_scale (E,)  of both; `reference.fp8` says what the scales are
+    w_norm (E, K) bounds the Euclidean norms of the columns; the backward pass needs that of W2
+    codes         (E, P, bytes of Q values), P = N and Q = K, or the other way round if
+                  `is_transposed`; both are multiples of 8
 
     format   codes                       scale
     mxfp4    two e2m1 per byte           uint8 exponents + 127 (E, P, Q/32)
     nf4      two indices into `table`    fp32 of 64 flat elements; in 8 bits: index into
              per byte, the first high    `scale_table`, times scale2 of 256 scales, plus offset
-    int4     eight nibbles per int32,    bf16 (E, P, Q/32)
+    int4     two nibbles per byte,       bf16 (E, P, Q/32)
              8 more than the value
-    fp8      e4m3 (E, P, Q)              fp32 or e8m0 (E, ⌈P/128⌉, ⌈Q/128⌉)
-
-    The last two fields are w_scale and w_norm of `Fp8Weight`, if they were computed before.
+    fp8      e4m3                        fp32 or e8m0 (E, ⌈P/128⌉, ⌈Q/128⌉)
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
-    table: torch.Tensor | None
-    scale_table: torch.Tensor | None
-    scale2: torch.Tensor | None
-    offset: torch.Tensor | None
-    format: str
-    experts: int
-    stored_rows: int
-    stored_columns: int
-    is_transposed: bool
-    fp8_scale: torch.Tensor | None = None
-    fp8_norm: torch.Tensor | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        """(E, N, K)."""
-        stored = (self.stored_rows, self.stored_columns)
-        return torch.Size((self.experts, *(stored[::-1] if self.is_transposed else stored)))
-
-    @property
-    def mT(self) -> "Packed":
-        """As a weight (E, K, N)."""
-        return self._replace(is_transposed=not self.is_transposed)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def requires_grad(self) -> bool:
-        return False
-
-    def dim(self) -> int:
-        return 3
-
-    def parts(self, dtype: torch.dtype) -> list[tuple[int, int]]:
-        """The first expert and the number of experts of each part that is decoded at once."""
-        expert = self.stored_rows * self.stored_columns * dtype.itemsize
-        count = max(1, DECODED_BYTES // expert)
-        return [(e, min(count, self.experts - e)) for e in range(0, self.experts, count)]
-
-
-# --- FP8 ------------------------------------------------------------------------------------------
-class Fp8Weight(NamedTuple):
-    """A weight (E, N, K), the same transposed (E, K, N), and its scales (E,).
-
-    `w_norm` (E, K) bounds the Euclidean norms of the columns; the backward pass needs that of W2.
-    `reference.fp8` says what the scales are.
-    """
-
+    dense: torch.Tensor | None
     w8: torch.Tensor | None = None
     w8_t: torch.Tensor | None = None
     w_scale: torch.Tensor | None = None
     w_norm: torch.Tensor | None = None
+    codes: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    scale_table: torch.Tensor | None = None
+    scale2: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    format: str | None = None
+    is_transposed: bool = False
+
+    @classmethod
+    def of(cls, w: "torch.Tensor | Weight") -> "Weight":
+        return w if type(w) is cls else cls(w)  # type: ignore[arg-type]
+
+    @property
+    def stored_sizes(self) -> tuple[int, int, int]:
+        """E, P and Q of the codes."""
+        assert self.codes is not None
+        experts, rows, size = self.codes.shape
+        return experts, rows, size if self.format == "fp8" else 2 * size
 
     @property
     def shape(self) -> torch.Size:
-        assert self.w8 is not None
-        return self.w8.shape
+        """(E, N, K)."""
+        if self.codes is None:
+            found = self.w8 if self.dense is None else self.dense
+            assert found is not None
+            return found.shape
+        experts, rows, columns = self.stored_sizes
+        return torch.Size((experts, *((columns, rows) if self.is_transposed else (rows, columns))))
 
     @property
-    def mT(self) -> "Fp8Weight":
-        return Fp8Weight(self.w8_t, self.w8, self.w_scale)
+    def mT(self) -> "Weight":
+        """As a weight (E, K, N), without norms."""
+        return self._replace(
+            dense=None if self.dense is None else self.dense.mT,
+            w8=self.w8_t,
+            w8_t=self.w8,
+            w_norm=None,
+            is_transposed=self.codes is not None and not self.is_transposed,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dense is None else self.dense.dtype
+
+    @property
+    def device(self) -> torch.device:
+        held = self.codes if self.dense is None else self.dense
+        assert held is not None
+        return held.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.dense is not None and self.dense.requires_grad
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def ranges(self, dtype: torch.dtype) -> list[tuple[int, int]]:
+        """The first expert and the number of experts of each part of a packed weight that is
+        decoded at once."""
+        experts, rows, columns = self.stored_sizes
+        count = max(1, DECODED_BYTES // (rows * columns * dtype.itemsize))
+        return [(e, min(count, experts - e)) for e in range(0, experts, count)]
 
 
-class Fp8Kept(NamedTuple):
-    """What dZ needs of the forward pass: Z in bf16 or e4m3 (R, N), the largest |Z| of blocks of
-    a row (J, R) and of columns of an expert (E, I), and the scales of A and X."""
+class Linear(NamedTuple):
+    """One of the two linear maps of every expert: W (E, out, in), a bias (E, out), and the LoRA
+    factors A (E, r, in) and scale·B (E, out, r)."""
 
-    z: torch.Tensor
-    zmax: torch.Tensor
-    zmax_columns: torch.Tensor
-    a_scale: torch.Tensor
-    x_scale: torch.Tensor
+    weight: Weight
+    bias: torch.Tensor | None = None
+    lora_a: torch.Tensor | None = None
+    lora_b: torch.Tensor | None = None
 
 
+# --- between the passes ---------------------------------------------------------------------------
+class Rows(NamedTuple):
+    """Rows (R, N); in e4m3 with their scales, (⌈N/128⌉, R) or (1, R)."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+class Kept(NamedTuple):
+    """What dZ needs of the forward pass: Z (R, N) in the dtype of the data or e4m3.
+
+    z_scale is None unless Z is in e4m3. In FP8 it is the largest |Z| of blocks of a row (J, R),
+    from which the scale of Z follows. The others are of FP8 alone: the largest |Z| of columns of an
+    expert (E, I), and the scales of A and X.
+    """
+
+    z: torch.Tensor | None = None
+    z_scale: torch.Tensor | None = None
+    zmax_columns: torch.Tensor | None = None
+    a_scale: torch.Tensor | None = None
+    x_scale: torch.Tensor | None = None
+
+
+class Dz(NamedTuple):
+    """dZ (R, N); in FP8 with its scales (R,), and for dW1 dZᵀ (N, P) with its scales (E, N)."""
+
+    values: torch.Tensor | None
+    scale: torch.Tensor | None = None
+    t: torch.Tensor | None = None
+    t_scale: torch.Tensor | None = None
+
+
+# --- FP8 ------------------------------------------------------------------------------------------
 class DzScales(NamedTuple):
     """What the dZ GEMM multiplies by before it rounds, and the scales that undo it.
 
@@ -200,28 +238,26 @@ class DzScales(NamedTuple):
     a_t_scale: torch.Tensor | None
 
 
-class Fp8Dz(NamedTuple):
-    """dZ (R, N) with its scales (R,) for dX; dZᵀ (N, P) with its scales (E, N) for dW1."""
-
-    dz8: torch.Tensor | None
-    dz_scale: torch.Tensor | None
-    dz_t: torch.Tensor | None
-    dz_t_scale: torch.Tensor | None
-
-
 # --- which results of a backward pass are needed: the others are not computed ---------------------
 class DzResults(NamedTuple):
-    """`ops.dz`: A' is what dW2 and LoRA's dA2 are computed from."""
+    """dX and LoRA's dB1 are computed from dZ, dW1 from it or in FP8 from dZᵀ; dW2 and LoRA's dA2
+    from A', in FP8 dW2 from A'ᵀ."""
 
     dz: bool
+    dz_t: bool
     a: bool
     dscores: bool
 
 
-class Fp8DzResults(NamedTuple):
-    """`ops.fp8_dz`: dX is computed from dZ, dW1 from dZᵀ and dW2 from A'ᵀ."""
+class Needs(NamedTuple):
+    """Which gradients of one projection and of its input, X or the scores, are needed."""
 
-    dz: bool
-    dz_t: bool
-    a_t: bool
-    dscores: bool
+    source: bool
+    weight: bool
+    bias: bool
+    lora_a: bool
+    lora_b: bool
+
+    @property
+    def lora(self) -> bool:
+        return self.lora_a or self.lora_b

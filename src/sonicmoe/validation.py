@@ -10,7 +10,7 @@ from .capability import check_fp8_experts
 from .enums import ActivationType
 from .errors import bad_argument
 from .shapes import check_size
-from .tensors import Packed
+from .tensors import Weight
 
 LAYOUTS = ("interleaved", "concatenated")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -185,8 +185,8 @@ def check_weights(
 ) -> None:
     """Raise unless x (·, H), W1 (E, N, H) and W2 (E, H, I) match in shape, dtype and device.
 
-    Weights are tensors or `Packed`. Under autocast tensors may have another dtype: the layer casts
-    them; a `Packed` is decoded to any.
+    Under autocast weights may have another dtype: the layer casts them; packed ones are decoded to
+    any.
     """
     check_rank("x", x, "(T, H)")
     check_rank("w1", w1, "(E, N, H)")
@@ -221,7 +221,7 @@ def check_weights(
         if t is None:
             continue
         check_floating(name, t)
-        is_cast = isinstance(t, Packed) or (name in ("w1", "w2") and _is_rounded(x, t))
+        is_cast = type(t) is Weight or (name in ("w1", "w2") and _is_rounded(x, t))
         if t.dtype != dtype and not is_cast:
             raise bad_argument(
                 name,

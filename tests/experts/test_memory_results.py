@@ -21,7 +21,7 @@ from sonicmoe.launch import grouped_gemm
 from sonicmoe.layer.run import permute
 from sonicmoe.reference.quantize import dequantize_blocks, quantize_blocks
 from sonicmoe.shapes import Problem
-from sonicmoe.tensors import NO_LORA
+from sonicmoe.tensors import NO_LORA, Weight
 from sonicmoe.tools import cost
 from sonicmoe.tuning import Target
 
@@ -128,7 +128,7 @@ def test_z_is_quantized_as_the_reference_does(case, device):
     """A 16-bit reference rounds Z first: e4m3 may then differ by one step, from a tie."""
     i = make_inputs(case, device)
     p = permute(i.ids, case.problem.E, dtype=case.dtype, backend="triton")
-    args = (i.x, i.w1, i.b1, NO_LORA, p, case.activation, case.gate_up)
+    args = (i.x, Weight(i.w1), i.b1, NO_LORA, p, case.activation, case.gate_up)
     with poisoned():
         z8, _, scale = grouped_gemm.up(*args, torch.float8_e4m3fn)
         z, _, none = grouped_gemm.up(*args, case.dtype)

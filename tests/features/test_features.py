@@ -8,7 +8,7 @@ from feature_combinations import Combination, calls, covering, kernels, name_of
 from feature_list import BAD_ARGUMENT, ERRORS, Feature, case_of, pairs, reasons
 from feature_runs import check, results, start
 
-from sonicmoe.ops.layout import Layout
+from sonicmoe.ops import registry
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -33,18 +33,15 @@ def _alone(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _named_tuples_are_dense(monkeypatch):
     """Operators that are called directly rely on it; what callers own they make dense."""
-    dense = Layout.dense
+    chosen = registry.Operator.chosen
 
-    def checked(self, args, for_kernels, dispatched=False):
-        callers = {(place, i) for place, fields in self.callers for i, _ in fields}
-        for place, fields in [] if dispatched else self.tuples:
-            for i, name in fields:
-                t = args[place][i]
-                if t is not None and (place, i) not in callers:
-                    assert t.is_contiguous(), name
-        return dense(self, args, for_kernels, dispatched)
+    def checked(self, args, plan):
+        if plan is self.signature.of_callers:
+            dense = registry.laid_out(args, plan, False)
+            assert registry.laid_out(dense, self.signature.of_all, False) is dense, self.function
+        return chosen(self, args, plan)
 
-    monkeypatch.setattr(Layout, "dense", checked)
+    monkeypatch.setattr(registry.Operator, "chosen", checked)
 
 
 @pytest.mark.parametrize(("one", "other"), parameters())

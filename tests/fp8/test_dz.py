@@ -12,12 +12,12 @@ from sonicmoe.launch import fp8_dz
 from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
 from sonicmoe.reference.routing import tile_table
-from sonicmoe.tensors import NO_LORA, DzScales, Fp8DzResults, Lora, Permutation
+from sonicmoe.tensors import NO_LORA, DzResults, DzScales, Lora, Permutation, Weight
 
 pytestmark = pytest.mark.gpu
 CUDA, TILE = "cuda", 128
 E4M3 = torch.float8_e4m3fn
-ALL = Fp8DzResults(dz=True, dz_t=True, a_t=True, dscores=True)
+ALL = DzResults(dz=True, dz_t=True, a=True, dscores=True)
 COUNTS = (0, 1, 127, 128, 0, 129, 1000)  # 1385 rows: 277 tokens in five experts each
 TAIL = 75  # sorted rows of no expert
 
@@ -73,7 +73,7 @@ def make(
         sizes = ((rows, rank), (experts, inner, rank))
         lora = Lora(*(torch.randint(-2, 3, size, device=CUDA).bfloat16() / 4 for size in sizes))
         lora.lora_u[used:] = math.nan
-    given = (integers(tokens, hidden), scales, z.to(z_dtype), zmax, weights)
+    given = (integers(tokens, hidden), scales, z.to(z_dtype), zmax, Weight(None, weights))
     return *given, (dout, b2), scores, lora, p
 
 
@@ -166,7 +166,7 @@ def test_only_what_is_needed(needs, gathered):
     dz, _, _, dscores = needs
     activation = ActivationType.SWIGLU
     given = make(272, 144, activation, gathered)
-    needed = Fp8DzResults(*needs)
+    needed = DzResults(*needs)
     got = check(given, activation, "interleaved", needed)
     every = fp8_dz.dz_gemm(*given, activation, "interleaved", ALL)
     end = int(given[-1].expert_start[-1])

@@ -15,9 +15,9 @@ import sonicmoe
 from sonicmoe import ActivationType, MemoryPolicy, MoE
 from sonicmoe.layer.memory import Z_POLICIES
 from sonicmoe.layer.run import permute
-from sonicmoe.reference import fp8
+from sonicmoe.reference import fp8, quantize
 from sonicmoe.shapes import Problem
-from sonicmoe.tensors import NO_LORA, Fp8Weight
+from sonicmoe.tensors import NO_LORA, Weight
 from sonicmoe.tools import cost
 
 EXACT = (
@@ -125,11 +125,11 @@ def test_z_in_e4m3_of_rows_of_other_sizes():
     w1 = torch.randn(1, 256, 256).bfloat16()
     w1[:, 128:] *= 2.0**-15
     x8, x_scale, _ = fp8.quantize_rows(x, False)
-    w = Fp8Weight(*fp8.quantize_weight(w1, False, False))
+    w = Weight(None, *fp8.quantize_weight(w1, False, False))
     given = (x8, x_scale, w, None, NO_LORA, p)
     act = (ActivationType.RELU, "interleaved")
-    z, zmax, *_ = fp8.fp8_up(*given, *act, torch.float8_e4m3fn)
-    exact, found = fp8.fp8_up(*given, *act, torch.bfloat16)[0].float(), fp8.z_in_fp32(z, zmax, *act)
+    z, zmax, *_ = fp8.up(*given, *act, torch.float8_e4m3fn)
+    exact, found = fp8.up(*given, *act, torch.bfloat16)[0].float(), fp8.z_in_fp32(z, zmax, *act)
     for block in (slice(0, 128), slice(128, 256)):
         assert ((found - exact)[:, block].norm(dim=1) < 0.04 * exact[:, block].norm(dim=1)).all()
 
@@ -211,14 +211,14 @@ def test_modes(mode, memory, precision):
 def test_a_cache_serves_the_recomputation(monkeypatch):
     """Kept weights are not quantized again in the backward pass; others are."""
     found = []
-    for name in ("quantize_weight", "quantize_weight_into", "quantize_again"):
-        quantize = getattr(fp8, name)
+    for name in ("quantize_weight", "quantize_again"):
+        function = getattr(quantize, name)
 
-        def counted(*args, quantize=quantize, **options):
+        def counted(*args, function=function):
             found.append(args)
-            return quantize(*args, **options)
+            return function(*args)
 
-        monkeypatch.setattr(fp8, name, counted)
+        monkeypatch.setattr(quantize, name, counted)
     x = torch.randn(12, 32).bfloat16().requires_grad_()
     for cached, calls in ((True, 2), (False, 5)):
         torch.manual_seed(0)
@@ -230,7 +230,7 @@ def test_a_cache_serves_the_recomputation(monkeypatch):
 
 
 @pytest.mark.parametrize("memory", ["keep", "e4m3", "recompute"])
-@pytest.mark.parametrize("name", ["fp8_dz", "fp8_dx", "fp8_weight_gradient"])
+@pytest.mark.parametrize("name", ["dz", "dx", "weight_gradient"])
 def test_saved_tensors_that_come_back_strided(name, memory, monkeypatch):
     """Kernels would read other elements; plain PyTorch does not mind."""
     found, backward = [], getattr(fp8, name)

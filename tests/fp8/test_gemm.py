@@ -10,7 +10,7 @@ from sonicmoe.launch import fp8
 from sonicmoe.reference import fp8 as reference
 from sonicmoe.reference import grouped_gemm
 from sonicmoe.reference.activation import split_gate_up
-from sonicmoe.tensors import NO_LORA, Fp8Weight, Lora
+from sonicmoe.tensors import NO_LORA, Lora, Weight
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -24,12 +24,12 @@ def exact_up(x8, x_scale, w, b1, lora, p, activation, gate_up):
         None if b1 is None else b1.double(),
         Lora(*(None if t is None else t.double() for t in lora)),
     )
-    return grouped_gemm.up(x, w1, b1, lora, p, activation, gate_up, x.dtype)[:2]
+    return grouped_gemm.up(x, Weight(w1), b1, lora, p, activation, gate_up, x.dtype)[:2]
 
 
 def reference_z(*args):
     """Z in e4m3, in fp32."""
-    return reference.z_in_fp32(*reference.fp8_up(*args, torch.float8_e4m3fn)[:2], *args[6:])
+    return reference.z_in_fp32(*reference.up(*args, torch.float8_e4m3fn)[:2], *args[6:])
 
 
 def make_bias(columns, experts):
@@ -92,12 +92,12 @@ def check_up(counts, sorted_rows, activation, gate_up, sizes, bias=False, rank=0
     w1, w_scale = random_e4m3(len(counts), columns, hidden), torch.full((len(counts),), 2.0**-9)
     b1 = make_bias(columns, len(counts)) if bias else None
     lora = make_lora(p.rows_of(x8), columns, len(counts), rank) if rank else NO_LORA
-    w = Fp8Weight(w1, None, w_scale.to(CUDA))
+    w = Weight(None, w1, None, w_scale.to(CUDA))
     args = (x8, x_scale.float(), w, b1, lora, p, activation, gate_up)
-    _, zmax, _, a, a_scale = reference.fp8_up(*args, torch.bfloat16)
+    _, zmax, _, a, a_scale = reference.up(*args, torch.bfloat16)
     with poisoned():
         got, in_e4m3, without_z = (
-            fp8.fp8_up(*args, z_dtype) for z_dtype in (torch.bfloat16, torch.float8_e4m3fn, None)
+            fp8.up(*args, z_dtype) for z_dtype in (torch.bfloat16, torch.float8_e4m3fn, None)
         )
     exact = exact_up(*args)
     assert row_error(got[0], exact[0]) < 0.005  # bf16 rounds by 0.17%, the accumulator by 0.1%
@@ -144,18 +144,18 @@ def check_gemm(counts, sizes, blocks, block_n, bias=False, rank=0, with_scores=F
     b2 = make_bias(columns, len(counts)) if bias else None
     lora = make_lora(rows, columns, len(counts), rank) if rank else NO_LORA
     scores = torch.rand(rows, device=CUDA) if with_scores else None
-    args = (a, a_scale, Fp8Weight(w, None, w_scale.to(CUDA)), b2, scores, lora, p)
+    args = (a, a_scale, Weight(None, w, None, w_scale.to(CUDA)), b2, scores, lora, p)
     with poisoned():
-        got = fp8.fp8_gemm(*args, block_n=block_n)
+        got = fp8.down(*args, block_n=block_n)
     # bf16 rounds by 0.17%, the accumulator by 0.13%.
-    assert row_error(got, reference.fp8_gemm(*args)) < 0.005
+    assert row_error(got, reference.down(*args)) < 0.005
 
 
 def test_gemm_multiplies_by_the_scores():
     p = routed((100, 28), True, CUDA)
-    w = Fp8Weight(random_e4m3(2, 256, 256), None, torch.ones(2, device=CUDA))
+    w = Weight(None, random_e4m3(2, 256, 256), None, torch.ones(2, device=CUDA))
     args = (random_e4m3(128, 256), torch.ones(2, 128, device=CUDA), w)
     scores = torch.rand(128, device=CUDA)
-    want = fp8.fp8_gemm(*args, None, None, NO_LORA, p).float() * scores[:, None]
-    got = fp8.fp8_gemm(*args, None, scores, NO_LORA, p).float()
+    want = fp8.down(*args, None, None, NO_LORA, p).float() * scores[:, None]
+    got = fp8.down(*args, None, scores, NO_LORA, p).float()
     torch.testing.assert_close(got, want, rtol=0.01, atol=0)

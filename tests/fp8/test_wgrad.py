@@ -159,4 +159,4 @@ def test_reference():
     """The reference, which reads the transposed operand, computes the same."""
     problem = Problem(UNEVEN, 272, 144)
     other_t = reference._transposed(problem.other, problem.p)
-    problem.check(reference.weight_gradient(problem.tokens8, other_t, problem.scale, problem.p))
+    problem.check(reference.sum_of_products(problem.tokens8, other_t, problem.scale, problem.p))

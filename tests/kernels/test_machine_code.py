@@ -14,7 +14,7 @@ from machine_code import bounds_from_outside, compiling, cuobjdump, naming, repo
 from sonicmoe.enums import ActivationType
 from sonicmoe.launch import fp8_scales, grouped_gemm, quantize
 from sonicmoe.launch import routing as launch_routing
-from sonicmoe.tensors import NO_LORA, DzResults, Fp8Kept, Fp8Weight, Permutation
+from sonicmoe.tensors import NO_LORA, DzResults, Kept, Permutation, Weight
 from sonicmoe.tuning import Target, is_valid, row_config, tile_m, weight_config
 from sonicmoe.validation import LAYOUTS
 
@@ -28,7 +28,7 @@ CACHE = 128 * 1024  # of instructions, by guess: dZ with 172 KB spent half its t
 def compile_gradients(dz, a, x, dout, w1, w2, scores, p):
     """What follows dZ; of biases, if there are `scores`."""
     grouped_gemm.weight_gradient(dout, a, w2, p, "left", False)
-    grouped_gemm.dx(dz, w1, NO_LORA, p, x.shape[0], 1)
+    grouped_gemm.dx(dz, Weight(w1), NO_LORA, p, x.shape[0], 1)
     grouped_gemm.weight_gradient(dz, x, w1, p, "right", False)
     if scores is not None:
         grouped_gemm.bias_gradient(dout, scores, p, True, w2.dtype)
@@ -63,12 +63,12 @@ def compile_layer(
     maps = index(rows) if gathered else None
     m = tile_m(dtype.itemsize)
     p = Permutation(maps, maps, maps, None, None, index(3), index(4, 4), m)
-    needs, act = DzResults(dz=True, a=True, dscores=gathered), (activation, gate_up)
+    needs, act = DzResults(dz=True, dz_t=False, a=True, dscores=gathered), (activation, gate_up)
     with compiling(arch) as compiled:
-        z, a, z_scale = grouped_gemm.up(x, w1, b1, NO_LORA, p, *act, z_dtype or dtype)
+        z, a, z_scale = grouped_gemm.up(x, Weight(w1), b1, NO_LORA, p, *act, z_dtype or dtype)
         if whole:
-            grouped_gemm.down(a, w2, b2, None, NO_LORA, p)
-        dz, a, _ = grouped_gemm.dz(x, z, z_scale, w2, b2, scores, NO_LORA, p, *act, needs)
+            grouped_gemm.down(a, Weight(w2), b2, None, NO_LORA, p)
+        dz, a, _ = grouped_gemm.dz(x, z, z_scale, Weight(w2), b2, scores, NO_LORA, p, *act, needs)
         if whole:
             compile_gradients(dz, a, x, x, w1, w2, scores if bias else None, p)
     return compiled
@@ -106,7 +106,7 @@ def test_report_agrees_with_a_disassembler(arch):
     maps, tiles = torch.zeros(64, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
     p = Permutation(maps, maps, maps, None, None, maps[:3], tiles, 128)
     with compiling(arch) as compiled:
-        grouped_gemm.down(a.bfloat16(), w2.bfloat16(), None, None, NO_LORA, p)
+        grouped_gemm.down(a.bfloat16(), Weight(w2.bfloat16()), None, None, NO_LORA, p)
         _crowded_kernel[(1,)](torch.zeros(1 << 13), 1 << 13, num_warps=1, maxnreg=64)
     for kernel, spills in zip(compiled, (False, True), strict=True):
         found, code = report(kernel), cuobjdump(kernel, "-sass")
@@ -248,7 +248,7 @@ def test_slices_of_h_read_views_of_the_weights(arch, transposed):
     maps, tiles = torch.zeros(64, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
     p = Permutation(maps, maps, maps, None, None, maps[:3], tiles, 128)
     with compiling(arch) as compiled:
-        out = grouped_gemm.down_and_combine(a, w2.bfloat16(), b2, None, NO_LORA, p, 32, 3)
+        out = grouped_gemm.down_and_combine(a, Weight(w2.bfloat16()), b2, None, NO_LORA, p, 32, 3)
     assert out.shape == (32, 328)
     gemms = [k for k in compiled if k.metadata.name.endswith("gemm_kernel")]
     assert len(compiled) == 6 and len(gemms) == 3  # 128, 128 and 72 columns
@@ -307,7 +307,8 @@ def test_quantizers(arch):
                     options = (transposed, transposed)
                     quantize.quantize_weight(new(2, *shape, dtype=torch.bfloat16), *options)
                     quantize.quantize_weight(new(2, *shape).mT, *options)
-                    quantize.quantize_again(new(2, *shape), new(2), transposed)
+                    w = new(2, *shape)
+                    quantize.quantize_again(w.mT if transposed else w, new(2))
             for dtype in (torch.bfloat16, torch.float32) if arch > 80 else ():
                 quantized = (new(2, 512, 256).to(torch.float8_e4m3fn), new(2))
                 weight = (new(2, 512, 256, dtype=dtype), *quantized)
@@ -316,15 +317,15 @@ def test_quantizers(arch):
             for activation in (ActivationType.SWIGLU, ActivationType.GELU) if arch > 80 else ():
                 z = new(2 * tokens, 512 if activation.is_gated else 256, dtype=torch.bfloat16)
                 scored = (new(2, 2 * tokens), new(tokens, 2), p, activation, "interleaved")
-                quantize.scored_activation(None, z, *scored)
+                quantize.scored_activation(z, *scored)
                 z8 = z.to(torch.float8_e4m3fn)
-                quantize.dequantize_rows(None, z8, new(2 * tokens))
-                quantize.dequantize_rows(None, z8, new(z.shape[1] // 128, 2 * tokens))
+                quantize.dequantize_rows(z8, new(2 * tokens))
+                quantize.dequantize_rows(z8, new(z.shape[1] // 128, 2 * tokens))
                 grouped_gemm.bias_gradient(z8, new(2 * tokens), p, False, torch.bfloat16)
             for activation in (ActivationType.SWIGLU, ActivationType.GELU):
                 z = new(2 * tokens, 2048 if activation.is_gated else 1024)
-                kept = Fp8Kept(z, new(*per_row), new(2, 1024), new(*per_row), per_token)
-                w = Fp8Weight(w_scale=new(2), w_norm=new(2, 1024))
+                kept = Kept(z, new(*per_row), new(2, 1024), new(*per_row), per_token)
+                w = Weight(None, w_scale=new(2), w_norm=new(2, 1024))
                 rows = (new(tokens, 2), per_token, per_token)
                 fp8_scales.dz_scales(*rows, kept, w, p, activation, "interleaved", True)
         return compiled
@@ -380,11 +381,11 @@ def test_another_number_of_tokens_compiles_nothing(bias, counts):
                 ids, experts, None, 128
             )
             p = Permutation(row_token, row_slot, slot_row, None, counts, *rest, 128)
-            act, needs = (ActivationType.SWIGLU, LAYOUTS[0]), DzResults(True, True, True)
-            z, a, _ = grouped_gemm.up(x, w1, b1, NO_LORA, p, *act, x.dtype)
-            y = grouped_gemm.down(a, w2, b2, None, NO_LORA, p)
+            act, needs = (ActivationType.SWIGLU, LAYOUTS[0]), DzResults(True, False, True, True)
+            z, a, _ = grouped_gemm.up(x, Weight(w1), b1, NO_LORA, p, *act, x.dtype)
+            y = grouped_gemm.down(a, Weight(w2), b2, None, NO_LORA, p)
             grouped_gemm.combine(y, scores, slot_row, None, tokens)
-            dz, a, _ = grouped_gemm.dz(x, z, None, w2, b2, scores, NO_LORA, p, *act, needs)
+            dz, a, _ = grouped_gemm.dz(x, z, None, Weight(w2), b2, scores, NO_LORA, p, *act, needs)
             compile_gradients(dz, a, x, x, w1, w2, scores if bias else None, p)
             launch_routing.topk_backward(scores, scores, ids, new(tokens, experts), True)
         return named

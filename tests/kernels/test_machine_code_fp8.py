@@ -13,7 +13,7 @@ from sonicmoe.kernels.hopper.fp8_wgrad import exchange
 from sonicmoe.launch import fp8, fp8_wgrad, grouped_gemm
 from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8 as reference
-from sonicmoe.tensors import NO_LORA, Fp8Weight, Lora, Permutation
+from sonicmoe.tensors import NO_LORA, Lora, Permutation, Weight
 from sonicmoe.tuning import Target
 
 CACHE = 128 * 1024  # of instructions
@@ -80,10 +80,10 @@ def test_up(z_dtype, gathered):
     start, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
     p = Permutation(maps, maps, maps, None, None, start, tiles, 128)
     x8, w8 = (torch.zeros(*s, dtype=torch.float8_e4m3fn) for s in ((64, 2048), (2, 2048, 2048)))
-    w = Fp8Weight(w8, None, torch.ones(2))
+    w = Weight(None, w8, None, torch.ones(2))
     with compiling(90) as compiled:
         act = (ActivationType.SWIGLU, "interleaved")
-        fp8.fp8_up(x8, torch.ones(64), w, None, NO_LORA, p, *act, z_dtype)
+        fp8.up(x8, torch.ones(64), w, None, NO_LORA, p, *act, z_dtype)
     (kernel,) = compiled
     check(kernel)
     assert "st.shared.b8" not in kernel.asm["ptx"]
@@ -126,8 +126,8 @@ def test_up_with_biases_and_adapters(bias, rank, activation, gate_up, z_dtype, g
     x8, w8 = (torch.zeros(*s, dtype=E4M3) for s in ((64, 2048), (2, columns, 2048)))
     given = (make_bias(columns, bias), make_lora(columns, rank), make_permutation(gathered))
     with compiling(90) as compiled:
-        w = Fp8Weight(w8, None, torch.ones(2))
-        fp8.fp8_up(x8, torch.ones(64), w, *given, activation, gate_up, z_dtype)
+        w = Weight(None, w8, None, torch.ones(2))
+        fp8.up(x8, torch.ones(64), w, *given, activation, gate_up, z_dtype)
     (kernel,) = compiled
     check(kernel, lora=rank > 0)
     assert "st.shared.b8" not in kernel.asm["ptx"]
@@ -144,11 +144,11 @@ def test_up_with_biases_and_adapters(bias, rank, activation, gate_up, z_dtype, g
     ],
 )
 def test_gemm_with_biases_and_adapters(bias, rank, blocks, block_n):
-    w = Fp8Weight(torch.zeros(2, 2048, 1024, dtype=E4M3), None, torch.ones(2))
+    w = Weight(None, torch.zeros(2, 2048, 1024, dtype=E4M3), None, torch.ones(2))
     given = (make_bias(2048, bias), torch.ones(64), make_lora(2048, rank), make_permutation(False))
     with compiling(90) as compiled:
         a8 = torch.zeros(64, 1024, dtype=E4M3)
-        fp8.fp8_gemm(a8, torch.ones(blocks, 64), w, *given, block_n=block_n)
+        fp8.down(a8, torch.ones(blocks, 64), w, *given, block_n=block_n)
     kernel = compiled[0]
     check(kernel, lora=rank > 0)
 
@@ -168,12 +168,12 @@ def test_slices_read_views_of_the_weights(monkeypatch):
     monkeypatch.setattr(grouped_gemm, "launch", lambda kernel, grid, *args: launched.append(args))
     monkeypatch.setattr(grouped_gemm, "target_of", lambda t: Target(90, 132))
     p = permute(torch.zeros(40, 2, dtype=torch.int32), 4, backend="torch")
-    w = Fp8Weight(torch.empty(4, 320, 256, dtype=torch.float8_e4m3fn), None, torch.ones(4))
+    w = Weight(None, torch.empty(4, 320, 256, dtype=torch.float8_e4m3fn), None, torch.ones(4))
     a8, a_scale = torch.empty(80, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 80)
     lora = Lora(torch.empty(80, 8, dtype=BF16), torch.empty(4, 320, 8, dtype=BF16))
     bias = torch.arange(4.0 * 320).view(4, 320)
     given = (a8, a_scale, w, bias, torch.ones(40, 2), lora)
-    out = fp8.fp8_down_and_combine(*given, p, 40, 4)
+    out = fp8.down_and_combine(*given, p, 40, 4)
     gemms, combined = launched[::2], launched[1::2]
     weights = [args[1] for args in gemms]
     columns = [args[3][0].shape[1:] for args in gemms]  # B of the adapter
@@ -198,7 +198,7 @@ def test_slices_read_views_of_the_weights(monkeypatch):
 def test_steps_with_biases_and_adapters(activation, gate_up, memory, spills, monkeypatch):
     """Weights are frozen, so dZ and dscores are all that the dZ GEMM stores."""
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
-    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.ops.fp8.fp8_backend", lambda backend, x: backend)
     case = Case("300,512,256,8,2", activation=activation, gate_up=gate_up, bias=True)
     given = make_inputs(case).arguments()
     given |= {name: given[name].requires_grad_() for name in ("x", "scores")}
@@ -220,7 +220,7 @@ def test_steps_with_biases_and_adapters(activation, gate_up, memory, spills, mon
 def test_steps_with_memory_policies(monkeypatch):
     """Nothing spills."""
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
-    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.ops.fp8.fp8_backend", lambda backend, x: backend)
     memory = MemoryPolicy("recompute", 4)
     moe = MoE(8, 2, 512, 256, precision="fp8_bf16_dw", memory=memory, dtype=BF16)
     x = torch.zeros(300, 512, dtype=torch.bfloat16, requires_grad=True)

@@ -9,12 +9,12 @@ from machine_code import bounds_from_outside, compiling, report
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.launch import fp8_dz
-from sonicmoe.tensors import NO_LORA, DzScales, Fp8DzResults, Lora, Permutation
+from sonicmoe.tensors import NO_LORA, DzResults, DzScales, Lora, Permutation, Weight
 from sonicmoe.tuning import Target
 
-ALL = Fp8DzResults(dz=True, dz_t=True, a_t=True, dscores=True)
-DX = Fp8DzResults(dz=True, dz_t=False, a_t=False, dscores=True)  # weights are frozen
-FROZEN = Fp8DzResults(dz=False, dz_t=False, a_t=False, dscores=True)
+ALL = DzResults(dz=True, dz_t=True, a=True, dscores=True)
+DX = DzResults(dz=True, dz_t=False, a=False, dscores=True)  # weights are frozen
+FROZEN = DzResults(dz=False, dz_t=False, a=False, dscores=True)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CACHE = 128 * 1024  # of instructions: see test_machine_code
 
@@ -41,7 +41,7 @@ def compile_dz(hidden, inner, activation, gate_up, gathered, needs, z_dtype, ran
         if rank:
             b = torch.zeros(experts, inner, rank, dtype=BF16)
             lora = Lora(torch.zeros(rows, rank, dtype=BF16), b)
-        given = (do8, scales, z, zmax, w2_t, (None, None), scores, lora, p)
+        given = (do8, scales, z, zmax, Weight(None, w2_t), (None, None), scores, lora, p)
         fp8_dz.dz_gemm(*given, activation, gate_up, needs)
     return compiled[0]
 

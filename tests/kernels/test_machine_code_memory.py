@@ -12,7 +12,7 @@ from test_machine_code_fp8_dz import ALL, compile_dz
 from sonicmoe import ActivationType
 from sonicmoe.launch import fp8, fp8_wgrad
 from sonicmoe.shapes import padded_rows
-from sonicmoe.tensors import NO_LORA, Fp8Weight, Permutation
+from sonicmoe.tensors import NO_LORA, Permutation, Weight
 
 DRAW = Path(__file__).parents[2] / "docs" / "pictures" / "draw.py"
 MEMORY = {memory.kernel: memory.size for memory in runpy.run_path(str(DRAW))["MEMORY"]}
@@ -39,13 +39,13 @@ def compiled_fp8(name):
         return compile_dz(hidden, inner, SWIGLU, "interleaved", True, ALL, torch.bfloat16)
     with compiling(90) as compiled:
         if name == "fp8_up":
-            w = Fp8Weight(e4m3(2, 2 * inner, hidden), None, torch.ones(2))
+            w = Weight(None, e4m3(2, 2 * inner, hidden), None, torch.ones(2))
             act = (SWIGLU, "interleaved", torch.bfloat16)
-            fp8.fp8_up(e4m3(64, hidden), torch.ones(64), w, None, NO_LORA, p, *act)
+            fp8.up(e4m3(64, hidden), torch.ones(64), w, None, NO_LORA, p, *act)
         elif name == "fp8_gemm":
-            w = Fp8Weight(e4m3(2, hidden, inner), None, torch.ones(2))
+            w = Weight(None, e4m3(2, hidden, inner), None, torch.ones(2))
             a_scale = torch.ones(inner // 128, 64)
-            fp8.fp8_gemm(e4m3(64, inner), a_scale, w, None, None, NO_LORA, p)
+            fp8.down(e4m3(64, inner), a_scale, w, None, None, NO_LORA, p)
         else:
             dw = torch.zeros(2, 2 * inner, hidden, dtype=torch.bfloat16).mT
             other_t = e4m3(2 * inner, padded_rows(64, 2))

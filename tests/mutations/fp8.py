@@ -183,7 +183,7 @@ MUTATIONS = [
         "        check_fp8_experts(arch, ", "        str(", "tests/fp8/test_fp8.py -k hopper",
     ),
     Mutation(
-        "FP8: the transposed operand of frozen weights", "layer/fp8.py",
+        "FP8: the transposed operand of frozen weights", "ops/fp8.py",
         "of_columns = needs.weight and not cls.bf16_dw", "of_columns = not cls.bf16_dw",
         "tests/fp8/test_fp8.py -k not_needed",
     ),
@@ -199,13 +199,13 @@ MUTATIONS = [
         "tests/fp8/test_fp8_memory.py -k other_sizes",
     ),
     Mutation(
-        "FP8: weights are kept though they are quantized again", "layer/fp8.py",
-        "if how.recompute and q.w8_t is not None:", "if how.recompute:",
+        "FP8: weights are kept though they are quantized again", "ops/fp8.py",
+        "if how.recompute and w.w8_t is not None else", "if how.recompute else",
         "tests/fp8/test_fp8_memory.py -k to_the_byte",
     ),
     Mutation(
-        "FP8: weight gradients in bf16 without the scores", "layer/fp8.py",
-        "kept.zmax, scores, p, *act", "kept.zmax, None, p, *act",
+        "FP8: weight gradients in bf16 without the scores", "ops/fp8.py",
+        "kept.z_scale, scores, p, *act", "kept.z_scale, None, p, *act",
         "tests/fp8/test_fp8_memory.py -k weight_gradients_in_bf16",
     ),
     Mutation(

@@ -4,8 +4,8 @@ from mutations.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
-        "Z is recomputed without the bias", "layer/run.py",
-        ", how), up.bias, u1", ", how), None, u1",
+        "Z is recomputed without the bias", "layer/nodes.py",
+        "Linear(w1, b1, None, lora_b1)", "Linear(w1, None, None, lora_b1)",
         "tests/features/test_features.py -k recompute",
     ),
     Mutation(

@@ -12,7 +12,7 @@ MUTATIONS = [
         "(4 * (I ^ 1))", "(4 * I)", f"{INTERPRETED} -k decoders", interpreted=True,
     ),
     Mutation(
-        "plain PyTorch: the low nibble of NF4 is the even weight", "reference/packed.py",
+        "plain PyTorch: the low nibble of NF4 is the even weight", "reference/weights.py",
         "(high, low) if", "(low, high) if", "tests/packed/test_packed.py -k dequantize",
     ),
     Mutation(
@@ -28,7 +28,7 @@ MUTATIONS = [
         f"{INTERPRETED} -k decoders", interpreted=True,
     ),
     Mutation(
-        "plain PyTorch: MXFP4 with scales that are off by one", "reference/packed.py",
+        "plain PyTorch: MXFP4 with scales that are off by one", "reference/weights.py",
         "(scale.double() - 127)", "(scale.double() - 128)",
         "tests/packed/test_packed.py -k dequantize",
     ),
@@ -59,7 +59,7 @@ MUTATIONS = [
         f"{INTERPRETED} -k tiles", interpreted=True,
     ),
     Mutation(
-        "a part of the experts takes the first biases", "launch/packed.py",
+        "a part of the experts takes the first biases", "launch/weights.py",
         "return part._replace(bias=part.of(bias),", "return part._replace(bias=bias,",
         f"{INTERPRETED} -k experts", interpreted=True,
     ),

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="kernels need Triton, which is for Linux")
 from machine_code import compiling, report
 from packed_weights import random_packed
 
-from sonicmoe.launch import packed as launch
+from sonicmoe.launch import weights as launch
 
 SHAPE = (1, 2880, 2880)
 # And the weights of a thread.
@@ -20,7 +20,7 @@ LIMIT = 15 * 16  # bytes of code per weight; an instruction of Hopper has 16
 
 @pytest.mark.parametrize("format", ["mxfp4", "nf4", "fp8", "int4"])
 def test_decoders(format):
-    w = random_packed(format, SHAPE).stored()._replace(fp8_scale=torch.ones(1))
+    w = random_packed(format, SHAPE).stored()._replace(w_scale=torch.ones(1))
     with compiling(90) as kernels:
         launch.dequantize_weight(w, 0, 1, torch.bfloat16)
         launch.quantize_packed(w, 0, 1)

@@ -16,7 +16,7 @@ from packed_decoder_checks import (
 from packed_weights import FORMATS, random_packed
 
 from sonicmoe import ActivationType, tensors
-from sonicmoe.launch import packed as launch
+from sonicmoe.launch import weights as launch
 
 pytestmark = on("interpreter")
 

@@ -13,7 +13,7 @@ from packed_decoder_checks import (
 from packed_weights import FORMATS, random_packed
 
 from sonicmoe import ActivationType, Mxfp4, tensors
-from sonicmoe.launch.packed import dequantize_weight
+from sonicmoe.launch.weights import dequantize_weight
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"

@@ -36,5 +36,5 @@ def present(monkeypatch: pytest.MonkeyPatch, target: Target = H200) -> list[str]
             monkeypatch.setattr(module, "target_of", lambda t: target)
     monkeypatch.setattr(validation, "_interpreting", lambda: True)
     monkeypatch.setattr(prepare, "resolve_backend", lambda backend, x: "triton")
-    monkeypatch.setattr("sonicmoe.layer.fp8.fp8_backend", lambda backend, x: backend)
+    monkeypatch.setattr("sonicmoe.ops.fp8.fp8_backend", lambda backend, x: backend)
     return launched

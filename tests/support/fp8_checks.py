@@ -14,12 +14,13 @@ from sonicmoe.layer.run import permute
 from sonicmoe.reference import fp8, routing
 from sonicmoe.reference import grouped_gemm as reference_gemm
 from sonicmoe.reference.fp8_scales import dz_scales
-from sonicmoe.tensors import Fp8Kept, Fp8Weight, Permutation
+from sonicmoe.tensors import Kept, Permutation, Weight
 
 E4M3 = torch.float8_e4m3fn
 # Of `check_scales`: what may hold NaN or infinity.
 SCALES_ARGUMENTS = ["scores", "do_scale", "do_norm", "zmax", "zmax_columns", "a_scale", "x_scale"]
 SCALES_ARGUMENTS += ["w_scale", "w_norm"]
+FIELDS = ("w8", "w8_t", "w_scale", "w_norm")
 COUNTS = (0, 1, 127, 128, 129, 0)  # rows of each expert, around one tile
 KINDS = (  # activation and order of gate and up: what the layouts of Z differ in
     (ActivationType.SWIGLU, "interleaved"),
@@ -52,12 +53,12 @@ def check_rows(x: torch.Tensor) -> None:
 
 def check_weight(w: torch.Tensor) -> None:
     want = fp8.quantize_weight(w.cpu(), True, True)
-    want = Fp8Weight(*want)._asdict()
+    want = dict(zip(FIELDS, want, strict=True))
     for transposed, norms in ((True, True), (True, False), (False, False)):
 
         def quantized(*options):
-            found = Fp8Weight(*quantize.quantize_weight(w, *options))._asdict()
-            return {name: t for name, t in found.items() if t is not None}
+            found = zip(FIELDS, quantize.quantize_weight(w, *options), strict=True)
+            return {name: t for name, t in found if t is not None}
 
         got = run_poisoned(partial(quantized, transposed, norms), w.device.type)
         left_out = {"w8_t": not transposed, "w_norm": not norms}
@@ -66,7 +67,7 @@ def check_weight(w: torch.Tensor) -> None:
             (near if name == "w_norm" else same)(got[name], want[name], name)
         given = [got.get(name) for name in want]
         poisoned = (None if t is None else torch.empty_like(t).fill_(torch.nan) for t in given)
-        buffers = Fp8Weight(*poisoned)
+        buffers = [*poisoned]
         quantize.quantize_weight_into(*buffers, w)
         for name, t, buffer in zip(want, given, buffers, strict=True):
             if t is not None and buffer is not None:
@@ -74,7 +75,7 @@ def check_weight(w: torch.Tensor) -> None:
     for name, transposed in (("w8", False), ("w8_t", True)):
 
         def again(transposed: bool) -> dict[str, torch.Tensor]:
-            return {"q": quantize.quantize_again(w, got["w_scale"], transposed)}
+            return {"q": quantize.quantize_again(w.mT if transposed else w, got["w_scale"])}
 
         found = run_poisoned(partial(again, transposed), w.device.type)["q"]
         same(found, want[name], f"{name}, again")
@@ -222,8 +223,8 @@ def check_scales(
         there = {name: None if t is None else t.to(device) for name, t in given.items()}
         maps = [None if t is None else t.to(device) for t in p[:-1]]
         z = torch.empty(rows, 2 * inner if activation.is_gated else inner, device=device)
-        kept = Fp8Kept(z, *(there.pop(name) for name in Fp8Kept._fields[1:]))
-        w = Fp8Weight(w_scale=there.pop("w_scale"), w_norm=there.pop("w_norm"))
+        kept = Kept(z, *(there.pop(name) for name in ("zmax", *Kept._fields[2:])))
+        w = Weight(None, w_scale=there.pop("w_scale"), w_norm=there.pop("w_norm"))
         on_device = Permutation._make([*maps, p.tile_m])
         return *there.values(), kept, w, on_device, activation, gate_up, columns
 
@@ -254,7 +255,7 @@ def check_dequantized(rows: int, columns: int, device: str = "cpu", blocks: bool
     scale.view(-1)[:1] = torch.nan
     per_column = scale.T.repeat_interleave(128, 1)[:, :columns] if blocks else scale[:, None]
     got = run_poisoned(
-        lambda: {"rows": quantize.dequantize_rows(None, q.to(device), scale.to(device))}, device
+        lambda: {"rows": quantize.dequantize_rows(q.to(device), scale.to(device))}, device
     )["rows"].cpu()
     assert got.dtype == torch.bfloat16 and got.is_contiguous()
     torch.testing.assert_close(
@@ -289,10 +290,10 @@ def check_scored_activation(
     zmax = torch.rand(2, used + 15) * 2.0 ** torch.randint(-9, 9, (2, used + 15))
     zmax[:, used:] = torch.nan
     scores = torch.randn(used + 15) if with_scores else None
-    want = fp8.scored_activation(None, z, zmax, scores, p, activation, gate_up)[:used]
+    want = fp8.scored_activation(z, zmax, scores, p, activation, gate_up)[:used]
     maps = [None if t is None else t.to(device) for t in p[:-1]]
     there: list[Any] = [z.to(device), zmax.to(device)]
     there += [None if scores is None else scores.to(device)]
     there += [Permutation._make([*maps, p.tile_m]), activation, gate_up]
-    got = run_poisoned(lambda: {"a": quantize.scored_activation(None, *there)}, device)["a"].cpu()
+    got = run_poisoned(lambda: {"a": quantize.scored_activation(*there)}, device)["a"].cpu()
     torch.testing.assert_close(got[:used], want, rtol=2**-7, atol=1e-6)

@@ -27,9 +27,9 @@ def exact_maxima(
     its largest value; writes the scales into `scales`."""
     dscores = dz_gemm(
         do8, scales, z, zmax, w2_t, bias, scores, lora, p, activation, gate_up,
-        needs._replace(dz=False, dz_t=False, a_t=False),
+        needs._replace(dz=False, dz_t=False, a=False),
     )[3]  # fmt: skip
-    z = fp8.z_in_fp32(z, zmax, activation, gate_up)
+    z, w2_t = fp8.z_in_fp32(z, zmax, activation, gate_up), fp8.decoded(w2_t, torch.float8_e4m3fn)
     da = torch.zeros(z.shape[0], w2_t.shape[1], device=z.device)
     for e, r in fp8.expert_rows(p):
         of_w2 = fp8._gemm(fp8.gather(do8, p, r), w2_t[e].mT) * scales.row_factors[0, r, None]
@@ -48,7 +48,7 @@ def exact_maxima(
     dz_t = a_t = None
     if needs.dz_t:
         dz_t = transposed(dz * factors[3], scales.dz_t_scale)
-    if needs.a_t:
+    if needs.a:
         a_t = transposed(activate(z, activation, gate_up) * factors[4], scales.a_t_scale)
     return to_e4m3(dz / dz_scale[:, None]), dz_t, a_t, dscores
 

@@ -1,6 +1,8 @@
 """Calls of every operator of torch.ops.sonicmoe."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from helpers import Case, Inputs, make_inputs
@@ -8,8 +10,10 @@ from packed_weights import random_packed
 
 from sonicmoe import ActivationType, ops
 from sonicmoe.layer.run import permute
-from sonicmoe.reference import fp8 as reference
-from sonicmoe.tensors import E4M3, NO_LORA, Fp8DzResults, Fp8Kept, Fp8Weight, Permutation
+from sonicmoe.ops.kinds import How, Source, kind_of
+from sonicmoe.ops.registry import flattened
+from sonicmoe.reference import quantize as reference
+from sonicmoe.tensors import E4M3, Linear, Needs, Permutation, Weight
 
 FLAGS = torch.zeros(2, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 CASE = Case("12,16,8,4,2", torch.float32, bias=True, routing="dropped")
@@ -20,46 +24,100 @@ def operator_calls(
 ) -> dict[str, list[tuple]]:
     """For every operator, the arguments of at least one call in each of its modes."""
     given = make_inputs(case, device)
+    in_bf16 = make_inputs(replace(case, shape="12,32,16,4,2", dtype=torch.bfloat16), device)
     with torch.device(device):
-        found = _operator_calls(given, case.dtype, b) | _fp8_calls(case, b, device)
-    return found | _packed_calls(found, b, device)
-
-
-def _packed_calls(calls: dict[str, list[tuple]], b: str, device: str) -> dict[str, list[tuple]]:
-    """The first call of each operator that also takes a packed weight, with one."""
-    fields = {"up": "w1", "recomputed_z": "w1", "down": "w2", "down_and_combine": "w2"}
-    fields |= {"dz": "w2", "dx": "w1", "fp8_recomputed": "w1", "fp8_dz": "w2", "fp8_dx": "w1"}
-    fields |= dict.fromkeys(("fp8_up", "fp8_gemm", "fp8_down_and_combine"), "w8")
-    found: dict[str, list[tuple]] = {}
-    for name, field in fields.items():
-        schema = getattr(torch.ops.sonicmoe, name).default._schema
-        place = [argument.name for argument in schema.arguments].index(field)
-        call, replaced = calls[name][0], 4 if field == "w8" else 1
-        w = random_packed("nf4", call[place].shape).to(device).for_fp8().stored()
-        found[f"{name}_packed"] = [(*call[:place], *w, *call[place + replaced :])]
-    w = random_packed("nf4 nested", (3, 16, 24), True).to(device).stored()
-    found["dequantize_weight"] = [(*w, 1, 2, torch.bfloat16, b), (*w.mT, 0, 3, torch.float32, b)]
+        found = _router_calls(given, case.dtype, b) | _quantizer_calls(in_bf16, b)
+        for precision in (None, "fp8", "fp8_bf16_dw"):
+            if precision and b == "triton" and device == "cpu":
+                continue  # Gluon kernels cannot be interpreted
+            for name, *args in _passes(in_bf16 if precision else given, precision, b):
+                found.setdefault(name, []).append(tuple(flattened(args)))
     return found
 
 
-def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list[tuple]]:
+def _passes(given: Inputs, precision: str | None, b: str) -> Iterator[tuple]:
+    """Names and arguments of the operators of the experts."""
     p = permute(given.ids, 4, backend=b)
     in_order = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
+    ragged = p._replace(token_start=torch.arange(0, 25, 2, dtype=torch.int32))
+    (tokens, hidden), inner, dtype = given.x.shape, given.w2.shape[2], given.x.dtype
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(dtype)
+
+    def how(activation="swiglu", gate_up="interleaved", z_dtype: Any = dtype, slices=1) -> How:
+        act = ActivationType(activation)
+        return How(precision, act, gate_up, True, z_dtype, False, True, slices, b)
+
+    def quantized(w1: Weight, w2: Weight) -> tuple[Weight, Weight]:
+        return kind_of(precision).weights(w1, w2, given.x, how(), None)
+
+    w1, w2 = quantized(Weight(given.w1), Weight(given.w2))
+    w1_t, w2_t = quantized(*(Weight(w.mT.contiguous().mT) for w in (given.w1, given.w2)))
+    packed = [random_packed("nf4", given.w1.shape), random_packed("nf4", given.w2.shape, True)]
+    packed1, packed2 = quantized(*(w.to(given.x.device).stored() for w in packed))
+    a1, b1, a2, b2 = new(4, 8, hidden), new(4, 2 * inner, 8), new(4, 8, inner), new(4, hidden, 8)
+    up, down = Linear(w1, given.b1), Linear(w2, given.b2)
+    up_lora, down_lora = Linear(w1, given.b1, a1, b1), Linear(w2, given.b2, a2, b2)
+    rows, scores, dout = new(24, hidden), given.scores, given.dout
+    x, plain, again = given.x, how(), how("swiglu", "concatenated", slices=2)
+
+    a = ops.up(x, up, None, p, plain)
+    columns, frozen = precision == "fp8", Needs(True, False, False, False, False)
+    every, back = Needs(True, True, True, False, False), (dout, a.kept, down, None, scores, p)
+    yield "down_backward", *back, every, True, columns, None, False, plain
+    _, dz = ops.down_backward(*back, every, True, columns, None, False, plain)
+    yield "up_backward", dz, Source(x, Linear(w1), None), p, every, None, False, plain
+    if precision == "fp8_bf16_dw":
+        return
+    yield "up", x, up, None, p, plain
+    yield "up", rows, Linear(w1_t), None, in_order, how("geglu", "concatenated", None)
+    yield "up", rows, Linear(w1), None, in_order, how("relu_sq", z_dtype=E4M3)
+    yield "up", x, up_lora, a2, p, again
+    yield "up", x, Linear(packed1, given.b1), None, p, plain
+    adapted = ops.up(x, up_lora, a2, p, again)
+    in_e4m3 = ops.up(x, up, None, p, how(z_dtype=E4M3))
+    yield "down", a.rows, down, None, scores, p, tokens, plain
+    yield "down", a.rows, Linear(w2), None, None, ragged, tokens, again
+    yield "down", adapted.rows, down_lora, adapted.u2, scores, p, tokens, again
+    yield "down", a.rows, Linear(w2_t), None, torch.rand(24), in_order, 24, plain
+    yield "down", a.rows, Linear(packed2), None, scores, p, tokens, plain
+    yield "recomputed", dout, Source(x, up, None), p, plain
+    yield "recomputed", dout, Source(x, Linear(w1, given.b1, None, b1), adapted.u1), p, again
+    yield "recomputed", dout, Source(x, Linear(packed1), None), p, plain
+
+    yield "down_backward", *back, every, False, False, None, True, plain
+    yield "down_backward", *back, frozen, True, False, None, False, plain
+    yield "down_backward", dout, in_e4m3.kept, *back[2:], every, True, columns, None, False, plain
+    of_lora = Needs(True, False, False, True, True)
+    back_lora = (dout, adapted.kept, down_lora, adapted.u2, scores, p)
+    yield "down_backward", *back_lora, of_lora, True, False, None, False, again
+    kept = ops.up(rows, up, None, in_order, plain).kept
+    without_scores = (rows, kept, Linear(w2_t), None, None, in_order)
+    weight = every._replace(source=False, bias=False)
+    yield "down_backward", *without_scores, weight, True, columns, None, False, plain
+    of_packed = (dout, a.kept, Linear(packed2), None, scores, p)
+    yield "down_backward", *of_packed, frozen, True, False, None, False, plain
+    main1, main2 = (torch.zeros_like(w, dtype=torch.float32) for w in (given.w1, given.w2))
+    yield "down_backward_into", *back, every, True, columns, main2, True, plain
+
+    _, dz_alone = ops.down_backward(*back_lora, of_lora, True, False, None, False, again)
+    yield "up_backward", dz, Source(x, Linear(w1_t), None), ragged, every, None, True, again
+    lora = Source(x, Linear(w1, None, a1, b1), adapted.u1)
+    yield "up_backward", dz_alone, lora, p, of_lora, None, False, again
+    yield "up_backward", dz, Source(rows, Linear(w1), None), in_order, every, None, False, plain
+    yield "up_backward", dz_alone, Source(x, Linear(packed1), None), p, frozen, None, False, plain
+    of_weight = (dz, Source(x, Linear(w1), None), p, every)
+    yield "up_backward_into", *of_weight, main1, True, plain
+
+
+def _router_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list[tuple]]:
+    p = permute(given.ids, 4, backend=b)
     logits, m = torch.randn(12, 4), p.tile_m
     scores, ids = ops.topk(logits, 2, True, b)
-    no_lora = (None, None)
-    gather = (given.x, given.w1, given.b1, *no_lora, *p, "swiglu", "interleaved", dtype, b)
-    z, a, _ = torch.ops.sonicmoe.up(*gather)
     rows = torch.randn(24, 16, dtype=dtype)
-    of_w2 = (z, None, given.w2, given.b2, given.scores)
-    interleaved, concatenated = ("swiglu", "interleaved"), ("swiglu", "concatenated")
-    everything, some = (True, True, True), (True, False, False)
     by_token = torch.arange(12, dtype=torch.int32).repeat_interleave(2)
     ragged = torch.searchsorted(by_token, torch.arange(13, dtype=torch.int32), out_int32=True)
-    transposed = given.w1.mT.contiguous().mT
-    low, up_factor, down_factor = (torch.randn(n, 8, dtype=dtype) for n in (24, 4 * 16, 4 * 8))
-    up_factor, down_factor = up_factor.view(4, 16, 8), down_factor.view(4, 8, 8)
-    w1_grad, w2_grad = (torch.zeros_like(w, dtype=torch.float32) for w in (given.w1, given.w2))
     return {
         "scaled_transpose": [
             (logits, 0.5, torch.bfloat16, b),
@@ -100,110 +158,32 @@ def _operator_calls(given: Inputs, dtype: torch.dtype, b: str) -> dict[str, list
             for chosen in (None, ids)
         ],
         "tiles": [(p.expert_start, 24, m, b)],
-        "up": [
-            gather,
-            (rows, transposed, None, *no_lora, *in_order, "geglu", "concatenated", None, b),
-            (rows, given.w1, None, *no_lora, *in_order, "relu_sq", "interleaved", E4M3, b),
-            (given.x, given.w1, given.b1, low, up_factor, *p, "swiglu", "concatenated", dtype, b),
-        ],
-        "recomputed_z": [
-            (given.dout, *gather[:-2], b),
-            (given.dout, given.x, given.w1, None, low, up_factor, *p, "swiglu", "interleaved", b),
-        ],
-        "gathered_gemm": [
-            (given.x, down_factor.mT.contiguous()[:, :, :1].expand(4, 8, 16).contiguous(), *p, b),
-            (rows, transposed, *in_order, b),
-        ],
-        "down_and_combine": [
-            (a, given.w2, given.b2, given.scores, *no_lora, *p, 12, 2, b),
-            (a, given.w2, None, None, *no_lora, *p._replace(token_start=ragged), 12, 1, b),
-            (a, given.w2, None, given.scores, low, up_factor, *p, 12, 2, b),
-        ],
-        "down": [
-            (a, given.w2, given.b2, None, *no_lora, *p, b),
-            (a, given.w2, None, torch.rand(24), *no_lora, *in_order, b),
-            (a, given.w2, given.b2, None, low, up_factor, *p, b),
-        ],
         "combine": [
             (rows, given.scores, p.slot_row, None, 12, b),
             (rows, None, p.slot_row, ragged, 12, b),
         ],
-        "dz": [
-            (given.dout, *of_w2, *no_lora, *p, *interleaved, *everything, b),
-            (given.dout, *of_w2, *no_lora, *p, *interleaved, *some, b),
-            (given.dout, *of_w2, low, down_factor, *p, *interleaved, *everything, b),
-            (rows, z, None, given.w2, None, None, *no_lora, *in_order, *concatenated, *some, b),
-        ],
-        "dx": [
-            (z, given.w1, *no_lora, *p, 12, 1, b),
-            (z, given.w1, *no_lora, *p._replace(token_start=ragged), 12, 2, b),
-            (z, transposed, low, up_factor.mT.contiguous().mT, *in_order, 24, 1, b),
-        ],
-        "weight_gradient": [
-            (given.dout, a, given.w2, *p, "left", False, b),
-            (z, given.x, given.w1, *p, "right", True, b),
-            (z, rows, transposed, *in_order, "right", False, b),
-        ],
-        "weight_gradient_into": [
-            (w2_grad.clone(), given.dout, a, *p, "left", b),
-            (w1_grad.clone(), z, rows, *in_order, "right", b),
-        ],
-        "bias_gradient": [
-            (given.dout, given.scores, *p, True, dtype, b),
-            (z, None, *p, False, dtype, b),
-            (z.to(E4M3), torch.rand(24), *p, False, torch.bfloat16, b),
-        ],
     }
 
 
-def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
-    given = make_inputs(
-        replace(case, shape="12,16,16,4,2", dtype=torch.bfloat16, bias=False), device
-    )
-    x, w1, w2, dout = given.x, given.w1, given.w2, given.dout
-    p = permute(given.ids, 4, backend=b)
-    in_order = Permutation.of_sorted_rows(p.expert_start, p.tiles, p.tile_m)
-    rows = torch.randn(24, 16, dtype=torch.bfloat16)
-    x8, x_scale, _ = reference.quantize_rows(x, False)
-    rows8, rows_scale, _ = reference.quantize_rows(rows, False)
-    of_w1, of_w2 = (Fp8Weight(*reference.quantize_weight(w, True, w is w2)) for w in (w1, w2))
-    act = (ActivationType.SWIGLU, "interleaved")
-    low, norm = torch.randn(24, 8).bfloat16(), torch.rand(4, 16)
-    b1, b2 = torch.randn(4, 32).bfloat16(), torch.randn(4, 16).bfloat16()
-    of_b1, of_b2 = torch.randn(4, 32, 8).bfloat16(), torch.randn(4, 16, 8).bfloat16()
-    alone, of_up, of_down = (None, None, None), (b1, low, of_b1), (low, of_b2)
-    up = (x8, x_scale, *of_w1, *alone, *p, "swiglu", "interleaved")
-    up_rows = (rows8, rows_scale, *of_w1._replace(w8_t=None), *alone, *in_order)
-    found = reference.fp8_up(x8, x_scale, of_w1, None, NO_LORA, p, *act, torch.bfloat16)
-    of_z, (a8, a_scale) = found[:3], found[3:]
-    every, without_scores = (Fp8DzResults(True, True, True, scores) for scores in (True, False))
-    dx_alone, dw1_alone, dw2_alone = (
-        Fp8DzResults(*(i == needed for i in range(4))) for needed in range(3)
-    )
-    kept, of_rows = Fp8Kept._make((*of_z, a_scale, x_scale)), (*of_z, a_scale, rows_scale)
-    in_e4m3 = reference.fp8_up(x8, x_scale, of_w1, None, NO_LORA, p, *act, E4M3)[:3]
-    in_e4m3 = (*in_e4m3, a_scale, x_scale)
-    down = (dout, kept, w2, of_w2, None, given.scores, NO_LORA, None, p, *act, every)
-    *dz, a_t, a_t_scale, do8, _ = reference.fp8_dz(*down)
-    grad1, grad2 = (torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2))
+def _quantizer_calls(given: Inputs, b: str) -> dict[str, list[tuple]]:
+    w1, w2 = given.w1, given.w2
+    of_w1, of_w2 = (Weight(w, *reference.quantize_weight(w, True, w is w2)) for w in (w1, w2))
+    w2_t = w2.mT.contiguous().mT
+    packed = random_packed("nf4 nested", (3, 16, 24), True).to(w1.device).stored()
     w1_scaled = (of_w1.w8, of_w1.w_scale)
-    scales1, scales2 = (w._replace(w8=None, w8_t=None) for w in (of_w1, of_w2))
-    transposed = of_w2._replace(w8=None)
-    scored = (given.scores, *p, "swiglu", "interleaved")
-    down_back = (None, given.scores, None, None, None, *p, "swiglu", "interleaved")
-    adapted = (b2, given.scores, *of_down, norm, *p, "swiglu", "interleaved")
-    w1_t, w2_t = (w.mT.contiguous().mT for w in (w1, w2))
-    sorted_rows = (*in_order, "swiglu", "concatenated")
-    recomputed = (*p, "swiglu", "interleaved", b)
-    ragged = torch.arange(0, 25, 2, dtype=torch.int32)
     sample, generation = (torch.ones(size, dtype=torch.int32) for size in ((2, 4), (1,)))
     state = (sample, generation, torch.tensor([FLAGS.data_ptr()]))
     return {
-        "quantize_rows": [(x, True, b), (x, False, b), (x[:0], True, b)],
-        "quantize_weight": [(w1, True, False, b), (w1, False, False, b)]
-        + [(w2_t.float(), transposed, True, b) for transposed in (True, False)],
+        "quantize_weight": [
+            (*Weight(w1), True, False, b),
+            (*Weight(w1), False, False, b),
+            (*Weight(w2_t.float()), True, True, b),
+            (*Weight(w2_t.float()), False, True, b),
+            (*packed, False, True, b),
+            (*packed.mT, False, False, b),
+        ],
         "quantize_weight_into": [
-            (*of_w1._replace(w_norm=None), w1, b),
+            (of_w1.w8, of_w1.w8_t, of_w1.w_scale, None, w1, b),
             (of_w2.w8, None, of_w2.w_scale, of_w2.w_norm, w2.float(), b),
         ],
         "checked_scales": [
@@ -218,53 +198,5 @@ def _fp8_calls(case: Case, b: str, device: str) -> dict[str, list[tuple]]:
                 *state,
                 b,
             ),
-        ],
-        "fp8_up": [
-            (x8, x_scale, *of_w1, *of_up, *p, "swiglu", "concatenated", torch.bfloat16, b),
-            *((*up, z_dtype, b) for z_dtype in (torch.bfloat16, E4M3, None)),
-            (*up_rows, "relu_sq", "interleaved", E4M3, b),
-            (*up_rows, "geglu", "concatenated", torch.bfloat16, b),
-        ],
-        "fp8_recomputed": [
-            (dout, x, w1, *of_w1, *alone, *recomputed),
-            (dout, x, w1, *scales1, *of_up, *recomputed),
-        ],
-        "fp8_gemm": [
-            (a8, a_scale, *of_w2, None, None, None, None, *p, b),
-            (a8, a_scale, *of_w2, b2, torch.rand(24), *of_down, *in_order, b),
-        ],
-        "fp8_down_and_combine": [
-            (a8, a_scale, *of_w2, b2, given.scores, *of_down, *p, 12, 2, b),
-            (a8, a_scale, *of_w2, *alone, None, *p._replace(token_start=ragged), 12, 1, b),
-        ],
-        "fp8_dz": [
-            (dout, *kept, w2, *transposed, *down_back, *every, b),
-            (dout, *kept, w2_t, *of_w2, *down_back, *every, b),
-            (dout, *kept, w2, *of_w2, *down_back, *dx_alone, b),
-            (dout, *in_e4m3, w2, *of_w2, *down_back, *every, b),
-            (dout, *kept, w2, *of_w2, *down_back, *dw1_alone, b),
-            (dout, *kept, w2, *scales2, *down_back, *dw2_alone, b),
-            (dout, *kept, w2, *of_w2, *adapted, *every, b),
-            (rows, *of_rows, w2, *of_w2, *alone, None, None, *sorted_rows, *without_scores, b),
-        ],
-        "fp8_dx": [
-            (*dz[:2], w1, *of_w1, None, None, *p, 12, 1, b),
-            (*dz[:2], w1_t, *scales1, *of_down, *p, 12, 2, b),
-        ],
-        "fp8_weight_gradient": [
-            (do8, a_t, a_t_scale, w2, *p, False, False, b),
-            (do8, a_t, a_t_scale, w2_t, *p, False, True, b),
-            (x, *dz[2:], w1, *p, True, False, b),
-            (x, *dz[2:], w1_t, *p, True, True, b),
-        ],
-        "fp8_weight_gradient_into": [
-            (grad2.clone(), do8, a_t, a_t_scale, *p, False, b),
-            (grad1.clone(), x, *dz[2:], *p, True, b),
-        ],
-        "dequantize_rows": [(dz[0], *dz[:2], b), (a8, a8, a_scale, b)],
-        "scored_activation": [
-            (dout, *kept[:2], *scored, b),
-            (dout, *in_e4m3[:2], *scored, b),
-            (rows, *of_rows[:2], None, *sorted_rows, b),
         ],
     }

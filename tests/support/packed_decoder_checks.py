@@ -7,9 +7,9 @@ from helpers import run_poisoned
 from packed_weights import decoded, random_packed
 
 from sonicmoe import Mxfp4, ops
-from sonicmoe.launch import packed as launch
+from sonicmoe.launch import weights as launch
 from sonicmoe.launch.quantize import quantize_weight
-from sonicmoe.packed import PackedWeight, scales_and_norms
+from sonicmoe.packed import PackedWeight
 from sonicmoe.reference.fp8 import to_e4m3
 
 
@@ -32,11 +32,11 @@ def check_decoded(w: PackedWeight, device: str, dtype=torch.bfloat16, first: int
 def check_quantized(w: PackedWeight, device: str, first: int = 1) -> None:
     """w8 and the transpose; scales and norms are those of the decoded weight."""
     stored, count = w.to(device).stored(), w.shape[0] - first
-    scale, norm = scales_and_norms(stored, "triton")
+    _, _, scale, norm = ops.quantize_weight(stored, False, True, "triton")
     dense = decoded(w).bfloat16()
     _, _, want_scale, want_norm = quantize_weight(dense.to(device), False, True)
     assert torch.equal(scale, want_scale) and torch.equal(norm, want_norm)
-    stored = stored._replace(fp8_scale=scale, fp8_norm=norm)
+    stored = stored._replace(w_scale=scale, w_norm=norm)
     want = to_e4m3(dense.float() / scale.cpu()[:, None, None])[first:]
     for packed, value in ((stored, want), (stored.mT, want.mT)):
         step = partial(_quantized, packed, first, count)

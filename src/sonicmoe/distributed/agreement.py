@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..enums import ActivationType
 from ..errors import bad_argument
-from ..layer.operands import precisions
+from ..ops.kinds import precisions
 from ..validation import LAYOUTS
 
 _COUNTS = 2

@@ -9,9 +9,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from ..errors import bad_argument
 from ..ops.registry import NAMESPACE
 
-# With slices in `MemoryPolicy`, the last one replaces the other two.
-_DOWN = ("down", "combine", "down_and_combine")
-FORWARD = ("topk", "sigmoid_topk", "balance", "permute", "tiles", "up", *_DOWN)
+FORWARD = ("topk", "sigmoid_topk", "balance", "permute", "tiles", "up", "down")
+_SUCCESSORS = {"combine": "down", "down_and_combine": "down", "fp8_up": "up"}
 
 
 def save_operators(*names: str) -> Callable:
@@ -19,13 +18,14 @@ def save_operators(*names: str) -> Callable:
 
     Everything else is recomputed. Without names: all of `FORWARD`, so that each runs once.
     Bytes kept in bf16: topk 8·T·K, sigmoid_topk 12·T·K, balance 4·E, permute 12·R, up 2·R·(N+I),
-    down 2·R·H, combine 2·T·H.
+    down 2·T·H.
     """
     for name in names:
         if name not in FORWARD:
-            raise bad_argument(
-                "names", f"operators among {', '.join(FORWARD)}", repr(name), "Omit names for all."
-            )
+            remedy = "Omit names for all."
+            if name in _SUCCESSORS:
+                remedy = f"It is part of {_SUCCESSORS[name]!r} now."
+            raise bad_argument("names", f"operators among {', '.join(FORWARD)}", repr(name), remedy)
     operators = getattr(torch.ops, NAMESPACE)
     saved = {getattr(operators, name).default for name in names or FORWARD}
     return partial(create_selective_checkpoint_contexts, partial(_policy, saved))

@@ -13,8 +13,8 @@ from ..kernels.activation import value_of
 from ..kernels.hopper.fp8_gemm import fp8_gemm_kernel
 from ..kernels.hopper.fp8_up import SLICE, fp8_up_kernel
 from ..shapes import BLOCK, ceil_div
-from ..tensors import E4M3, Fp8Weight, Packed, Permutation
-from . import grouped_gemm, memory
+from ..tensors import E4M3, Dz, Kept, Permutation, Weight
+from . import fp8_wgrad, grouped_gemm, memory
 from .boxes import (
     laid_out,
     low_rank,
@@ -26,19 +26,17 @@ from .boxes import (
 from .descriptors import Boxes
 from .fp8_dz import dz_gemm
 from .fp8_scales import dz_scales
-from .fp8_wgrad import weight_gradient
 from .grouped_gemm import column_slices, combine, zero_tail
 from .launcher import Bound, launch
-from .packed import fp8_decoded_once, fp8_parts
 from .quantize import (
     checked_scales,
     dequantize_rows,
-    quantize_again,
     quantize_rows,
     quantize_weight,
     quantize_weight_into,
     scored_activation,
 )
+from .weights import decoded_once, parts
 
 __all__ = [  # operators too
     "checked_scales",
@@ -85,7 +83,7 @@ def _up(shape, activation: ActivationType, gate_up, z_dtype, rank):
     return kernel, weights, z, a, BLOCK * (1 + gated)
 
 
-def fp8_up(
+def up(
     x8, x_scale, w, b1, lora, p: Permutation, activation: ActivationType, gate_up, z_dtype
 ):  # fmt: skip
     experts, columns, _ = w.shape
@@ -106,32 +104,22 @@ def fp8_up(
     source = x8 if p.is_gathered else row_boxes(x8, _CONSUMER_M, BLOCK)
     # If Z is not stored, any address of the right dtype will do.
     z_target = memory.empty((8, 8), torch.bfloat16, device) if z is None else z
-    for part in fp8_parts(w, b1, lora, p):
-        found, bias, low, q, _ = part
+    for part in parts(w, E4M3, b1, lora, p):
+        w8, bias, low, q, _ = part
         kernel, weights, z_boxes, a_boxes, width = _up(
-            found.shape, activation, gate_up, z_dtype, lora.rank
+            w8.shape, activation, gate_up, z_dtype, lora.rank
         )
         adapter = low_rank(low, "nk", BLOCK, _BLOCK_R)
         if lora.rank:
             u, (b, _) = adapter
             adapter = u, (b, _up_boxes(b.dtype, b.shape, gate_up, _BLOCK_R))
-        sources = (source, p.row_token, (found.w8, weights), *adapter)
+        sources = (source, p.row_token, (w8, weights), *adapter)
         work = (p.tiles.shape[0] - 1) * ceil_div(columns, width)
         grid = (max(1, min(work, grouped_gemm.target_of(x8).processors)),)
-        args = (x_scale, found.w_scale, bias, (z_target, z_boxes), zmax, part.of(column_bits))
+        args = (x_scale, part.of(w.w_scale), bias, (z_target, z_boxes), zmax, part.of(column_bits))
         launch(kernel, grid, *sources, *args, (a, a_boxes), a_scale, rows, q.tiles)
-        del part, found, sources
+        del part, w8, sources
     return z, zmax, zmax_columns, a, a_scale
-
-
-def fp8_recomputed(dout, x, w1, w, b1, lora, p: Permutation, activation, gate_up):
-    x8, x_scale, _ = quantize_rows(x, False)
-    if isinstance(w1, Packed):
-        w = w1
-    elif w.w8 is None:
-        w = w._replace(w8=quantize_again(w1, w.w_scale, transposed=False))
-    *of_z, _, a_scale = fp8_up(x8, x_scale, w, b1, lora, p, activation, gate_up, torch.bfloat16)
-    return *of_z, a_scale, x_scale
 
 
 @lru_cache(maxsize=1024)
@@ -149,7 +137,7 @@ def _tile_width(columns, depth, block_scales) -> int:
     return 128 if columns <= 128 or (not block_scales and 256 < depth <= 512) else 256
 
 
-def fp8_gemm(
+def down(
     a8, a_scale, w, b2, row_scores, lora, p: Permutation, block_n=None, stages=None,
     columns=slice(None),
 ):  # fmt: skip
@@ -168,14 +156,14 @@ def fp8_gemm(
     source = row_boxes(a8, _CONSUMER_M, BLOCK)
     work = (p.tiles.shape[0] - 1) * ceil_div(n, block_n)
     grid = (max(1, min(work, grouped_gemm.target_of(a8).processors)),)
-    for part in fp8_parts(w, b2, lora, p):
-        (w8, _, w_scale, _), bias, low, q, _ = part
+    for part in parts(w, E4M3, b2, lora, p):
+        w8, bias, low, q, _ = part
         w8 = w8 if n == w8.shape[1] else w8[:, columns]
         kernel, weights, y_boxes = _gemm(
             w8.shape, w8.stride(), block_n, stages, block_scales, lora.rank
         )
         args = (source, (w8, weights), *low_rank(low, "nk", block_n, _BLOCK_R))
-        args += (a_scale, rows, w_scale, bias, row_scores, (y, y_boxes), q.tiles)
+        args += (a_scale, rows, part.of(w.w_scale), bias, row_scores, (y, y_boxes), q.tiles)
         launch(kernel, grid, *args)
         del part, w8, args
     if not p.is_gathered:
@@ -183,73 +171,60 @@ def fp8_gemm(
     return y
 
 
-def fp8_down_and_combine(a8, a_scale, w, b2, scores, lora, p: Permutation, tokens, slices):
+def down_and_combine(a8, a_scale, w, b2, scores, lora, p: Permutation, tokens, slices):
     """Also dX. Sorted rows are not combined, and come in one piece."""
     if not p.is_gathered or slices == 1:
-        y = fp8_gemm(a8, a_scale, w, b2, None, lora, p)
+        y = down(a8, a_scale, w, b2, None, lora, p)
         return combine(y, scores, p.slot_row, p.token_start, tokens) if p.is_gathered else y
     hidden, depth = w.shape[1:]
     block_n = _tile_width(hidden, depth, a_scale.shape[0] > 1)
     out = memory.empty((tokens, hidden), torch.bfloat16, a8.device)
-    w = fp8_decoded_once(w)
+    w = decoded_once(w, E4M3)
     for columns, bias, factor in column_slices(hidden, slices, b2, lora):
-        y = fp8_gemm(a8, a_scale, w, bias, None, factor, p, block_n, columns=columns)
+        y = down(a8, a_scale, w, bias, None, factor, p, block_n, columns=columns)
         combine(y, scores, p.slot_row, p.token_start, tokens, out[:, columns])
         del y  # before the next one is allocated
     return out
 
 
-def fp8_dz(
-    dout, kept, w2, w, b2, scores, lora, lora_norm, p: Permutation, activation, gate_up, needs
+def dz(
+    dout, kept: Kept, w2: Weight, b2, scores, lora, lora_norm, p: Permutation, activation, gate_up,
+    needs,
 ):  # fmt: skip
-    z, zmax = kept.z, kept.zmax
-    w, act = _with_transpose(w, w2), (activation, gate_up)
-    w_t = w2.mT if isinstance(w2, Packed) else w.w8_t
     if lora_norm is not None:
-        w = w._replace(w_norm=w.w_norm + lora_norm)
+        w2 = w2._replace(w_norm=w2.w_norm + lora_norm)
     do8, do_scale, do_norm = quantize_rows(dout, True)
-    columns = needs.dz_t or needs.a_t
-    scales = dz_scales(scores, do_scale, do_norm, kept, w, p, *act, columns)
+    act, columns = (activation, gate_up), needs.dz_t or needs.a
+    scales = dz_scales(scores, do_scale, do_norm, kept, w2, p, *act, columns)
     dz8, dz_t, a_t, dscores = dz_gemm(
-        do8, scales, z, zmax, w_t, (dout, b2), scores, lora, p, *act, needs
+        do8, scales, kept.z, kept.z_scale, w2.mT, (dout, b2), scores, lora, p, *act, needs
     )
-    return (
-        dz8,
-        scales.dz_scale if needs.dz else None,
-        dz_t,
-        scales.dz_t_scale if needs.dz_t else None,
-        a_t,
-        scales.a_t_scale if needs.a_t else None,
-        do8 if needs.a_t else None,
-        dscores,
-    )
+    dz_scale = scales.dz_scale if needs.dz else None
+    dz = Dz(dz8, dz_scale, dz_t, scales.dz_t_scale if needs.dz_t else None)
+    return dz, (do8, a_t, scales.a_t_scale) if needs.a else None, dscores
 
 
-def _with_transpose(w: Fp8Weight, parameter) -> Fp8Weight:
-    """A weight that has its transpose, if need be from the parameter; of a packed one the scales
-    and norms."""
-    if isinstance(parameter, Packed):
-        return Fp8Weight(None, None, parameter.fp8_scale, parameter.fp8_norm)
-    if w.w8_t is not None:
-        return w
-    return w._replace(w8_t=quantize_again(parameter, w.w_scale, transposed=True))
+def dx(dz8, dz_scale, w1: Weight, lora, p: Permutation, tokens, slices):
+    given = (None, None, lora, p, tokens, slices)
+    return down_and_combine(dz8, dz_scale[None], w1.mT, *given)
 
 
-def fp8_dx(dz8, dz_scale, w1, w, lora, p: Permutation, tokens, slices):
-    w_t = w1.mT if isinstance(w1, Packed) else _with_transpose(w, w1).mT
-    return fp8_down_and_combine(dz8, dz_scale[None], w_t, None, None, lora, p, tokens, slices)
+def weight_gradient(left, right, w, p: Permutation, gathered, fp32):
+    """Σ over an expert's rows of leftᵀ right, with the strides of w.
 
-
-def fp8_weight_gradient(rows, other_t, scale, w, p: Permutation, transposed, fp32):
+    `gathered` names the operand with rows of tokens, quantized here if they are in bf16; the other
+    is transposed (N, P), with its scales (E, N).
+    """
     dw = memory.empty_like(w, torch.float32 if fp32 else w.dtype)
-    _write_weight_gradient(rows, other_t, scale, dw, p, transposed, add=False)
+    _write_weight_gradient(left, right, dw, p, gathered, add=False)
     return dw
 
 
-def fp8_weight_gradient_into(main_grad, rows, other_t, scale, p: Permutation, transposed):
-    _write_weight_gradient(rows, other_t, scale, main_grad, p, transposed, add=True)
+def weight_gradient_into(main_grad, left, right, p: Permutation, gathered):
+    _write_weight_gradient(left, right, main_grad, p, gathered, add=True)
 
 
-def _write_weight_gradient(rows, other_t, scale, dw, p, transposed, add) -> None:
+def _write_weight_gradient(left, right, dw, p, gathered, add) -> None:
+    rows, other, dw = (left, right, dw) if gathered == "left" else (right, left, dw.mT)
     rows8 = rows if rows.dtype == E4M3 else quantize_rows(rows, False)[0]
-    weight_gradient(rows8, other_t, scale, dw.mT if transposed else dw, p, add)
+    fp8_wgrad.weight_gradient(rows8, *other, dw, p, add)

@@ -49,7 +49,7 @@ def _kernel(dtype, shape, strides, gather, add, stages, buffers):
 
 
 def weight_gradient(rows8, other_t, scale, dw, p: Permutation, add=False) -> None:
-    """dw (E, M, N), bf16 or fp32, = `reference.fp8.weight_gradient`; added to fp32 dw if `add`.
+    """dw (E, M, N), bf16 or fp32, = `reference.fp8.sum_of_products`; added to fp32 dw if `add`.
 
     dw lies in memory as (E, M, N) or as (E, N, M). M and N are multiples of 16.
     """

@@ -19,14 +19,14 @@ from ..kernels.triton.dz import dz_kernel
 from ..kernels.triton.gemm import gemm_kernel, up_kernel
 from ..kernels.triton.wgrad import bias_gradient_kernel, wgrad_kernel
 from ..shapes import BLOCK, ceil_div, slice_width
-from ..tensors import E4M3, NO_LORA, Lora, Permutation
+from ..tensors import E4M3, NO_LORA, Lora, Permutation, Weight
 from ..tuning import RowConfig, WeightConfig, row_config, weight_config
 from ..tuning.select import default_row_config, e4m3_row_config
 from . import memory
 from .descriptors import descriptor, weight_layout
 from .launcher import Bound, dot_precision, launch, power_of_two, target_of
-from .packed import decoded_once, parts
 from .spans import spans_of, sum_spans
+from .weights import decoded_once, parts
 
 SLOTS = 1024  # slots per program of `sum_partials_kernel`
 
@@ -127,7 +127,7 @@ def up(
     outputs = (a if z is None else z, z_scale, a)  # if Z is not stored, any valid address will do
     grid = _row_grid(config, p, n, target)
     keep_z = z is not None
-    for part in parts(w1, b1, lora, p, x.dtype):
+    for part in parts(w1, x.dtype, b1, lora, p):
         w, bias, low, q, _ = part
         if config.hopper:
             given = (outputs, activation, gate_up, keep_z, config, low)
@@ -145,13 +145,10 @@ def up(
     return z, a, z_scale
 
 
-def recomputed_z(dout, x, w1, b1, lora, p: Permutation, activation, gate_up):
-    return up(x, w1, b1, lora, p, activation, gate_up, x.dtype)[0]
-
-
 def gathered_gemm(x, w, p: Permutation):
     """By the kernel of up, which gathers; the activation of these few columns is not used."""
-    return up(x, w, None, NO_LORA, p, ActivationType.RELU, "interleaved", x.dtype)[0]
+    relu = (ActivationType.RELU, "interleaved")
+    return up(x, Weight(w), None, NO_LORA, p, *relu, x.dtype)[0]
 
 
 def down(
@@ -169,7 +166,7 @@ def down(
     target = target_of(a)
     config = config or _row_config(kernel, a.element_size(), k, n, True, target, lora)
     grid = _row_grid(config, p, n, target)
-    for part in parts(w2, b2, lora, p, a.dtype):
+    for part in parts(w2, a.dtype, b2, lora, p):
         w, bias, low, q, _ = part
         w = w if n == w.shape[1] else w[:, columns]
         if config.hopper:
@@ -278,7 +275,7 @@ def dz(
     partial = partial_scores(tiles_n, b2, dscores, device)
     grid = _row_grid(config, p, intermediate, target)
     outputs = (dz, a, partial)
-    for part in parts(w2, None, lora, p, dtype):
+    for part in parts(w2, dtype, None, lora, p):
         w, _, low, q, _ = part
         if config.hopper:
             inputs = (dout, z, z_scale, w, scores, q)

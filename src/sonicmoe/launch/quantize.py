@@ -98,22 +98,20 @@ def quantize_weight(w, transposed, norms, into=None):
     return into
 
 
-def quantize_again(w, w_scale, transposed):
-    """w8 or w8_t of a weight whose scales are known: one pass over w. See `quantize_weight`."""
-    experts, rows, columns = w.shape
-    shape = (experts, columns, rows) if transposed else (experts, rows, columns)
-    q = memory.empty(shape, E4M3, w.device)
+def quantize_again(w, w_scale):
+    """w8 of a weight whose scales are known: one pass over w. See `quantize_weight`."""
+    q = memory.empty(w.shape, E4M3, w.device)
     in_order = weight_layout(w) == "nk"
     w = w if in_order else w.mT
     _, n, k = w.shape
     _, quantize, tiles = _weight_kernels(n, k, None)
     # In the order of w's memory, or transposed, as words.
-    buffers = (q, None) if in_order != transposed else (None, q.view(torch.int32))
-    launch(quantize, (tiles, experts), w, None, *buffers, w_scale, None)
+    buffers = (q, None) if in_order else (None, q.view(torch.int32))
+    launch(quantize, (tiles, w.shape[0]), w, None, *buffers, w_scale, None)
     return q
 
 
-def dequantize_rows(dout, q, scale):
+def dequantize_rows(q, scale):
     """(R, N) in bf16."""
     rows, n = q.shape
     out = memory.empty((rows, n), torch.bfloat16, q.device)
@@ -126,7 +124,7 @@ def dequantize_rows(dout, q, scale):
     return out
 
 
-def scored_activation(dout, z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
+def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
     """A' = score · act(Z) in bf16 (R, I); rows of no expert are not written."""
     rows, inner = z.shape[0], activation.intermediate_size(z.shape[1])
     a = memory.empty((rows, inner), torch.bfloat16, z.device)

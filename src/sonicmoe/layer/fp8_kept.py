@@ -10,7 +10,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import ops
-from ..tensors import E4M3, Fp8Weight
+from ..tensors import E4M3, Weight
+
+# w8, w8_t, w_scale and w_norm of `Weight`.
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(eq=False)
@@ -23,7 +26,7 @@ class KeptWeight:
     storage: StorageWeakRef  # while it exists, no other storage gets its address
     place: tuple  # in the storage
     version: int
-    quantized: Fp8Weight
+    quantized: Quantized
 
     def has_memory_of(self, w: torch.Tensor) -> bool:
         return w.untyped_storage()._cdata == self.storage.cdata and _place(w) == self.place
@@ -37,8 +40,7 @@ class KeptWeight:
 
     def is_owned_by(self, w: torch.Tensor) -> bool:
         """What a compiler can tell: it has no addresses."""
-        kept = self.quantized.w8
-        assert kept is not None
+        kept = self.quantized[0]
         return self.owner is w and kept.shape == w.shape and kept.device == w.device
 
     def found(self) -> torch.Tensor | None:
@@ -54,8 +56,8 @@ class KeptWeight:
 
     def in_storage_order(self, w: torch.Tensor) -> tuple:
         """A dense weight, its copy in e4m3 in the same order of memory, and the scales."""
-        q = self.quantized
-        return (w, q.w8, q.w_scale) if w.stride(2) == 1 else (w.mT, q.w8_t, q.w_scale)
+        w8, w8_t, w_scale, _ = self.quantized
+        return (w, w8, w_scale) if w.stride(2) == 1 else (w.mT, w8_t, w_scale)
 
 
 class Alarm:
@@ -114,7 +116,10 @@ class Kept:
         if torch._C._cuda_getCurrentRawStream(device) != self.stream and not capturing():
             torch.cuda.current_stream(device).wait_event(self.event)
 
-    def compared(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Fp8Weight, Fp8Weight]:
+    def weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Weight, Weight]:
+        return Weight(w1, *self.first.quantized), Weight(w2, *self.second.quantized)
+
+    def compared(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Weight, Weight]:
         """What is kept; scales of experts that are seen to have changed are NaN."""
         first, second, alarm = self.first, self.second, self.alarm
         with torch.no_grad():
@@ -122,10 +127,8 @@ class Kept:
             scale1, scale2 = ops.checked_scales(
                 *weights, alarm.sample, alarm.generation, alarm.flags, self.backend
             )
-        return (
-            first.quantized._replace(w_scale=scale1),
-            second.quantized._replace(w_scale=scale2),
-        )
+        (q1, q1_t, _, norm1), (q2, q2_t, _, norm2) = first.quantized, second.quantized
+        return Weight(w1, q1, q1_t, scale1, norm1), Weight(w2, q2, q2_t, scale2, norm2)
 
 
 def quantized_weight(
@@ -149,13 +152,13 @@ def quantized_weight(
     return part
 
 
-def _empty(w: torch.Tensor, norms: bool) -> Fp8Weight:
+def _empty(w: torch.Tensor, norms: bool) -> Quantized:
     experts, n, k = w.shape
 
     def new(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return _static(torch.empty(shape, dtype=dtype, device=w.device))
 
-    return Fp8Weight(
+    return (
         new(experts, n, k, dtype=E4M3),
         new(experts, k, n, dtype=E4M3),
         new(experts, dtype=torch.float32),

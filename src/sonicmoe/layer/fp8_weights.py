@@ -12,10 +12,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .. import ops
 from ..errors import bad_argument
-from ..packed import with_fp8_scales
-from ..tensors import Fp8Weight, Packed
+from ..tensors import Weight
 from ..validation import fp8_backend, resolve_backend
 from .fp8_kept import (
     Alarm,
@@ -27,25 +25,6 @@ from .fp8_kept import (
     quantized_weight,
     stream_and_event,
 )
-
-
-@torch.no_grad()
-def quantize_weights(
-    w1: Any, w2: Any, transposed: bool, norms_of_w2: bool, backend: str
-) -> tuple[Any, Any]:
-    """Both weights as `Fp8Weight`; a `Packed` stays one, and gets its scales.
-
-    Only the backward pass reads what is `transposed`, and the norms of W2.
-    """
-    found: list[Any] = []
-    for w, norms in ((w1, False), (w2, norms_of_w2)):
-        if isinstance(w, Packed):
-            found.append(with_fp8_scales(w, backend))
-        else:
-            w8, w8_t, scale, norm = ops.quantize_weight(w, transposed, norms, backend)
-            q = Fp8Weight(w8, w8_t if transposed else None, scale, norm if norms else None)
-            found.append(q)
-    return found[0], found[1]
 
 
 def check_fp8_weights(fp8_weights: Any, precision: str | None) -> None:
@@ -157,24 +136,23 @@ class Fp8Weights:
         return tuple([t.data_ptr() for t in tensors if t is not None])
 
     def quantized(
-        self, w1: torch.Tensor, w2: torch.Tensor, transposed: bool, norms_of_w2: bool, backend: str
-    ) -> tuple[Fp8Weight, Fp8Weight]:
-        """W1 and W2 for one call: what is kept, which has all fields, or quantized just now."""
-        this_call = (w1, w2, transposed, norms_of_w2, backend)
+        self, w1: torch.Tensor, w2: torch.Tensor, backend: str
+    ) -> tuple[Weight, Weight] | None:
+        """W1 and W2 for one call, with all that FP8 needs; None if they cannot be kept."""
         kept = self._kept
         if torch.compiler.is_compiling():
             if kept is None or not (kept.first.is_owned_by(w1) and kept.second.is_owned_by(w2)):
-                return quantize_weights(*this_call)
+                return None
             return kept.compared(w1, w2)
         if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-            return quantize_weights(*this_call)
+            return None
         self.raise_if_stale()
         if kept is None or not kept.is_of(w1, w2, backend):
             kept, is_new = self._renewed(w1, w2, backend)
             if kept is None:
-                return quantize_weights(*this_call)
+                return None
             if is_new:
-                return kept.first.quantized, kept.second.quantized
+                return kept.weights(w1, w2)
         kept.wait_in_other_streams()
         found = kept.compared(w1, w2)
         if not w1.is_cuda:

@@ -12,10 +12,8 @@ from torch.nn import functional as F
 from .. import ops
 from ..errors import bad_argument
 from ..shapes import ceil_div
-from ..tensors import NO_LORA, Permutation
 from ..validation import check_device, check_floating, check_rank, check_shape
 from .nodes import refuse_second_derivatives
-from .operands import Gradients, How, Source
 from .weights import Projection
 
 
@@ -91,88 +89,3 @@ class _ScaledTranspose(torch.autograd.Function):
     def backward(ctx, dout):
         refuse_second_derivatives()
         return ops.scaled_transpose(dout, *ctx.options), None, None, None
-
-
-# --- the GEMMs of adapters, whose operands are in the dtype of the data ---------------------------
-def low_rank_of_x(x: torch.Tensor, w: Projection, p: Permutation, how: How) -> torch.Tensor | None:
-    """U1 = X A1ᵀ (R, r), where W1 has an adapter: U1 B1ᵀ is its term of Z."""
-    return None if w.lora_a is None else ops.gathered_gemm(x, w.lora_a, p, how.backend)
-
-
-def low_rank_of_dout(
-    dout: torch.Tensor, w: Projection, p: Permutation, how: How
-) -> torch.Tensor | None:
-    """V2 = dO B2 (R, r), where W2 has an adapter: V2 A2 is its term of dA'."""
-    return None if w.lora_b is None else ops.gathered_gemm(dout, w.lora_b.mT, p, how.backend)
-
-
-def low_rank_of_dz(
-    dz: torch.Tensor, source: Source, p: Permutation, how: How
-) -> torch.Tensor | None:
-    """V1 = dZ B1 (R, r), where W1 has an adapter: V1 A1 is its term of dX."""
-    if source.lora_b is None:
-        return None
-    return ops.down(dz, source.lora_b.mT, None, None, NO_LORA, p, how.backend)
-
-
-def up_low_rank_gradients(
-    dz: torch.Tensor,
-    v: torch.Tensor | None,
-    source: Source,
-    lora_a: torch.Tensor | None,
-    p: Permutation,
-    needs: Gradients,
-    how: How,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dA1 = V1ᵀ X and dB1 = dZᵀ U1 of the adapter of W1."""
-    dlora_a = dlora_b = None
-    if needs.lora_a:
-        dlora_a = ops.weight_gradient(v, source.x, lora_a, p, "right", False, how.backend)
-    if needs.lora_b:
-        of_rows = (source.lora_b, p.sorted_rows, "right", False, how.backend)
-        dlora_b = ops.weight_gradient(dz, source.u, *of_rows)
-    return dlora_a, dlora_b
-
-
-def down_low_rank_gradients(
-    dout: torch.Tensor,
-    v: torch.Tensor | None,
-    a: torch.Tensor | None,
-    u: torch.Tensor | None,
-    w: Projection,
-    scores: torch.Tensor | None,
-    p: Permutation,
-    needs: Gradients,
-    how: How,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dA2 = V2ᵀ A' and dB2 = dOᵀ (score · U2) of the adapter of W2."""
-    dlora_a = dlora_b = None
-    if needs.lora_a:
-        dlora_a = ops.weight_gradient(v, a, w.lora_a, p.sorted_rows, "right", False, how.backend)
-    if needs.lora_b and u is not None and w.lora_b is not None:
-        scaled = (u if scores is None else _row_scores(scores, p)[:, None] * u).to(dout.dtype)
-        like = w.lora_b.mT
-        dlora_b = ops.weight_gradient(scaled, dout, like, p, "right", False, how.backend).mT
-    return dlora_a, dlora_b
-
-
-def _row_scores(scores: torch.Tensor, p: Permutation) -> torch.Tensor:
-    if p.row_slot is None:
-        return scores
-    slot = p.row_slot.clamp(0, scores.numel() - 1)  # rows not in use hold anything
-    return scores.flatten()[slot]
-
-
-def column_norm_bound(w: Projection) -> torch.Tensor | None:
-    """A bound on the norms of the columns of B A (E, in), as V A = (dO B) A meets them.
-
-    ‖B aᵢ‖² = aᵢᵀ (Bᵀ B) aᵢ. V is rounded to bf16, by at most 2⁻⁹·‖dO‖·‖B‖·‖aᵢ‖ in V aᵢ: twice that
-    is added, which covers the rounding of this too.
-    """
-    if w.lora_a is None or w.lora_b is None:
-        return None
-    a, b = w.lora_a.float(), w.lora_b.float()
-    with torch.autocast("cpu" if a.is_meta else a.device.type, enabled=False):
-        squares = (a * ((b.mT @ b) @ a)).sum(1).clamp(min=0)
-    rounding = b.square().sum((1, 2))[:, None] * a.square().sum(1)
-    return squares.sqrt() + 2.0**-8 * rounding.sqrt()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
+from ..packed import stored
 from .lora import with_adapter
 from .nodes import run_backward
 from .options import Options
@@ -108,6 +109,7 @@ def on_meta(part: Any) -> Any:
 def without_data(part: Any, empty: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A tree of named tuples with `empty` tensors like its own, which keep `requires_grad` and
     `main_grad`."""
+    part = stored(part)
     if isinstance(part, tuple) and hasattr(part, "_make"):
         return type(part)._make([without_data(p, empty) for p in part])
     if not isinstance(part, torch.Tensor):

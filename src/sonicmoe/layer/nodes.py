@@ -5,16 +5,16 @@ it when its backward returns; `Up` needs only X. dZ goes from one to the other a
 placeholders that `Up` returns. In a checkpoint there is a third node, see `checkpoint`.
 """
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..tensors import Permutation
+from .. import ops
+from ..ops.kinds import How, Source, kind_of
+from ..tensors import Dz, Kept, Linear, Needs, Permutation, Rows, Weight
 from .checkpoint import Compute, packs_saved_tensors, placeholder
-from .main_grad import with_main_grad
-from .operands import Gradient, Gradients, How, Source, kind_of
-from .weights import Projection
+from .main_grad import WithMainGrad, added_to_main_grad, with_main_grad
 
 
 def refuse_second_derivatives() -> None:
@@ -35,76 +35,56 @@ def refuse_second_derivatives() -> None:
 
 
 # --- saved tensors --------------------------------------------------------------------------------
-_TENSOR = "a tensor"
+_CONSTANTS = frozenset((type(None), bool, int, str))
 
 
-def _save(ctx: Any, parts: tuple) -> None:
-    """Keep a named tuple of tensors, None, ints and such tuples."""
-    tensors: list[torch.Tensor] = []
-    ctx.parts = _without_tensors(parts, tensors)
+def _save(ctx: Any, *parts: tuple) -> None:
+    """Keep tuples of tensors and constants."""
+    values: list = []
+    for part in parts:
+        values += [*part]
+    tensors = [v for v in values if type(v) not in _CONSTANTS]
+    ctx.parts = [(type(part), len(part)) for part in parts]
+    ctx.places = [i for i, v in enumerate(values) if type(v) not in _CONSTANTS]
+    ctx.constants = [v if type(v) in _CONSTANTS else None for v in values]
     ctx.dense = [t.is_contiguous() for t in tensors] if packs_saved_tensors() else None
     ctx.save_for_backward(*tensors)
 
 
-def _saved(ctx: Any) -> Any:
+def _saved(ctx: Any) -> list:
     tensors = ctx.saved_tensors
     if ctx.dense is not None:  # a hook may return other strides, and operators rely on these
         tensors = [t.contiguous() if d else t for t, d in zip(tensors, ctx.dense, strict=True)]
-    return _with_tensors(ctx.parts, iter(tensors))
+    values, parts, end = [*ctx.constants], [], 0
+    for place, t in zip(ctx.places, tensors, strict=True):
+        values[place] = t
+    for kind, size in ctx.parts:
+        part = values[end : end + size]
+        parts += [part if kind is tuple else kind(*part)]
+        end += size
+    return parts
 
 
-def _without_tensors(part: tuple, tensors: list[torch.Tensor]) -> tuple[Any, list]:
-    """The type of `part` and its values, with a mark in the place of each tensor, which is appended
-    to `tensors`."""
-    values = list(part)
-    for i, value in enumerate(values):
-        if value is None:
-            continue
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            values[i] = _TENSOR
-        elif isinstance(value, tuple):
-            values[i] = _without_tensors(value, tensors)
-    return type(part), values
+def _gradient(weight: torch.Tensor | None, data: torch.dtype) -> tuple[WithMainGrad | None, bool]:
+    """The `main_grad` of a weight; else whether its gradient stays in fp32.
 
-
-def _with_tensors(part: tuple[Any, list], tensors: Iterator[torch.Tensor]) -> Any:
-    kind, values = part
-    values = values.copy()
-    for i, value in enumerate(values):
-        if value is _TENSOR:
-            values[i] = next(tensors)
-        elif type(value) is tuple:
-            values[i] = _with_tensors(value, tensors)
-    return kind._make(values)
-
-
-def _needed(found: tuple, needs: tuple[bool, ...]) -> tuple:
-    """None where an operator returned an empty tensor for a gradient that is not needed."""
-    return tuple([t if need else None for t, need in zip(found, needs, strict=True)])
-
-
-def _gradient(weight: torch.Tensor, data: torch.dtype) -> Gradient:
-    """PyTorch would round the gradient of an fp32 weight to the dtype of the data, and cast it
-    back: 8% of a layer at 24576,1536,256,128,8."""
+    PyTorch would round the gradient of an fp32 weight to the dtype of the data, and cast it back:
+    8% of a layer at 24576,1536,256,128,8.
+    """
+    if weight is None:
+        return None, False
     fp32 = weight.dtype == torch.float32 and data != torch.float32
-    return Gradient(with_main_grad(weight), fp32)
+    return with_main_grad(weight), fp32
 
 
 # --- up -------------------------------------------------------------------------------------------
 class UpGiven(NamedTuple):
-    """What `Up` takes that has no gradient. `u` is that of `Forward`."""
+    """What `Up` takes that has no gradient. `u` is U1 of `Forward`."""
 
-    operand: Any
+    w: Weight
     u: torch.Tensor | None
     p: Permutation
     how: How
-
-
-class _UpSaved(NamedTuple):
-    source: Source
-    lora_a: torch.Tensor | None
-    p: Permutation
 
 
 class Up(torch.autograd.Function):
@@ -113,38 +93,42 @@ class Up(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, lora_a, lora_b, given: UpGiven):
         ctx.set_materialize_grads(False)
-        operand, u, p, how = given
+        w, u, p, how = given
         kind = kind_of(how.precision)
         ctx.how, ctx.gradient = how, _gradient(weight, x.dtype)
-        source = Source(x, kind.kept_operand(operand, how), None, u, lora_b)
-        _save(ctx, _UpSaved(source, lora_a, p._replace(row_slot=None, counts=None)))
-        dz = kind.dz_like(x, weight.shape, p, how)
-        needed = kind.dz_needed(Gradients(*ctx.needs_input_grad[:-1]), how)
-        constant = [t for t, need in zip(dz, needed, strict=True) if not need]
+        maps = p._replace(row_slot=None, counts=None)
+        _save(ctx, kind.kept_weight(w, how), maps, (x, u, lora_a, lora_b))
+        experts, n, _ = w.shape
+        dz = kind.dz_like(partial(placeholder, x), p.rows_of(x), experts, n)
+        of_rows, of_columns = kind.dz_needed(Needs(*ctx.needs_input_grad[:-1]))
+        needed = (of_rows, of_rows, of_columns, of_columns)
+        constant = [t for t, need in zip(dz, needed, strict=True) if t is not None and not need]
         ctx.mark_non_differentiable(*constant)
-        return tuple(dz)
+        return tuple([t for t in dz if t is not None])
 
     @staticmethod
     def backward(ctx, *dz):
         refuse_second_derivatives()
         if all(t is None for t in dz):
             return (None,) * 6
-        saved, how = _saved(ctx), ctx.how
-        kind, needs = kind_of(how.precision), Gradients(*ctx.needs_input_grad[:-1])
-        found = kind.up_backward(
-            kind.Dz(*dz), saved.source, saved.lora_a, saved.p, needs, ctx.gradient, how
-        )
-        return *_needed(found, needs), None
+        w, p, (x, u, lora_a, lora_b) = _saved(ctx)
+        needs, (main, fp32) = Needs(*ctx.needs_input_grad[:-1]), ctx.gradient
+        into = None if main is None or not needs.weight else main.main_grad
+        source = Source(x, Linear(w, None, lora_a, lora_b), u)
+        found = ops.up_backward(Dz(*dz), source, p, needs, into, fp32, ctx.how)
+        dx, dw, *rest = found
+        return dx, dw if into is None else added_to_main_grad(main), *rest, None
 
 
 # --- down -----------------------------------------------------------------------------------------
 class DownGiven(NamedTuple):
-    """What `Down` takes that has no gradient. `rows` and `kept` are those of `Forward`; `source` is
-    given in the place of `kept` if Z is recomputed. `deferred` is that of `checkpoint`."""
+    """What `Down` takes that has no gradient. `rows`, `kept` and `u`, which is U2, are those of
+    `Forward`; `source` is given if Z is computed from it again. `deferred` is that of
+    `checkpoint`."""
 
-    operand: Any
-    rows: Any
-    kept: Any
+    w: Weight
+    rows: Rows
+    kept: Kept
     source: Source | None
     u: torch.Tensor | None
     p: Permutation
@@ -160,18 +144,6 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
 
-class _DownSaved(NamedTuple):
-    scores: torch.Tensor | None
-    operand: Any
-    bias: torch.Tensor | None
-    lora_a: torch.Tensor | None
-    lora_b: torch.Tensor | None
-    u: torch.Tensor | None
-    kept: Any
-    source: Source | None
-    p: Permutation
-
-
 class Down(torch.autograd.Function):
     """Scores, the projection W2 and dZ's placeholders → O. Kept: Z 2·R·N, scores 4·R, the row maps
     12·R. Not A, not Y.
@@ -181,32 +153,42 @@ class Down(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, scores, weight, bias, lora_a, lora_b, given: DownGiven, *dz):
-        operand, rows, kept, source, u, p, shape, how, deferred = given
-        kind = kind_of(how.precision)
+        w, rows, kept, source, u, p, shape, how, deferred = given
         ctx.how, ctx.gradient = how, _gradient(weight, shape.dtype)
-        maps = p._replace(counts=None)
-        of_w2 = (kind.kept_operand(operand, how), bias, lora_a, lora_b, u)
-        _save(ctx, _DownSaved(scores, *of_w2, kept, source, maps))
-        w = Projection(weight, bias, lora_a, lora_b)
-        given_down = (rows, operand, w, u, scores, p, shape.tokens, how)
+        maps, w_kept = p._replace(counts=None), kind_of(how.precision).kept_weight(w, how)
+        of_w2 = (scores, bias, lora_a, lora_b, u)
+        if source is not None:
+            x, (w1, b1, _, lora_b1), u1 = source
+            _save(ctx, w_kept, maps, of_w2, w1, (x, b1, lora_b1, u1))
+        else:
+            _save(ctx, w_kept, maps, of_w2, kept)
+        given_down = (rows, Linear(w, bias, lora_a, lora_b), u, scores, p, shape.tokens, how)
         if deferred is None:
-            return kind.down(*given_down)
-        deferred.append(lambda: kind.down(*given_down))
-        return placeholder(p.tiles, shape.tokens, weight.shape[1], dtype=shape.dtype)
+            return ops.down(*given_down)
+        deferred.append(lambda: ops.down(*given_down))
+        return placeholder(p.tiles, shape.tokens, w.shape[1], dtype=shape.dtype)
 
     @staticmethod
     def backward(ctx, dout):
         refuse_second_derivatives()
-        s, how = _saved(ctx), ctx.how
-        kind = kind_of(how.precision)
-        kept = s.kept if s.source is None else kind.recomputed(dout, s.source, s.p, how)
-        of_scores, *of_w2 = ctx.needs_input_grad[:5]
-        needs, dz_needs = Gradients(of_scores, *of_w2), kind.Dz(*ctx.needs_input_grad[6:])
-        w = Projection(s.operand.weight, s.bias, s.lora_a, s.lora_b)
-        found, dz = kind.down_backward(
-            dout, kept, s.operand, w, s.u, s.scores, s.p, needs, dz_needs, ctx.gradient, how
-        )
-        return *_needed(found, needs), None, *_needed(dz, dz_needs)
+        how = ctx.how
+        w, p, (scores, bias, lora_a, lora_b, u), *rest = _saved(ctx)
+        if how.recompute:
+            w1, (x, b1, lora_b1, u1) = rest
+            kept = ops.recomputed(dout, Source(x, Linear(w1, b1, None, lora_b1), u1), p, how)
+        else:
+            (kept,) = rest
+        del rest
+        of_scores, *of_w2, _ = ctx.needs_input_grad[:6]
+        needs, (main, fp32) = Needs(of_scores, *of_w2), ctx.gradient
+        into = None if main is None or not needs.weight else main.main_grad
+        dz_needed = ctx.needs_input_grad[6:]
+        given = (dout, kept, Linear(w, bias, lora_a, lora_b), u, scores, p, needs)
+        of_columns = len(dz_needed) > 2 and dz_needed[2]
+        found, dz = ops.down_backward(*given, dz_needed[0], of_columns, into, fp32, how)
+        dscores, dw, *of_rest = found
+        of_weight = dw if into is None else added_to_main_grad(main)
+        return dscores, of_weight, *of_rest, None, *dz[: len(dz_needed)]
 
 
 def run_backward(out: torch.Tensor, dout: torch.Tensor) -> None:

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple, TypedDict
 
 from ..enums import ActivationType
 from ..errors import bad_argument
+from ..ops.kinds import kind_of
 from ..shapes import check_size
 from ..validation import check_gate_up, parse_activation
 from .fp8_weights import Fp8Weights, check_fp8_weights
 from .lora import LowRank
 from .memory import KEEP, MemoryPolicy, memory_policy
-from .operands import kind_of
 
 
 class OptionArguments(TypedDict, total=False):

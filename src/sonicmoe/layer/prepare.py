@@ -5,9 +5,10 @@ from typing import Any
 import torch
 
 from ..errors import bad_argument
+from ..ops.kinds import kind_of
 from ..ops.layout import dense_weight
 from ..packed import stored
-from ..tensors import Packed
+from ..tensors import Weight
 from ..validation import (
     check_device,
     check_floating,
@@ -22,7 +23,6 @@ from ..validation import (
 )
 from .lora import check_adapter, with_adapter
 from .meta import Example, Slots
-from .operands import kind_of
 from .options import Options
 from .precompile import Step
 from .run import Call, permute, sorted_rows
@@ -143,7 +143,8 @@ def check(
         _, w1, w2 = autocast(x, w1, w2)
         _check_frozen(w1=w1, w2=w2, b1=b1, b2=b2)
     check_weights(x, w1, w2, b1, b2, options.activation)
-    weights = ExpertWeights(Projection(w1, b1), Projection(w2, b2))
+    up, down = Projection(Weight.of(w1), b1), Projection(Weight.of(w2), b2)
+    weights = ExpertWeights(up, down)
     backend = resolve_backend(options.backend, x)
     backend = kind_of(options.precision).check(x, weights, backend)
     check_adapter("lora1", lora1, w1)
@@ -166,13 +167,14 @@ def _dense(x, weights, options: Options, backend: str) -> tuple[torch.Tensor, Ex
 
 
 def _dense_weight(w: Projection) -> Projection:
-    if isinstance(w.weight, Packed):
+    dense = w.weight.dense
+    if dense is None:
         return w
-    weight = dense_weight(w.weight)
-    return w if weight is w.weight else w._replace(weight=weight)
+    found = dense_weight(dense)
+    return w if found is dense else w._replace(weight=Weight(found))
 
 
-def _check_frozen(**tensors: torch.Tensor | Packed | None) -> None:
+def _check_frozen(**tensors: torch.Tensor | Weight | None) -> None:
     for name, t in tensors.items():
         if t is not None and t.requires_grad:
             raise bad_argument(

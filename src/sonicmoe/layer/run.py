@@ -10,14 +10,12 @@ import torch
 
 from .. import ops
 from ..errors import bad_argument
-from ..tensors import Permutation
+from ..ops.kinds import How, Source, kind_of
+from ..tensors import Linear, Permutation
 from ..tuning import tile_m
 from ..validation import check_num_experts, resolve_backend
-from . import bf16 as bf16  # kinds of operands, which register themselves
-from . import fp8 as fp8
 from .checkpoint import deferred_output, finish
 from .nodes import Down, DownGiven, Shape, Up, UpGiven
-from .operands import How, Source, kind_of
 from .options import Options
 from .weights import ExpertWeights
 
@@ -71,16 +69,15 @@ def run(call: Call) -> torch.Tensor:
     kind = kind_of(how.precision)
     up, down = weights.up, weights.down
     with torch.no_grad():
-        operand1, operand2 = kind.operands(weights, x, how, call.options.fp8_weights)
-        rows, kept, u1 = kind.up(x, up, operand1, p, how)
-        u2 = None if down.lora_a is None else kind.low_rank(rows, down.lora_a, p, how)
+        w1, w2 = kind.weights(up.weight, down.weight, x, how, call.options.fp8_weights)
+        found = ops.up(x, Linear(w1, *up[1:]), down.lora_a, p, how)
     source, deferred = None, deferred_output()
     if how.recompute:
-        source = Source(x, kind.kept_operand(operand1, how), up.bias, u1, up.lora_b)
-    dz = Up.apply(x, *up, UpGiven(operand1, u1, p, how))
+        source = Source(x, Linear(kind.kept_weight(w1, how), *up[1:]), found.u1)
+    dz = Up.apply(x, up.weight.dense, *up[1:], UpGiven(w1, found.u1, p, how))
     shape = Shape(x.shape[0], x.dtype)
-    given = DownGiven(operand2, rows, kept, source, u2, p, shape, how, deferred)
-    out = Down.apply(scores, *down, given, *dz)
+    given = DownGiven(w2, found.rows, found.kept, source, found.u2, p, shape, how, deferred)
+    out = Down.apply(scores, down.weight.dense, *down[1:], given, *dz)
     return finish(out, deferred)
 
 

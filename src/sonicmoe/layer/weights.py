@@ -9,7 +9,7 @@ class Projection(NamedTuple):
     """One of the two linear maps of every expert: W (E, out, in), a bias (E, out), and the LoRA
     factors A (E, r, in) and scale·B (E, out, r)."""
 
-    weight: Any  # a tensor, or a `Packed`
+    weight: Any  # a tensor, or a packed weight; once it is checked, a `Weight`
     bias: torch.Tensor | None = None
     lora_a: torch.Tensor | None = None
     lora_b: torch.Tensor | None = None

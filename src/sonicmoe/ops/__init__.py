@@ -1,36 +1,22 @@
-"""Operators: every stage of the layer as `torch.ops.sonicmoe.*`, for both backends.
+"""Operators `torch.ops.sonicmoe.*`, for both backends: the passes of the layer's autograd nodes,
+the routers, the quantizers of weights.
 
-All functional but those that end in `_into`, which write to their first arguments, and
-`checked_scales`, which counts its calls.
+All functional but those that end in `_into`, which write to their first arguments or to
+`main_grad`, and `checked_scales`, which counts its calls.
 """
 
-from .fp8 import checked_scales as checked_scales
-from .fp8 import dequantize_rows as dequantize_rows
-from .fp8 import fp8_down_and_combine as fp8_down_and_combine
-from .fp8 import fp8_dx as fp8_dx
-from .fp8 import fp8_dz as fp8_dz
-from .fp8 import fp8_gemm as fp8_gemm
-from .fp8 import fp8_recomputed as fp8_recomputed
-from .fp8 import fp8_up as fp8_up
-from .fp8 import fp8_weight_gradient as fp8_weight_gradient
-from .fp8 import fp8_weight_gradient_into as fp8_weight_gradient_into
-from .fp8 import quantize_rows as quantize_rows
-from .fp8 import quantize_weight as quantize_weight
-from .fp8 import quantize_weight_into as quantize_weight_into
-from .fp8 import scored_activation as scored_activation
-from .grouped_gemm import bias_gradient as bias_gradient
-from .grouped_gemm import combine as combine
-from .grouped_gemm import down as down
-from .grouped_gemm import down_and_combine as down_and_combine
-from .grouped_gemm import dx as dx
-from .grouped_gemm import dz as dz
-from .grouped_gemm import gathered_gemm as gathered_gemm
-from .grouped_gemm import recomputed_z as recomputed_z
-from .grouped_gemm import scaled_transpose as scaled_transpose
-from .grouped_gemm import up as up
-from .grouped_gemm import weight_gradient as weight_gradient
-from .grouped_gemm import weight_gradient_into as weight_gradient_into
-from .packed import dequantize_weight as dequantize_weight
+from . import bf16 as bf16  # the kinds register themselves
+from . import fp8 as fp8
+from .experts import combine as combine
+from .experts import down as down
+from .experts import down_backward as down_backward
+from .experts import recomputed as recomputed
+from .experts import scaled_transpose as scaled_transpose
+from .experts import up as up
+from .experts import up_backward as up_backward
+from .quantize import checked_scales as checked_scales
+from .quantize import quantize_weight as quantize_weight
+from .quantize import quantize_weight_into as quantize_weight_into
 from .routing import balance as balance
 from .routing import balance_backward as balance_backward
 from .routing import count as count

@@ -1,288 +1,165 @@
-"""Operators of the experts in FP8: quantizers and grouped GEMMs of e4m3 operands.
+"""The experts in FP8: e4m3 with scales, see `reference.fp8`.
 
-`reference.fp8` has the scales. x8 and a8 are e4m3. w1 and w2 are the parameters: they are quantized
-again, with the scales of the `Fp8Weight` beside them, where it has no values. Biases and the `Lora`
-of a GEMM are in bf16. A result that is not needed is None; through PyTorch's dispatcher it is an
-empty tensor.
+dZ goes from down to up in e4m3, with its scales and once more transposed. X is quantized again in
+the backward pass. The GEMMs of LoRA adapters are in bf16, from A and dZ as they were quantized.
 """
 
+from functools import partial
+
 import torch
-from torch import Tensor
 
-from ..enums import ActivationType
-from ..reference import fp8 as reference
+from ..errors import bad_argument
 from ..shapes import BLOCK, ceil_div, padded_rows
-from ..tensors import E4M3, Fp8DzResults, Fp8Kept, Fp8Weight, Lora, Permutation
-from .grouped_gemm import depth
-from .registry import Mutated, operator
+from ..tensors import E4M3, NO_LORA, Dz, DzResults, Weight
+from ..validation import FP8_ALIGNMENT, check_fp8, fp8_backend
+from .kinds import Forward, Gradients, Kind, register, weight_gradient
+from .lora import (
+    adapter,
+    column_norm_bound,
+    down_low_rank_gradients,
+    gathered_low_rank,
+    low_rank_of_dz,
+    low_ranks_like,
+    up_low_rank_gradients,
+)
+from .quantize import quantize_weight
+from .registry import stages
 
 
-def _e4m3(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=E4M3)
+class Fp8(Kind):
+    """Weight gradients in FP8 too."""
+
+    alignment = FP8_ALIGNMENT
+    module = "fp8"
+    bf16_dw = False
+
+    @staticmethod
+    def check(x, weights, backend):
+        check_fp8(x, weights.up.weight, weights.down.weight)
+        return fp8_backend(backend, x)
+
+    @staticmethod
+    def weights(w1, w2, x, how, kept):
+        if kept is not None:
+            if w1.dense is None or w2.dense is None:
+                remedy = "Omit it: packed weights are frozen, and decoded by every GEMM."
+                raise bad_argument("fp8_weights", "None with packed weights", "Fp8Weights", remedy)
+            found = kept.quantized(w1.dense, w2.dense, how.backend)
+            if found is not None:
+                return found
+        quantized = []
+        for w, norms in ((w1, False), (w2, how.backward)):
+            if w.w_scale is None:
+                found = quantize_weight(w, how.keep_transposes, norms, how.backend)
+                w = w._replace(w8=found[0], w8_t=found[1], w_scale=found[2], w_norm=found[3])
+            quantized.append(w)
+        return tuple(quantized)
+
+    @staticmethod
+    def kept_weight(w, how):
+        """What is transposed, and the scales, with which the rest is quantized again.
+
+        Where Z is recomputed, up takes a weight that is kept from call to call as it is.
+        """
+        return w if how.recompute and w.w8_t is not None else w._replace(w8=None)
+
+    @staticmethod
+    def forward(x, w, u, p, how, z_dtype):
+        fp8 = stages(how.backend, "fp8")
+        x8, x_scale, _ = fp8.quantize_rows(x, False)
+        given = (w.weight, w.bias, adapter(u, w.lora_b), p, how.activation, how.gate_up, z_dtype)
+        *of_z, a8, a_scale = fp8.up(x8, x_scale, *given)
+        return Forward(a8, a_scale, *of_z, None if z_dtype is None else x_scale, u, None)
+
+    @staticmethod
+    def forward_like(x, w, next_lora_a, p, how):
+        rows, (experts, n, _) = p.rows_of(x), w.weight.shape
+        fp32 = partial(x.new_empty, dtype=torch.float32)
+        inner = how.activation.intermediate_size(n)
+        a_scale = fp32(ceil_div(inner, BLOCK), rows)
+        z = zmax = zmax_columns = x_scale = None
+        if how.z_dtype is not None:
+            z, zmax = x.new_empty(rows, n, dtype=how.z_dtype), torch.empty_like(a_scale)
+            zmax_columns, x_scale = fp32(experts, inner), fp32(x.shape[0])
+        a = x.new_empty(rows, inner, dtype=E4M3)
+        u1, u2 = low_ranks_like(x, rows, w.lora_a, next_lora_a)
+        return Forward(a, a_scale, z, zmax, zmax_columns, x_scale, u1, u2)
+
+    @staticmethod
+    def low_rank(rows, lora_a, p, how):
+        a = stages(how.backend, "fp8").dequantize_rows(*rows)
+        gemms = stages(how.backend, "grouped_gemm")
+        return gemms.down(a, Weight(lora_a), None, None, NO_LORA, p)
+
+    @staticmethod
+    def dz_like(new, rows, experts, n):
+        fp32, e4m3 = partial(new, dtype=torch.float32), partial(new, dtype=E4M3)
+        dz_t = e4m3(n, padded_rows(rows, experts))
+        return Dz(e4m3(rows, n), fp32(rows), dz_t, fp32(experts, n))
+
+    @classmethod
+    def dz_needed(cls, needs):
+        of_rows = needs.source or needs.bias or needs.lora or (needs.weight and cls.bf16_dw)
+        return of_rows, needs.weight and not cls.bf16_dw
+
+    @classmethod
+    def down_backward(
+        cls, dout, kept, w, u, scores, p, needs, dz, dz_t, main_grad, fp32, how
+    ):  # fmt: skip
+        fp8, gemms = stages(how.backend, "fp8"), stages(how.backend, "grouped_gemm")
+        act, like = (how.activation, how.gate_up), w.weight.dense
+        in_fp8 = needs.weight and not cls.bf16_dw
+        v = gathered_low_rank(dout, None if w.lora_b is None else w.lora_b.mT, p, how.backend)
+        lora = adapter(v, None if v is None else w.lora_a.mT)
+        results = DzResults(dz, dz_t, in_fp8, needs.source)
+        given = (dout, kept, w.weight, w.bias, scores, lora, column_norm_bound(w), p)
+        found, of_dw, dscores = fp8.dz(*given, *act, results)
+        a = dw = dbias = None
+        if in_fp8:
+            do8, *of_a = of_dw
+            dw = weight_gradient(fp8, do8, of_a, like, p, "left", main_grad, fp32)
+            del do8, of_a
+        del of_dw
+        if needs.lora_a or (needs.weight and not in_fp8):
+            a = fp8.scored_activation(kept.z, kept.z_scale, scores, p, *act)
+        if needs.weight and not in_fp8:
+            dw = weight_gradient(gemms, dout, a, like, p, "left", main_grad, fp32)
+        of_lora = down_low_rank_gradients(dout, v, a, u, w, scores, p, needs, how.backend)
+        del a, v
+        if needs.bias:
+            dbias = gemms.bias_gradient(dout, scores, p, True, w.bias.dtype)
+        return Gradients(dscores, dw, dbias, *of_lora), found
+
+    @classmethod
+    def up_backward(cls, dz, source, p, needs, main_grad, fp32, how):
+        fp8, gemms = stages(how.backend, "fp8"), stages(how.backend, "grouped_gemm")
+        (x, w, u), (dz8, dz_scale, *of_dw) = source, dz
+        dx = dw = dbias = None
+        lora, of_lora = NO_LORA, (None, None)
+        if u is not None:
+            rows = fp8.dequantize_rows(dz8, dz_scale)
+            v = low_rank_of_dz(rows, w.lora_b, p, how.backend)
+            lora = adapter(v, w.lora_a.mT)
+            of_lora = up_low_rank_gradients(rows, v, source, p, needs, how.backend)
+            del rows
+        if needs.source:
+            dx = fp8.dx(dz8, dz_scale, w.weight, lora, p, x.shape[0], how.slices)
+        into = (w.weight.dense, p, "right", main_grad, fp32)
+        if needs.weight and cls.bf16_dw:
+            rows = fp8.dequantize_rows(dz8, dz_scale)
+            dw = weight_gradient(gemms, rows, x, *into)
+        elif needs.weight:
+            dw = weight_gradient(fp8, of_dw, x, *into)
+        if needs.bias:  # the sum of the rows of dz8, each times its scale
+            dbias = gemms.bias_gradient(dz8, dz_scale, p, False, x.dtype)
+        return Gradients(dx, dw, dbias, *of_lora)
 
 
-def _fp32(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32)
+class Fp8Bf16Dw(Fp8):
+    """Weight gradients from operands in bf16."""
+
+    bf16_dw = True
 
 
-def _rows(s) -> int:
-    """R, from the shapes of X, in either dtype, and row_token."""
-    return (vars(s).get("x8") or s.x if s.row_token is None else s.row_token)[0]
-
-
-@operator(reference, "fp8")
-def quantize_rows(x: Tensor, norms: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x in e4m3 (T, H), the scale (T,) of each row and, if `norms`, a bound on its norm (T,)."""
-    norm = _fp32(x, x.shape[0]) if norms else None
-    return _e4m3(x, *x.shape), _fp32(x, x.shape[0]), norm  # type: ignore
-
-
-@operator(reference, "fp8")
-def quantize_weight(
-    w: Tensor, transposed: bool, norms: bool, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Fp8Weight` for w (E, N, K), bf16 or fp32.
-
-    w8_t is None unless `transposed`, w_norm unless `norms`.
-    """
-    experts, n, k = w.shape
-    w8_t = _e4m3(w, experts, k, n) if transposed else None
-    w_norm = _fp32(w, experts, k) if norms else None
-    return _e4m3(w, experts, n, k), w8_t, _fp32(w, experts), w_norm  # type: ignore
-
-
-@operator(reference, "fp8")
-def quantize_weight_into(
-    w8: Mutated,
-    w8_t: Mutated | None,
-    w_scale: Mutated,
-    w_norm: Mutated | None,
-    w: Tensor,
-    backend: str,
-) -> None:
-    """`quantize_weight` into these buffers."""
-
-
-@operator(reference, "fp8")
-def checked_scales(
-    weight1: Tensor,
-    q1: Tensor,
-    scale1: Tensor,
-    weight2: Tensor,
-    q2: Tensor,
-    scale2: Tensor,
-    sample: Mutated,
-    generation: Tensor,
-    flags: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """The scales (E,) of two weights, NaN for experts whose q is not their weights in e4m3.
-
-    If there is such an expert, or one that was not finite when it was quantized and is now, the
-    int32 `generation` (1,) is written to one of two int32 in host memory that the device can write,
-    one for each weight. `flags` (1,) int64 is their address.
-
-    Kernels compare one sample of an expert, at most 16384 values. `sample` (2, E) is the number of
-    the next one, which they increment: consecutive samples cover all. It lies on the device, so
-    that each replay of a graph compares another.
-    """
-    return torch.empty_like(scale1), torch.empty_like(scale2)
-
-
-@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w8[1] * depth(s, s.w8[2]), packed="w")
-def fp8_up(
-    x8: Tensor,
-    x_scale: Tensor,
-    w: Fp8Weight,
-    b1: Tensor | None,
-    lora: Lora,
-    p: Permutation,
-    activation: ActivationType,
-    gate_up: str,
-    z_dtype: torch.dtype | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Z = X W1ᵀ + b1 (R, N), zmax (J, R), zmax_columns (E, I), A = act(Z) (R, I), a_scale (J, R).
-
-    A is in e4m3. zmax is the largest |Z| of a block of 128 columns of A, J = ⌈I/128⌉; zmax_columns
-    that of a column over the rows of its expert. Z is in bf16, or in e4m3 and scaled by zmax;
-    without a `z_dtype` the first three are None.
-    """
-    rows, (experts, n, _) = p.rows_of(x8), w.shape
-    intermediate = activation.intermediate_size(n)
-    a_scale = _fp32(x8, ceil_div(intermediate, BLOCK), rows)
-    z = zmax = zmax_columns = None
-    if z_dtype is not None:
-        z = x8.new_empty(rows, n, dtype=z_dtype)
-        zmax = torch.empty_like(a_scale)
-        zmax_columns = _fp32(x8, experts, intermediate)
-    return z, zmax, zmax_columns, _e4m3(x8, rows, intermediate), a_scale  # type: ignore
-
-
-@operator(reference, "fp8", flops=lambda s: 2 * _rows(s) * s.w1[1] * depth(s, s.w1[2]), packed="w1")
-def fp8_recomputed(
-    dout: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    w: Fp8Weight,
-    b1: Tensor | None,
-    lora: Lora,
-    p: Permutation,
-    activation: ActivationType,
-    gate_up: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Fp8Kept` once more. `dout` is not read: it tells a compiler that this is
-    backward."""
-    rows, (experts, n, _) = p.rows_of(x), w1.shape
-    inner = activation.intermediate_size(n)
-    a_scale = _fp32(x, ceil_div(inner, BLOCK), rows)
-    z = x.new_empty(rows, n, dtype=torch.bfloat16)
-    zmax_columns = _fp32(x, experts, inner)
-    return z, torch.empty_like(a_scale), zmax_columns, a_scale, _fp32(x, x.shape[0])
-
-
-@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * depth(s, s.w8[2]), packed="w")
-def fp8_gemm(
-    a8: Tensor,
-    a_scale: Tensor,
-    w: Fp8Weight,
-    b2: Tensor | None,
-    row_scores: Tensor | None,
-    lora: Lora,
-    p: Permutation,
-    backend: str,
-) -> Tensor:
-    """Y = A Wᵀ + b2 bf16 (R, N), times the row's score if given; a_scale (J, R), or (1, R).
-
-    Sorted rows of no expert are zero.
-    """
-    return a8.new_empty(a8.shape[0], w.shape[1], dtype=torch.bfloat16)
-
-
-@operator(reference, "fp8", flops=lambda s: 2 * s.a8[0] * s.w8[1] * depth(s, s.w8[2]), packed="w")
-def fp8_down_and_combine(
-    a8: Tensor,
-    a_scale: Tensor,
-    w: Fp8Weight,
-    b2: Tensor | None,
-    scores: Tensor | None,
-    lora: Lora,
-    p: Permutation,
-    tokens: int,
-    slices: int,
-    backend: str,
-) -> Tensor:
-    """`combine` of `fp8_gemm`; of Y only one of `slices` slices of H exists at a time."""
-    return a8.new_empty(tokens, w.shape[1], dtype=torch.bfloat16)
-
-
-@operator(reference, "fp8", flops=lambda s: 2 * s.z[0] * s.w2[2] * depth(s, s.w2[1]), packed="w2")
-def fp8_dz(
-    dout: Tensor,
-    kept: Fp8Kept,
-    w2: Tensor,
-    w: Fp8Weight,
-    b2: Tensor | None,
-    scores: Tensor | None,
-    lora: Lora,
-    lora_norm: Tensor | None,
-    p: Permutation,
-    activation: ActivationType,
-    gate_up: str,
-    needs: Fp8DzResults,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Fp8Dz`; A'ᵀ, its scales and dO in e4m3, for dW2; dscores.
-
-    With a `Lora`, `lora_norm` (E, I) bounds what it adds to the norms of the columns of W2.
-    """
-    (rows, n), experts = kept.z.shape, w2.shape[0]
-    padded = padded_rows(rows, experts)
-    results = (
-        _e4m3(dout, rows, n) if needs.dz else None,
-        _fp32(dout, rows) if needs.dz else None,
-        _e4m3(dout, n, padded) if needs.dz_t else None,
-        _fp32(dout, experts, n) if needs.dz_t else None,
-        _e4m3(dout, w2.shape[2], padded) if needs.a_t else None,
-        _fp32(dout, experts, w2.shape[2]) if needs.a_t else None,
-        _e4m3(dout, *dout.shape) if needs.a_t else None,
-        torch.empty_like(scores) if needs.dscores and scores is not None else None,
-    )
-    return results  # type: ignore
-
-
-@operator(reference, "fp8", flops=lambda s: 2 * s.dz8[0] * s.w1[2] * depth(s, s.w1[1]), packed="w1")
-def fp8_dx(
-    dz8: Tensor,
-    dz_scale: Tensor,
-    w1: Tensor,
-    w: Fp8Weight,
-    lora: Lora,
-    p: Permutation,
-    tokens: int,
-    slices: int,
-    backend: str,
-) -> Tensor:
-    """dX (T, H) bf16: dZ W1, summed over a token's rows, which exist in one of `slices` slices of H
-    at a time."""
-    return dz8.new_empty(tokens, w1.shape[2], dtype=torch.bfloat16)
-
-
-def _routed(s) -> int:
-    """R, from the shapes of rows and row_token."""
-    return (s.rows if s.row_token is None else s.row_token)[0]
-
-
-@operator(reference, "fp8", flops=lambda s: 2 * _routed(s) * s.w[1] * s.w[2])
-def fp8_weight_gradient(
-    rows: Tensor,
-    other_t: Tensor,
-    scale: Tensor,
-    w: Tensor,
-    p: Permutation,
-    transposed: bool,
-    fp32: bool,
-    backend: str,
-) -> Tensor:
-    """Σ over an expert's rows of rows[token] (M,) times other_t (N, P), times the scale (E, N).
-
-    (E, M, N), or (E, N, M) if `transposed`; the strides and dtype of w, or fp32. Rows in bf16 are
-    quantized first.
-    """
-    return torch.empty_like(w, dtype=torch.float32 if fp32 else None)
-
-
-@operator(reference, "fp8", flops=lambda s: 2 * _routed(s) * s.main_grad[1] * s.main_grad[2])
-def fp8_weight_gradient_into(
-    main_grad: Mutated,
-    rows: Tensor,
-    other_t: Tensor,
-    scale: Tensor,
-    p: Permutation,
-    transposed: bool,
-    backend: str,
-) -> None:
-    """`fp8_weight_gradient` that is added to `main_grad`, fp32 with the strides of the weight."""
-
-
-@operator(reference, "fp8")
-def dequantize_rows(dout: Tensor, q: Tensor, scale: Tensor, backend: str) -> Tensor:
-    """Rows (R, N) in bf16; scale (R,), or (⌈N/128⌉, R). `dout` is not read: in a backward pass it
-    tells a compiler so."""
-    return q.new_empty(q.shape, dtype=torch.bfloat16)
-
-
-@operator(reference, "fp8")
-def scored_activation(
-    dout: Tensor,
-    z: Tensor,
-    zmax: Tensor,
-    scores: Tensor | None,
-    p: Permutation,
-    activation: ActivationType,
-    gate_up: str,
-    backend: str,
-) -> Tensor:
-    """A' = score · act(Z) (R, I) in bf16. `dout` is not read: see `dequantize_rows`."""
-    return z.new_empty(z.shape[0], activation.intermediate_size(z.shape[1]), dtype=torch.bfloat16)
+register("fp8", Fp8)
+register("fp8_bf16_dw", Fp8Bf16Dw)

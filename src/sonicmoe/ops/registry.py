@@ -5,25 +5,24 @@ can be used in the same process.
 
 The signature of a declaration is the operator's schema. Its body returns empty tensors with the
 shapes and dtypes of the results: PyTorch's fake implementation. The implementations have the same
-name and parameters, without `backend`: in `reference/` for "torch", in `launch/` for "triton".
+name and parameters.
 
 Operators have no autograd of their own: the nodes of `layer` and `routing` call them.
 """
 
 import enum
 import re
-from collections.abc import Callable, Sequence
-from functools import cached_property, wraps
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, wraps
 from importlib import import_module
 from itertools import islice
-from types import ModuleType, SimpleNamespace
-from typing import Annotated, Any, get_type_hints
+from types import ModuleType
+from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from ..tensors import Packed
-from .layout import Layout
+from .layout import laid_out, plan_of
 
 Mutated = Annotated[torch.Tensor, "the operator writes to it"]
 
@@ -38,11 +37,20 @@ _SCHEMA_TYPES = {
     float: "float",
     bool: "bool",
     str: "str",
+    str | None: "str?",
     torch.dtype: "ScalarType",
     torch.dtype | None: "ScalarType?",
 }
 # Arguments of these types need no dispatcher; enums and tuples of tensors join them.
 _plain = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)}
+_ABSENT = (0, 0, 0, 0)  # the shape of a result that is None: no other result has four dimensions
+
+
+@cache
+def stages(backend: str, name: str) -> ModuleType:
+    """The module of a backend with this name, imported when it is needed."""
+    folder = "launch" if backend == "triton" else "reference"
+    return import_module(f"..{folder}.{name}", __package__)
 
 
 class Signature:
@@ -51,36 +59,27 @@ class Signature:
     A NamedTuple becomes its fields, an enum its value.
     """
 
-    def __init__(self, declaration: Callable, packed: str | None = None) -> None:
-        """`packed` names a parameter that is a `Packed` instead."""
+    def __init__(self, declaration: Callable, written: str | None = None) -> None:
+        """`written` names a parameter that the operator writes to."""
         hints = get_type_hints(declaration, include_extras=True)
-        self.packed = None if packed is None else list(hints).index(packed)
-        if packed is not None:
-            hints[packed] = Packed
-        self.results = hints.pop("return")
-        self.kinds = list(hints.values())
-        # A letter for each: a compiled model compares one string per operator in every call.
-        self.forms = "".join(map(_form, self.kinds))
-        self.tensors = _places(hints, torch.Tensor)
-        self.written = _places(hints, Mutated)
-        self.tuples: dict[int, dict[int, str]] = {}  # their fields that are tensors
-        self.flat: list[tuple[str, str]] = []  # name and type in the schema
-        for place, (name, kind) in enumerate(hints.items()):
-            if _form(kind) == "t":
-                fields = get_type_hints(kind)
-                if tensors := _places(fields, torch.Tensor):
-                    self.tuples[place] = tensors
-                self.flat += [(field, _SCHEMA_TYPES[t]) for field, t in fields.items()]
-            else:
-                self.flat.append((name, "str" if _form(kind) == "e" else _SCHEMA_TYPES[kind]))
-            if _form(kind) != "p":
-                _plain.add(kind)
-        assert len(dict(self.flat)) == len(self.flat), f"a name occurs twice: {self.flat}"
-        if self.results is type(None):
-            self.returns = "()"
-        else:
-            count = len(getattr(self.results, "__args__", ())) or 1
-            self.returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+        if written is not None:
+            hints[written] = Mutated
+        results = hints.pop("return")
+        self.hints = hints
+        self.flat = list(_flat_parameters(hints))
+        # Of tensors in tuples, only of those that callers allocate.
+        self.of_callers = plan_of(hints, Mutated, own=False)
+        self.of_all = plan_of(hints, Mutated, own=True)
+        if list(hints)[-1] not in ("backend", "how"):  # by PyTorch alone, which needs no layout
+            self.of_callers = self.of_all = []
+        _plain.update(kind for kind in hints.values() if isinstance(kind, type))
+        given = get_args(results)
+        self.tuples = [kind for kind in given or (results,) if hasattr(kind, "_fields")]
+        self.is_single = results in (torch.Tensor, type(None))
+        self.returns = "()"
+        if results is not type(None):
+            count = sum(len(kind._fields) for kind in self.tuples) or len(given) or 1
+            self.returns = "Tensor" if self.is_single else f"({', '.join(['Tensor'] * count)})"
 
     def schema(self, name: str) -> str:
         arguments = ", ".join(
@@ -89,56 +88,59 @@ class Signature:
         )
         return f"{name}({arguments}) -> {self.returns}"
 
-    def flatten(self, args: Sequence) -> list:
-        flat: list = []
-        for form, a in zip(self.forms, args, strict=True):
-            if form == "t":
-                flat.extend(a)  # Dynamo of PyTorch 2.11 knows no list += NamedTuple
-            else:
-                flat.append(a.value if form == "e" else a)
-        return flat
-
     def unflatten(self, flat: Sequence) -> list:
         """The arguments of the declaration."""
         values = iter(flat)
-        args: list = []
-        for kind, form in zip(self.kinds, self.forms, strict=True):
-            if form == "t":
-                args.append(kind._make(islice(values, len(kind._fields))))
-            else:
-                args.append(kind(next(values)) if form == "e" else next(values))
-        return args
+        return [_made(kind, values) for kind in self.hints.values()]
+
+    def restored(self, found: Any) -> Any:
+        """The results of the declaration, from those of the schema."""
+        if self.is_single:
+            return found
+        results = [None if t.dim() == len(_ABSENT) else t for t in found]
+        if not self.tuples:
+            return tuple(results)
+        values = iter(results)
+        made = tuple([kind._make(islice(values, len(kind._fields))) for kind in self.tuples])
+        return made if len(made) > 1 else made[0]
 
 
-def _places(hints: dict[str, Any], kind: Any) -> dict[int, str]:
-    """Places and names of the parameters of this type, or of it or None."""
-    found = enumerate(hints.items())
-    return {place: name for place, (name, hint) in found if hint in (kind, kind | None)}
+def _flat_parameters(hints: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and types in the schema."""
+    for name, kind in hints.items():
+        if hasattr(kind, "_fields"):
+            yield from _flat_parameters(get_type_hints(kind), f"{prefix}{name}_")
+        else:
+            is_enum = isinstance(kind, enum.EnumMeta)
+            yield prefix + name, "str" if is_enum else _SCHEMA_TYPES[kind]
 
 
-def _form(kind: Any) -> str:
-    """A letter: e, an enum; t, a NamedTuple; p, what the schema has as it is."""
-    if isinstance(kind, enum.EnumMeta):
-        return "e"
-    return "t" if hasattr(kind, "_fields") else "p"
+def flattened(values: Sequence) -> list:
+    """The arguments of a schema, or all results."""
+    flat: list = []
+    for value in values:
+        if isinstance(value, tuple):
+            flat.extend(flattened(value))
+        else:
+            flat.append(value.value if isinstance(value, enum.Enum) else value)
+    return flat
+
+
+def _made(kind: Any, values: Iterator) -> Any:
+    if hasattr(kind, "_fields"):
+        return kind._make([_made(hint, values) for hint in get_type_hints(kind).values()])
+    value = next(values)
+    return kind(value) if isinstance(kind, enum.EnumMeta) else value
 
 
 class Operator:
     """One operator of the namespace: `overload` for PyTorch's dispatcher, `chosen` without it."""
 
     def __init__(
-        self,
-        declaration: Callable,
-        name: str,
-        signature: Signature,
-        reference: ModuleType,
-        launch: str | None,
-        flops: Callable[[SimpleNamespace], int] | None,
+        self, declaration: Callable, name: str, signature: Signature, find: Any, flops: Any
     ) -> None:
-        self.declaration, self.signature, self.flops = declaration, signature, flops
-        self.reference, self.launch = reference, launch
-        of_arguments = (signature.tensors, signature.tuples, signature.written)
-        self.layout = Layout(*of_arguments) if launch else None
+        self.declaration, self.signature = declaration, signature
+        self.find, self.flops = find, flops
         self.function = declaration.__name__
         _library.define(signature.schema(name), tags=(torch.Tag.needs_exact_strides,))
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
@@ -146,81 +148,63 @@ class Operator:
         _library.impl(name, self.dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", self.fake, lib=_library)
         if flops is not None:
-            register_flop_formula(packet)(self.flop_formula)
+            register_flop_formula(packet, get_raw=True)(self.flop_formula)
 
-    @cached_property
-    def launch_module(self) -> ModuleType:
-        return import_module(f"..launch.{self.launch}", __package__)
-
-    def chosen(self, args: Sequence, dispatched: bool = False) -> tuple[Callable, Sequence]:
+    def chosen(self, args: Sequence, plan: list) -> tuple[Callable, Sequence]:
         """The implementation for these arguments, and the arguments as it takes them."""
-        if self.layout is None:
-            return getattr(self.reference, self.function), args
-        *args, backend = args
-        for_kernels = backend == "triton"
-        module = self.launch_module if for_kernels else self.reference
-        return getattr(module, self.function), self.layout.dense(args, for_kernels, dispatched)
+        last, find = args[-1], self.find
+        if type(find) is not str:
+            return find(last, self.function), laid_out(args, plan, last.backend == "triton")
+        if type(last) is not str:
+            return getattr(stages("torch", find), self.function), laid_out(args, plan, False)
+        args = laid_out(args, plan, last == "triton")
+        return getattr(stages(last, find), self.function), args[:-1]
 
     def dispatched(self, *flat: Any) -> Any:
-        function, args = self.chosen(self.signature.unflatten(flat), dispatched=True)
+        function, args = self.chosen(self.signature.unflatten(flat), self.signature.of_all)
         return self.every_result(function(*args), flat)
 
     def fake(self, *flat: Any) -> Any:
-        args = self.signature.unflatten(flat)
-        if self.layout is not None:
-            args = self.layout.dense(args, for_kernels=False, dispatched=True)
+        args = laid_out(self.signature.unflatten(flat), self.signature.of_all, False)
         return self.every_result(self.declaration(*args), flat)
 
     def every_result(self, found: Any, flat: Sequence) -> Any:
-        """Replace None, a result that is not needed, by the empty tensor PyTorch expects."""
-        if self.signature.returns == "()":
-            return None
-        every = found if type(found) is tuple else (found,)
-        if not any(t is None for t in every):
+        """Flat, with a tensor in the place of None, as PyTorch expects it."""
+        if self.signature.is_single:
             return found
         like = next(t for t in flat if isinstance(t, torch.Tensor))
-        every = tuple([like.new_empty(0) if t is None else t for t in every])
-        return every if type(found) is tuple else every[0]
+        return tuple([like.new_empty(_ABSENT) if t is None else t for t in flattened(found)])
 
-    def flop_formula(self, *flat: Any, out_shape: Any = None, **_: Any) -> int:
-        assert self.flops is not None
-        given = {name: value for (name, _), value in zip(self.signature.flat, flat, strict=True)}
-        if self.signature.packed is not None:
-            # The weight's shape, by the names that the formulas use.
-            w = Packed(*[given[name] for name in Packed._fields])
-            given |= dict.fromkeys(("w1", "w2", "w8"), w.shape)
-        return self.flops(SimpleNamespace(**given))
+    def flop_formula(self, *flat: Any, out_val: Any = None, **_: Any) -> int:
+        return self.flops(*self.signature.unflatten(flat))
 
 
 def operator(
-    reference: ModuleType,
-    launch: str | None,
-    flops: Callable[[SimpleNamespace], int] | None = None,
-    packed: str | None = None,
+    find: str | Callable, flops: Callable[..., int] | None = None, into: str | None = None
 ) -> Callable[[Callable], Callable]:
     """Register the decorated declaration; returns the function that calls the operator.
 
-    `launch` names the module in `launch/`, imported when it is needed; None: the reference serves
-    both backends. `flops` gets the flat arguments by name, shapes in the place of tensors. The
-    parameter `packed`, a weight, may also be a `Packed`: a second operator `<name>_packed`.
+    `find` names the module in `launch/` and `reference/` that has the implementation, which takes
+    no `backend`; without such a parameter the reference serves both. Or it is a function of the
+    last argument and the name. `flops` takes the arguments. If the argument `into` is given, a
+    second operator `<name>_into` writes to it.
     """
 
     def register(declaration: Callable) -> Callable:
-        name, rest = declaration.__name__, (reference, launch, flops)
-        plain = Operator(declaration, name, Signature(declaration), *rest)
-        of_packed, place = plain, None
-        if packed is not None:
-            signature = Signature(declaration, packed)
-            of_packed = Operator(declaration, f"{name}_packed", signature, *rest)
-            place = signature.packed
+        name, rest = declaration.__name__, (find, flops)
+        plain = writing = Operator(declaration, name, Signature(declaration), *rest)
+        place = None
+        if into is not None:
+            signature = Signature(declaration, into)
+            writing = Operator(declaration, f"{name}_into", signature, *rest)
+            place = list(signature.hints).index(into)
 
         @wraps(declaration)
         def call(*args: Any) -> Any:
-            is_packed = place is not None and type(args[place]) is Packed
-            own = of_packed if is_packed else plain
+            own = plain if place is None or args[place] is None else writing
             if _needs_dispatcher(args):
-                return own.overload(*own.signature.flatten(args))
-            function, prepared = own.chosen(args)
+                return own.signature.restored(own.overload(*flattened(args)))
+            function, prepared = own.chosen(args, own.signature.of_callers)
             return function(*prepared)
 
         return call

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ..reference import routing as reference
 from ..shapes import max_tiles
 from .registry import Mutated, operator
 
@@ -21,20 +20,20 @@ def _int32(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.int32)
 
 
-@operator(reference, launch=None, flops=lambda s: 2 * s.dlogits[0] * s.weight[0] * s.weight[1])
+@operator("routing", flops=lambda dx, dlogits, weight: 2 * dlogits.shape[0] * weight.numel())
 def router_gradient_into(dx: Mutated, dlogits: Tensor, weight: Tensor) -> None:
     """dX += dlogits Wr. A compiled `addmm_` would copy dX first, 64 µs at
     32768,2048,512,512,10."""
 
 
-@operator(reference, "routing")
+@operator("routing")
 def topk(logits: Tensor, k: int, softmax_over_topk: bool, backend: str) -> tuple[Tensor, Tensor]:
     """scores (T, K) fp32 and ids (T, K) int32 of the K largest logits; ties go to the lower id."""
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=_fp32(logits)), _int32(logits, *shape)
 
 
-@operator(reference, "routing")
+@operator("routing")
 def topk_backward(
     dscores: Tensor,
     scores: Tensor,
@@ -47,7 +46,7 @@ def topk_backward(
     return _gradient_of(logits)
 
 
-@operator(reference, "routing")
+@operator("routing")
 def sigmoid_topk(
     logits: Tensor,
     bias: Tensor,
@@ -63,7 +62,7 @@ def sigmoid_topk(
     return scores, torch.empty_like(scores), _int32(logits, *scores.shape)
 
 
-@operator(reference, "routing")
+@operator("routing")
 def sigmoid_topk_backward(
     dscores: Tensor,
     affinity: Tensor,
@@ -77,7 +76,7 @@ def sigmoid_topk_backward(
     return _gradient_of(logits)
 
 
-@operator(reference, "routing")
+@operator("routing")
 def balance(
     logits: Tensor, counts: Tensor | None, balance: float, z: float, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +85,7 @@ def balance(
     return logits.new_empty((), dtype=fp32), logits.new_empty(logits.shape[1], dtype=fp32)
 
 
-@operator(reference, "routing")
+@operator("routing")
 def balance_backward(
     dloss: Tensor, slope: Tensor, logits: Tensor, z: float, backend: str
 ) -> Tensor:
@@ -94,13 +93,13 @@ def balance_backward(
     return _gradient_of(logits)
 
 
-@operator(reference, "routing")
+@operator("routing")
 def count(ids: Tensor, num_experts: int, backend: str) -> Tensor:
     """(E,) int32: how many of `ids` name each expert; ids outside [0, E) count nowhere."""
     return _int32(ids, num_experts)
 
 
-@operator(reference, "routing")
+@operator("routing")
 def permute(
     ids: Tensor, num_experts: int, slot_token: Tensor | None, tile_m: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -111,7 +110,7 @@ def permute(
     return *maps, _int32(ids, num_experts), _int32(ids, num_experts + 1), tiles  # type: ignore
 
 
-@operator(reference, "routing")
+@operator("routing")
 def tiles(offsets: Tensor, rows: int, tile_m: int, backend: str) -> tuple[Tensor, Tensor]:
     """expert_start and tiles of `Permutation`, from offsets (E+1,) of rows sorted by expert."""
     experts = offsets.shape[0] - 1

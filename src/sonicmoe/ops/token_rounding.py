@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ..reference import token_rounding as reference
 from ..reference.token_rounding import most_rows
 from .registry import operator
 
@@ -21,7 +20,7 @@ def _rounded(values: Tensor, ids: Tensor, tile: int, subroutine: str) -> Rounded
     return new(slots), new(slots), scores, new(tokens + 1), new(experts), new(experts)
 
 
-@operator(reference, "token_rounding")
+@operator("token_rounding")
 def round_tokens(
     scores: Tensor,
     ids: Tensor,
@@ -39,7 +38,7 @@ def round_tokens(
     return _rounded(scores, ids, tile, subroutine)
 
 
-@operator(reference, "token_rounding")
+@operator("token_rounding")
 def round_logits(
     logits: Tensor,
     ids: Tensor,
@@ -53,7 +52,7 @@ def round_logits(
     return _rounded(logits, ids, tile, subroutine)
 
 
-@operator(reference, "token_rounding")
+@operator("token_rounding")
 def round_logits_backward(
     dscore: Tensor,
     logits: Tensor,

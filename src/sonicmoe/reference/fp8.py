@@ -22,21 +22,20 @@ import torch
 
 from ..enums import ActivationType
 from ..shapes import BLOCK, padded_rows
-from ..tensors import E4M3, E4M3_MAX, Fp8Weight, Lora, Packed, Permutation
+from ..tensors import E4M3, E4M3_MAX, Dz, Lora, Permutation, Weight
 from .activation import activate, activate_backward, split_gate_up
 from .fp8_scales import blocks, dz_scales, row_experts, z_columns
 from .grouped_gemm import combine, expert_rows, gather, gemm, row_slots
-from .packed import fp8_weight
 from .quantize import (
     BLOCK_FLOOR,
     checked_scales,
     power_of_two_scale,
-    quantize_again,
     quantize_rows,
     quantize_weight,
     quantize_weight_into,
     to_e4m3,
 )
+from .weights import decoded
 
 __all__ = [  # operators too
     "checked_scales",
@@ -44,10 +43,6 @@ __all__ = [  # operators too
     "quantize_weight",
     "quantize_weight_into",
 ]
-
-
-def in_fp8(w: Fp8Weight | Packed) -> Fp8Weight:
-    return fp8_weight(w) if isinstance(w, Packed) else w
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -67,18 +62,18 @@ def _joined(out: torch.Tensor, bias, lora: Lora, e: int, rows: slice) -> torch.T
     return out if bias is None else out + bias[e].float()
 
 
-def fp8_up(
+def up(
     x8, x_scale, w, b1, lora, p: Permutation, activation: ActivationType, gate_up, z_dtype
 ):  # fmt: skip
     """Z, zmax (J, R), zmax_columns (E, I), A e4m3, a_scale (J, R).
 
     Without a `z_dtype`, bf16 or e4m3, the first three are None.
     """
-    w = in_fp8(w)
-    z = torch.zeros(p.rows_of(x8), w.w8.shape[1], device=x8.device)
+    w8 = decoded(w, E4M3)
+    z = torch.zeros(p.rows_of(x8), w8.shape[1], device=x8.device)
     for e, r in expert_rows(p):
         scale = gather(x_scale, p, r)[:, None] * w.w_scale[e]
-        z[r] = _joined(_gemm(gather(x8, p, r), w.w8[e].mT) * scale, b1, lora, e, r)
+        z[r] = _joined(_gemm(gather(x8, p, r), w8[e].mT) * scale, b1, lora, e, r)
     a = activate(z, activation, gate_up)
     a_scale = power_of_two_scale(_block_amax(a), BLOCK_FLOOR)
     a8 = to_e4m3((blocks(a) / a_scale.T[:, :, None]).flatten(1)[:, : a.shape[1]]).contiguous()
@@ -87,7 +82,7 @@ def fp8_up(
     largest = z.abs()
     if activation.is_gated:
         largest = torch.maximum(*split_gate_up(largest, gate_up))
-    zmax, zmax_columns = _block_amax(largest), torch.zeros(len(w.w8), a.shape[1], device=z.device)
+    zmax, zmax_columns = _block_amax(largest), torch.zeros(len(w8), a.shape[1], device=z.device)
     for e, r in expert_rows(p):
         zmax_columns[e] = largest[r].amax(0)
     if z_dtype == E4M3:
@@ -108,17 +103,6 @@ def z_in_fp32(z, zmax, activation: ActivationType, gate_up) -> torch.Tensor:
     return z.float() * _z_scale(zmax, activation, gate_up, inner)
 
 
-def fp8_recomputed(dout, x, w1, w, b1, lora, p: Permutation, activation, gate_up):
-    """The fields of `Fp8Kept` once more."""
-    x8, x_scale, _ = quantize_rows(x, False)
-    if isinstance(w1, Packed):
-        w = fp8_weight(w1)
-    elif w.w8 is None:
-        w = w._replace(w8=quantize_again(w1, w.w_scale, transposed=False))
-    *of_z, _, a_scale = fp8_up(x8, x_scale, w, b1, lora, p, activation, gate_up, torch.bfloat16)
-    return *of_z, a_scale, x_scale
-
-
 def _rows_in_fp32(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """(R, C) e4m3 times its scales, (J, R) or (1, R)."""
     columns = q.shape[1]
@@ -126,20 +110,20 @@ def _rows_in_fp32(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return q.float() * per_column[:, :columns]
 
 
-def fp8_gemm(a8, a_scale, w, b2, row_scores, lora, p: Permutation):
+def down(a8, a_scale, w, b2, row_scores, lora, p: Permutation):
     """Y = A Wᵀ + b2 bf16 (R, N), times the row's score if given. a_scale is (J, R), or (1, R)."""
-    a, w = _rows_in_fp32(a8, a_scale), in_fp8(w)
-    y = torch.zeros(a8.shape[0], w.w8.shape[1], device=a8.device)
+    a, w8 = _rows_in_fp32(a8, a_scale), decoded(w, E4M3)
+    y = torch.zeros(a8.shape[0], w8.shape[1], device=a8.device)
     for e, r in expert_rows(p):
-        y[r] = _joined(_gemm(a[r], w.w8[e].mT) * w.w_scale[e], b2, lora, e, r)
+        y[r] = _joined(_gemm(a[r], w8[e].mT) * w.w_scale[e], b2, lora, e, r)
     if row_scores is not None:
         y *= row_scores[:, None]
     return y.to(torch.bfloat16)
 
 
-def fp8_down_and_combine(a8, a_scale, w, b2, scores, lora, p: Permutation, tokens, slices):
+def down_and_combine(a8, a_scale, w, b2, scores, lora, p: Permutation, tokens, slices):
     """In one piece: slices bound the memory of the kernels and change no bit."""
-    y = fp8_gemm(a8, a_scale, w, b2, None, lora, p)
+    y = down(a8, a_scale, w, b2, None, lora, p)
     return combine(y, scores, p.slot_row, p.token_start, tokens) if p.is_gathered else y
 
 
@@ -169,17 +153,18 @@ def _transposed(values: torch.Tensor, p: Permutation) -> torch.Tensor:
 
 
 def dz_gemm(
-    do8, scales, z, zmax, w2_t, bias, scores, lora, p: Permutation, activation, gate_up, needs
+    do8, scales, z, zmax, w2_t: Weight, bias, scores, lora, p: Permutation, activation, gate_up,
+    needs,
 ):  # fmt: skip
     """dZ e4m3 (R, N), dZᵀ (N, P), A'ᵀ (I, P) e4m3, dscores; None where not needed.
 
     `bias` is dO in bf16 and b2 or None, for dscores.
     """
-    z = z_in_fp32(z, zmax, activation, gate_up)
-    da = torch.zeros(z.shape[0], w2_t.shape[1], device=z.device)
+    z, w8 = z_in_fp32(z, zmax, activation, gate_up), decoded(w2_t, E4M3)
+    da = torch.zeros(z.shape[0], w8.shape[1], device=z.device)
     f = scales.row_factors[:, :, None]
     for e, r in expert_rows(p):
-        da[r] = _joined(_gemm(gather(do8, p, r), w2_t[e].mT) * f[0, r], None, lora, e, r)
+        da[r] = _joined(_gemm(gather(do8, p, r), w8[e].mT) * f[0, r], None, lora, e, r)
     a = activate(z, activation, gate_up)
     dscores = None
     if needs.dscores:
@@ -193,13 +178,13 @@ def dz_gemm(
     dz = activate_backward(z, da * f[1], activation, gate_up)
     dz8 = _saturated(dz * f[2]) if needs.dz else None
     dz_t = a_t = None
-    if needs.dz_t or needs.a_t:
-        expert = row_experts(p, len(z)).clamp(max=len(w2_t) - 1)
+    if needs.dz_t or needs.a:
+        expert = row_experts(p, len(z)).clamp(max=len(w8) - 1)
         of_dz, of_a = scales.column_factors[expert], scales.block_factors[expert]
         of_a = of_a.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
         of_dz = z_columns(of_dz, activation, gate_up)
         dz_t = _transposed(_saturated(dz * (f[3] * of_dz)), p) if needs.dz_t else None
-        a_t = _transposed(_saturated(a * (f[4] * of_a)), p) if needs.a_t else None
+        a_t = _transposed(_saturated(a * (f[4] * of_a)), p) if needs.a else None
     return dz8, dz_t, a_t, dscores
 
 
@@ -209,7 +194,7 @@ def _saturated(value: torch.Tensor) -> torch.Tensor:
     return to_e4m3(value.clamp(-E4M3_MAX, E4M3_MAX))
 
 
-def weight_gradient(rows8, other_t, scale, p: Permutation):
+def sum_of_products(rows8, other_t, scale, p: Permutation):
     """(E, M, N) fp32: Σ over an expert's rows of rows8[token] (M,) times other_t (N, P), times the
     scale (E, N)."""
     first = first_padded(p.expert_start).tolist()
@@ -223,59 +208,51 @@ def weight_gradient(rows8, other_t, scale, p: Permutation):
     return out
 
 
-def with_transpose(w: Fp8Weight, parameter) -> Fp8Weight:
-    if isinstance(parameter, Packed):
-        return fp8_weight(parameter)
-    if w.w8_t is not None:
-        return w
-    return w._replace(w8_t=quantize_again(parameter, w.w_scale, transposed=True))
+def dz(dout, kept, w2: Weight, b2, scores, lora, lora_norm, p, activation, gate_up, needs):
+    """`Dz`; dO, A'ᵀ and its scales, of which dW2 is computed; dscores. None where not needed.
 
-
-def fp8_dz(dout, kept, w2, w, b2, scores, lora, lora_norm, p, activation, gate_up, needs):
-    z, zmax = kept.z, kept.zmax
-    w = with_transpose(w, w2)
+    `lora_norm` (E, I) bounds what the adapter adds to the norms of the columns of W2.
+    """
     if lora_norm is not None:
-        w = w._replace(w_norm=w.w_norm + lora_norm)
+        w2 = w2._replace(w_norm=w2.w_norm + lora_norm)
     do8, do_scale, do_norm = quantize_rows(dout, True)
-    columns = needs.dz_t or needs.a_t
-    scales = dz_scales(scores, do_scale, do_norm, kept, w, p, activation, gate_up, columns)
+    act, columns = (activation, gate_up), needs.dz_t or needs.a
+    scales = dz_scales(scores, do_scale, do_norm, kept, w2, p, *act, columns)
     dz8, dz_t, a_t, dscores = dz_gemm(
-        do8, scales, z, zmax, w.w8_t, (dout, b2), scores, lora, p, activation, gate_up, needs
+        do8, scales, kept.z, kept.z_scale, w2.mT, (dout, b2), scores, lora, p, *act, needs
     )
-    return (
-        dz8,
-        scales.dz_scale if needs.dz else None,
-        dz_t,
-        scales.dz_t_scale if needs.dz_t else None,
-        a_t,
-        scales.a_t_scale if needs.a_t else None,
-        do8 if needs.a_t else None,
-        dscores,
-    )
+    dz_scale = scales.dz_scale if needs.dz else None
+    dz = Dz(dz8, dz_scale, dz_t, scales.dz_t_scale if needs.dz_t else None)
+    return dz, (do8, a_t, scales.a_t_scale) if needs.a else None, dscores
 
 
-def fp8_dx(dz8, dz_scale, w1, w, lora, p: Permutation, tokens, slices):
-    w_t = with_transpose(w, w1).mT
-    return fp8_down_and_combine(dz8, dz_scale[None], w_t, None, None, lora, p, tokens, slices)
+def dx(dz8, dz_scale, w1: Weight, lora, p: Permutation, tokens, slices):
+    given = (None, None, lora, p, tokens, slices)
+    return down_and_combine(dz8, dz_scale[None], w1.mT, *given)
 
 
-def fp8_weight_gradient(rows, other_t, scale, w, p: Permutation, transposed, fp32):
+def weight_gradient(left, right, w, p: Permutation, gathered, fp32):
+    """Σ over an expert's rows of leftᵀ right, with the strides of w, in fp32 if `fp32`.
+
+    `gathered` names the operand with rows of tokens, quantized here if they are in bf16; the other
+    is transposed (N, P), with its scales (E, N).
+    """
     dw = torch.empty_like(w, dtype=torch.float32 if fp32 else w.dtype)
+    rows, other = (left, right) if gathered == "left" else (right, left)
     rows8 = rows if rows.dtype == E4M3 else quantize_rows(rows, False)[0]
-    found = weight_gradient(rows8, other_t, scale, p)
-    return dw.copy_(found.mT if transposed else found)
+    found = sum_of_products(rows8, *other, p)
+    return dw.copy_(found if gathered == "left" else found.mT)
 
 
-def fp8_weight_gradient_into(main_grad, rows, other_t, scale, p: Permutation, transposed):
-    found = fp8_weight_gradient(rows, other_t, scale, main_grad, p, transposed, True)
-    main_grad.add_(found)
+def weight_gradient_into(main_grad, left, right, p: Permutation, gathered):
+    main_grad.add_(weight_gradient(left, right, main_grad, p, gathered, True))
 
 
-def dequantize_rows(dout, q, scale):
+def dequantize_rows(q, scale):
     return _rows_in_fp32(q, scale if scale.dim() == 2 else scale[None]).to(torch.bfloat16)
 
 
-def scored_activation(dout, z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
+def scored_activation(z, zmax, scores, p: Permutation, activation: ActivationType, gate_up):
     a = activate(z_in_fp32(z, zmax, activation, gate_up), activation, gate_up)
     for _, r in expert_rows(p) if scores is not None else ():
         a[r] *= scores.flatten()[row_slots(p, r)][:, None]

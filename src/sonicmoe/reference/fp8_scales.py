@@ -100,7 +100,7 @@ def scale_to_max(bound: torch.Tensor) -> torch.Tensor:
 
 
 def dz_scales(scores, do_scale, do_norm, kept, w, p, activation, gate_up, columns):
-    """A `DzScales`. `kept` is a `Fp8Kept`, `w` the `Fp8Weight` of W2; columns only if `columns`.
+    """A `DzScales`. `kept` is a `Kept`, `w` is W2; columns only if `columns`.
 
     Rows past the last expert have factors of zero.
     """

@@ -9,10 +9,10 @@ import torch
 from torch.nn.functional import linear
 
 from ..enums import ActivationType
-from ..tensors import E4M3, NO_LORA, Permutation
+from ..tensors import E4M3, NO_LORA, Permutation, Weight
 from .activation import activate, activate_backward
-from .packed import decodable
 from .quantize import dequantize_blocks, quantize_blocks
+from .weights import decoded
 
 
 def expert_rows(p: Permutation) -> Iterator[tuple[int, slice]]:
@@ -34,9 +34,11 @@ def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> 
 
     On a CPU in fp32: without bf16 instructions PyTorch's own GEMM of bf16 takes 200 times as long.
     """
+    if torch.is_autocast_enabled(a.device.type):
+        with torch.autocast(a.device.type, enabled=False):
+            return gemm(a, b, bias)
     dtype = torch.float32 if a.device.type == "cpu" and a.dtype.itemsize == 2 else a.dtype
-    with torch.autocast(a.device.type, enabled=False):
-        out = linear(a.to(dtype), b.mT.to(dtype), None if bias is None else bias.to(dtype))
+    out = linear(a.to(dtype), b.mT.to(dtype), None if bias is None else bias.to(dtype))
     return out.to(a.dtype)
 
 
@@ -64,19 +66,15 @@ def _concatenated(activation: ActivationType, gate_up: str) -> bool:
     return activation.is_gated and gate_up == "concatenated"
 
 
-def recomputed_z(dout, x, w1, b1, lora, p: Permutation, activation, gate_up):
-    return _rows_gemm(x, w1, b1, lora, p)
-
-
 def gathered_gemm(x, w, p: Permutation):
-    return _rows_gemm(x, w, None, NO_LORA, p)
+    return _rows_gemm(x, Weight(w), None, NO_LORA, p)
 
 
-def _rows_gemm(x, w, bias, lora, p: Permutation):
+def _rows_gemm(x, w: Weight, bias, lora, p: Permutation):
     """X Wᵀ + U Bᵀ + bias of every row: (R, N). Rows past the last expert are zero."""
-    out, w = x.new_zeros(p.rows_of(x), w.shape[1]), decodable(w, x.dtype)
+    out, dense = x.new_zeros(p.rows_of(x), w.shape[1]), decoded(w, x.dtype)
     for e, r in expert_rows(p):
-        out[r] = _add_lora(gemm(gather(x, p, r), w[e].mT, _of(bias, e)), lora, e, r)
+        out[r] = _add_lora(gemm(gather(x, p, r), dense[e].mT, _of(bias, e)), lora, e, r)
     return out
 
 
@@ -95,7 +93,7 @@ def down(a, w2, b2, row_scores, lora, p: Permutation):
 
 
 def _sorted_gemm(a, w2, b2, row_scores, lora, p: Permutation):
-    y, w2 = a.new_zeros(a.shape[0], w2.shape[1]), decodable(w2, a.dtype)
+    y, w2 = a.new_zeros(a.shape[0], w2.shape[1]), decoded(w2, a.dtype)
     for e, r in expert_rows(p):
         out = _add_lora(gemm(a[r], w2[e].mT, _of(b2, e)), lora, e, r)
         y[r] = out if row_scores is None else (in_fp32(out) * row_scores[r, None]).to(a.dtype)
@@ -131,7 +129,7 @@ def dz(
     """Without Y: dS = ⟨dA', A⟩ over I."""
     if z_scale is not None:
         z = dequantize_blocks(z, z_scale, _concatenated(activation, gate_up))
-    out, w2 = torch.zeros_like(z, dtype=dout.dtype), decodable(w2, dout.dtype)
+    out, w2 = torch.zeros_like(z, dtype=dout.dtype), decoded(w2, dout.dtype)
     scored = dout.new_zeros(z.shape[0], w2.shape[2])
     dscores = None if scores is None else torch.zeros_like(scores).flatten()
     for e, r in expert_rows(p):
@@ -147,8 +145,11 @@ def dz(
         out[r] = activate_backward(z_r, da, activation, gate_up).to(out.dtype)
         scored[r] = a.to(dout.dtype)
     dscores = None if scores is None or dscores is None else dscores.view_as(scores)
-    found = (out, scored, dscores)
-    return tuple([t if need else None for t, need in zip(found, needs, strict=True)])
+    return (
+        out if needs.dz else None,
+        scored if needs.a else None,
+        dscores if needs.dscores else None,
+    )
 
 
 def dx(dz, w1, lora, p: Permutation, tokens: int, slices: int):

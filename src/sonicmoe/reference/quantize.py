@@ -41,7 +41,8 @@ def quantize_rows(x, norms):
 
 
 def quantize_weight(w, transposed, norms):
-    """The fields of `Fp8Weight`; None for the transpose and the norms that are not asked for."""
+    """w8, w8_t, w_scale and w_norm of `Weight`; the second and the last only if they are asked
+    for."""
     scale = power_of_two_scale(w.abs().amax((1, 2)).float())
     scaled = w.float() / scale[:, None, None]
     q = to_e4m3(scaled)
@@ -49,10 +50,9 @@ def quantize_weight(w, transposed, norms):
     return q.contiguous(), q.mT.contiguous() if transposed else None, scale, norm
 
 
-def quantize_again(w, scale, transposed):
-    """w8 or w8_t of a weight whose scales are known."""
-    q = to_e4m3(w.float() / scale[:, None, None])
-    return (q.mT if transposed else q).contiguous()
+def quantize_again(w, scale):
+    """w8 of a weight whose scales are known."""
+    return to_e4m3(w.float() / scale[:, None, None]).contiguous()
 
 
 def quantize_weight_into(w8, w8_t, w_scale, w_norm, w):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import bad_argument
 from ..layer.memory import KEEP, WEIGHT_POLICIES, Z_POLICIES, MemoryPolicy, memory_policy
-from ..layer.operands import precisions
+from ..ops.kinds import precisions
 from ..shapes import check_size
 from ..validation import LAYOUTS, check_writable, parse_activation
 from . import cost

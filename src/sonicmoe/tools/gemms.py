@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..tensors import NO_LORA, DzResults
+from ..tensors import NO_LORA, DzResults, Weight
 from ..tuning import Target
 from ..tuning.candidates import default_config
 from ..tuning.table import Config, Key, RowKey, WeightKey
@@ -39,21 +39,22 @@ def gemms(inputs: Inputs, gate_up: str) -> tuple[list[Gemm], Target]:
     dout, scores = inputs.dout, inputs.scores.detach()
     p = permute(inputs.ids, problem.E, dtype=x.dtype, backend="triton")
     size, target = x.element_size(), launches.target_of(x)
-    needs = DzResults(dz=True, a=True, dscores=True)
+    needs = DzResults(dz=True, dz_t=False, a=True, dscores=True)
+    weight1, weight2 = Weight(w1), Weight(w2)
 
     def up(config):
-        return launches.up(x, w1, b1, NO_LORA, p, activation, gate_up, x.dtype, config)[:2]
+        return launches.up(x, weight1, b1, NO_LORA, p, activation, gate_up, x.dtype, config)[:2]
 
     def dz(config):
         return launches.dz(
-            dout, z, None, w2, b2, scores, NO_LORA, p, activation, gate_up, needs, config
+            dout, z, None, weight2, b2, scores, NO_LORA, p, activation, gate_up, needs, config
         )
 
     def down(config):
-        return (launches.down(a, w2, b2, None, NO_LORA, p, config),)
+        return (launches.down(a, weight2, b2, None, NO_LORA, p, config),)
 
     def dx(config):
-        return (launches.down(dz_rows, w1.mT, None, None, NO_LORA, p, config, kernel="dx"),)
+        return (launches.down(dz_rows, weight1.mT, None, None, NO_LORA, p, config, kernel="dx"),)
 
     def dw1(config):
         dw = memory.empty_like(w1, w1.dtype)

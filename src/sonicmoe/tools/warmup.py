@@ -15,6 +15,7 @@ from ..layer.precompile import compile_together
 from ..layer.weights import ExpertWeights, Projection
 from ..routing import Router, auxiliary_loss, make_router
 from ..shapes import check_size
+from ..tensors import Weight
 from ..validation import check_k, check_num_experts
 
 
@@ -77,7 +78,9 @@ def example_of_sizes(
         w = (w.mT if transposed else w).requires_grad_()
         if main_grad:  # `empty_like` imports sympy
             w.main_grad = torch.empty_strided(w.shape, w.stride(), device="meta")
-        return Projection(w, new(experts, n, dtype=dtype).requires_grad_() if bias else None)
+        return Projection(
+            Weight(w), new(experts, n, dtype=dtype).requires_grad_() if bias else None
+        )
 
     columns = 2 * intermediate if options.activation.is_gated else intermediate
     both = ExpertWeights(projection(columns, hidden), projection(hidden, intermediate))
