@@ -183,7 +183,7 @@ WRONG = {
     "published router of another dtype": (
         _published, {"router_w": torch.randn(E, H).to(half)}, "router_w", "torch.bfloat16"),
     # names
-    "activation by name": (_experts, {"activation": "swiglu"}, "activation", "swiglu"),
+    "activation by name": (_experts, {"activation": "SwiGLU"}, "activation", "SwiGLU"),
     "activation of the layer": (
         _moe, {"activation_function": "SwiGLU"}, "activation_function", "SwiGLU"),
     "gate_up": (_experts, {"gate_up": "blocked"}, "gate_up", "blocked"),

@@ -42,9 +42,16 @@ def experts(
     The options are those of `sonicmoe.OptionArguments`: activation, gate_up, precision, memory,
     backend, fp8_weights, lora1 and lora2.
     """
-    slots = {"slot_token": slot_token, "token_start": token_start}
-    weights = _weights(w1, w2, b1, b2)
-    return run(prepare.routed(x, ids, scores, weights, Options.of(options), **slots))
+    call = prepare.routed(
+        x,
+        ids,
+        scores,
+        _weights(w1, w2, b1, b2),
+        Options.of(options),
+        slot_token=slot_token,
+        token_start=token_start,
+    )
+    return run(call)
 
 
 def grouped_experts(

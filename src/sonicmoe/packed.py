@@ -78,9 +78,8 @@ class PackedWeight:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """A weight of what a function makes of each tensor."""
-        return replace(
-            self, **{f.name: _each(getattr(self, f.name), function) for f in fields(self)}
-        )  # type: ignore
+        names = [f.name for f in fields(self)]  # type: ignore[arg-type]
+        return replace(self, **{n: _each(getattr(self, n), function) for n in names})  # type: ignore
 
     def to(self, device: torch.device | str) -> Self:
         """The same weight on another device."""
@@ -118,6 +117,8 @@ class PackedWeight:
 
     def _versions(self) -> list[int]:
         """PyTorch's count of changes of each tensor; those of inference mode have none."""
+        if torch.compiler.is_compiling():  # Dynamo of PyTorch 2.11 knows no `is_inference`
+            return []
         return [0 if t.is_inference() else t._version for _, t in self.tensors()]
 
     def __getstate__(self) -> dict[str, Any]:

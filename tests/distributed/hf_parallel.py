@@ -1,6 +1,7 @@
 """What each rank does in test_transformers_parallel.py."""
 
 import dataclasses
+import math
 from typing import Any
 
 import peft
@@ -52,7 +53,8 @@ def two_ranks_equal_one(rank: int, name: str, folder: str, layout: str) -> None:
             ).down_proj.to_local()
             for layer in report(loaded).layers:
                 assert (layer.runs, layer.problem, layer.expert_ranks) == ("sonicmoe", None, 2)
-                assert layer.experts * layer.hidden_size * layer.intermediate_size == local.numel()
+                sizes: Any = (layer.experts, layer.hidden_size, layer.intermediate_size)
+                assert math.prod(sizes) == local.numel()
         found = step(loaded)
         return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
 
@@ -78,9 +80,15 @@ def report_of_sharded_layers(rank: int, lora: bool) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     shards = {name: id(p) for name, p in model.named_parameters()}
-    found, calls, original = report(model).layers, [], adapter.experts
+    calls: list[Any] = []
+    found, original = report(model).layers, adapter.experts
     assert {name: id(p) for name, p in model.named_parameters()} == shards
-    adapter.experts = lambda *a, **k: calls.append((a, k)) or original(*a, **k)
+
+    def noted(*args, **options):
+        calls.append((args, options))
+        return original(*args, **options)
+
+    adapter.experts = noted
     try:
         ids = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(rank))
         model(input_ids=ids, labels=ids).loss.backward()

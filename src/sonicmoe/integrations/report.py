@@ -239,7 +239,7 @@ def _gathered_by_fsdp2(model: nn.Module) -> Iterator[None]:
     held: list[tuple[nn.Module, str, Any]] = []
     try:
         for module in model.modules():
-            state = getattr(module, "_get_fsdp_state", lambda: None)()
+            state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
             for p in fsdp2_parameters(state):
                 gathered, info = _without_shards(p, state._mp_policy.param_dtype), p._module_info
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)

@@ -54,7 +54,10 @@ def meta_forward(example: Example, tokens: int, slots: Slots | None = None) -> t
         p = sorted_rows(x, example.offsets, "triton")
         scores = None if example.scores is None else _with_rows(example.scores, tokens)
         return run(Call(x, scores, weights, p, options, "triton"))
-    ids, scores, slot_token, token_start = slots or _slots_like(example.slots, tokens)
+    if slots is None:
+        assert example.slots is not None
+        slots = _slots_like(example.slots, tokens)
+    ids, scores, slot_token, token_start = slots
     pairs: Any = {"slot_token": slot_token, "tokens": tokens, "token_start": token_start}
     p = permute(ids, weights.num_experts, **pairs, dtype=dtype, backend="triton")
     scores = scores.to(torch.promote_types(dtype, torch.float32))
@@ -86,7 +89,8 @@ def meta_steps(example: Example) -> None:
 def _slots_like(slots: Slots, tokens: int) -> Slots:
     if slots.slot_token is None:
         return Slots(_with_rows(slots.ids, tokens), _with_rows(slots.scores, tokens))
-    ids, scores, slot_token = (_with_rows(t, 2 * tokens) for t in slots[:3])
+    slot_token = _with_rows(slots.slot_token, 2 * tokens)
+    ids, scores = _with_rows(slots.ids, 2 * tokens), _with_rows(slots.scores, 2 * tokens)
     start = torch.empty(tokens + 1, dtype=torch.int32, device="meta")
     return Slots(ids, scores, slot_token, start)
 

@@ -54,13 +54,15 @@ class Options(NamedTuple):
     @staticmethod
     def of(given: OptionArguments) -> "Options":
         """Raise for what no layer can compute with."""
-        activation, gate_up, precision, memory, *others = Options(**given)  # type: ignore
+        options = Options(**given)  # type: ignore[arg-type]
+        activation, gate_up, precision, memory, backend, fp8_weights, *adapters = options
         check_gate_up(gate_up)
         kind_of(precision)
-        check_fp8_weights(others[1], precision)
+        check_fp8_weights(fp8_weights, precision)
         activation = parse_activation(activation, "activation")
         # Not by `_replace`: Dynamo of PyTorch 2.11 cannot keep its result where it breaks a graph.
-        return Options(activation, gate_up, precision, memory_policy(memory), *others)
+        policy = memory_policy(memory)
+        return Options(activation, gate_up, precision, policy, backend, fp8_weights, *adapters)
 
 
 # --- options of a built `MoE`: setting one takes effect or raises ---------------------------------

@@ -46,7 +46,7 @@ def warmup(
     check_num_experts(num_experts)
     check_k(num_experts_per_tok, num_experts, "num_experts_per_tok")
     sizes = (hidden_size, intermediate_size, num_experts, num_experts_per_tok)
-    layout = {"weights": weights, "bias": add_bias, "main_grad": main_grad}
+    layout: Any = {"weights": weights, "bias": add_bias, "main_grad": main_grad}
     example = example_of_sizes(*sizes, dtype, Options.of(options), **layout)
     index = _gpu_index(device)
     begin = time.perf_counter()
