@@ -12,11 +12,13 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import compatibility
 import pytest
 from mutations import MUTATIONS
 
 import sonicmoe
 from sonicmoe import cli
+from sonicmoe.extras import TESTED, tested
 from sonicmoe.tools import doctor
 
 ROOT = Path(__file__).parents[1]
@@ -262,6 +264,19 @@ def test_one_version():
     assert f'\nversion: "{sonicmoe.__version__}"\n' in (ROOT / "CITATION.cff").read_text()
 
 
+def test_tested_versions():
+    """What we call tested ran: in the matrix, with constraints.txt or on a GPU. The oldest versions
+    are those that we ask for."""
+    found = compatibility.versions_run()
+    for name, numbers in found.items():
+        assert TESTED[name] == (".".join(map(str, min(numbers))), ".".join(map(str, max(numbers))))
+    assert f"Tested with {tested()}" in " ".join((ROOT / "README.md").read_text().split())
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'requires-python = ">={TESTED["Python"][0]}"' in project
+    for name in list(TESTED)[1:]:
+        assert f'"{name.lower()}>={TESTED[name][0]}' in project
+
+
 def test_test_tools_are_pinned():
     """Whatever `make test` installs by name has its version in constraints.txt."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
@@ -293,6 +308,7 @@ H200 = doctor.Gpu("NVIDIA H200", (9, 0), 139.8)
 HEALTHY = doctor.Machine(
     triton="3.6.0", interpreting=False, gpus=(H200,), torch_for_gpu=True, gpu_complaint=None,
     driver_tool="nvidia-smi", compiler="gcc", python_header="Python.h",
+    versions={"Python": "3.11.7", "torch": "2.13.1+cu130", "Triton": "3.6.0"},
 )  # fmt: skip
 
 
@@ -335,6 +351,8 @@ def test_doctor_finds_a_healthy_machine_healthy():
         ({"interpreting": True}, "TRITON_INTERPRET"),
         ({"compiler": None}, "gcc"),
         ({"python_header": None}, "python3-dev"),
+        ({"versions": {"torch": "2.99.0a0"}}, "torch 2.99.0a0 is newer than what was tested"),
+        ({"versions": {"transformers": "5.9.1"}}, "install 5.10 or newer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -6,6 +6,19 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = Path(__file__).resolve().parent
+# The oldest and the newest version that the tests ran with: docs/integrations.md has every row.
+TESTED = {
+    "Python": ("3.11", "3.12"),
+    "torch": ("2.11", "2.13"),
+    "Triton": ("3.6", "3.6"),
+    "transformers": ("5.10", "5.23"),
+}
+
+
+def tested() -> str:
+    """Python 3.11 to 3.13, torch …"""
+    spans = {name: " to ".join(dict.fromkeys(span)) for name, span in TESTED.items()}
+    return ", ".join(f"{name} {span}" for name, span in spans.items())
 
 
 # --- optional packages ----------------------------------------------------------------------------

@@ -3,19 +3,20 @@
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..extras import PACKAGE
+from ..extras import PACKAGE, TESTED, tested
 
 TUNED = (9, 0)
 OLDEST = (8, 0)
@@ -44,6 +45,7 @@ class Machine:
     driver_tool: str | None
     compiler: str | None
     python_header: str | None
+    versions: dict[str, str]  # of what `TESTED` names
 
 
 def inspect() -> Machine:
@@ -59,6 +61,7 @@ def inspect() -> Machine:
         driver_tool=shutil.which("nvidia-smi") or shutil.which("rocm-smi"),
         compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
         python_header=str(header) if header.exists() else None,
+        versions=_versions(),
     )
 
 
@@ -75,7 +78,7 @@ def backend(machine: Machine) -> str:
 
 def hints(machine: Machine) -> list[str]:
     """A sentence for each thing that is wrong or slow: what, and how to fix it."""
-    found = []
+    found = [*_untested(machine.versions)]
     if machine.driver_tool and not machine.torch_for_gpu:
         found.append("There is a GPU driver, but torch is built for the CPU: install a GPU build.")
     if machine.gpu_complaint:
@@ -96,6 +99,30 @@ def hints(machine: Machine) -> list[str]:
     return found
 
 
+def _untested(versions: dict[str, str]) -> Iterator[str]:
+    for name, version in versions.items():
+        oldest, newest = TESTED[name]
+        if _numbers(version) < _numbers(oldest):
+            yield f"{name} {version} is too old: install {oldest} or newer."
+        elif _numbers(version) > _numbers(newest):
+            yield (
+                f"{name} {version} is newer than what was tested ({oldest} to {newest}), and will"
+                " probably work. On a GPU, `sonicmoe verify` compares the kernels with plain"
+                " PyTorch."
+            )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:2]]
+
+
+def _versions() -> dict[str, str]:
+    found = {name: _version(name.lower()) for name in TESTED} | {
+        "Python": platform.python_version()
+    }
+    return {name: version for name, version in found.items() if version}
+
+
 def report() -> str:
     machine = inspect()
     gpus = [str(gpu) for gpu in machine.gpus] or ["none"]
@@ -108,6 +135,7 @@ def report() -> str:
         ("compiler", machine.compiler or "not found"),
         ("Python.h", machine.python_header or "not found"),
         ("backend", backend(machine)),
+        ("tested", tested()),
         *(("tuned", text) for text in _tuned(machine)),
         *(("hint", hint) for hint in hints(machine)),
     ]
