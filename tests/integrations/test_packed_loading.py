@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-from sonicmoe.integrations import quantizers
+from sonicmoe.integrations import packed_formats, quantizers
 from sonicmoe.integrations.packed_parameter import PackedParameter, dequantize_experts
 from sonicmoe.integrations.transformers import register
 
@@ -287,7 +287,7 @@ def test_other_methods_raise_and_name_the_remedy(config, tmp_path):
 
 def test_an_old_transformers_raises(tmp_path, monkeypatch):
     path = write("mxfp4", tmp_path)
-    monkeypatch.setitem(quantizers._SINCE, "mxfp4", "6.1")
+    monkeypatch.setitem(packed_formats._SINCE, "mxfp4", "6.1")
     with pytest.raises(ValueError, match=r"expected transformers 6\.1 or newer.*16 bits"):
         load(path, **OURS)
 

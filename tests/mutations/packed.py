@@ -126,7 +126,7 @@ MUTATIONS = [
     ),
     Mutation(
         "saved NF4 experts are random without our implementation", QUANTIZERS,
-        'if not ours and not _read(in_file, "load_in_4bit"):', "if not ours:",
+        'if not ours and (taken or not entry(in_file, "load_in_4bit")):', "if not ours:",
         f"{LOADING} -k recognised",
     ),
     Mutation(

@@ -9,7 +9,7 @@ import transformers
 from hf_models import COMMON
 from safetensors.torch import save_file
 
-from sonicmoe.integrations.quantizers import check_method
+from sonicmoe.integrations.packed_formats import check_method
 
 EXPERTS, LAYERS = 4, 2
 NAMES = ("gate_up_proj", "down_proj")

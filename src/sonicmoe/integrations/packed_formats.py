@@ -4,6 +4,8 @@ A weight `experts.gate_up_proj` has a tensor per suffix, such as `experts.gate_u
 files of some families have these tensors for each expert; transformers stacks them.
 """
 
+import re
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from ..errors import bad_argument
 from ..packed import Fp8Blocks, Int4, Mxfp4, NestedAbsmax, Nf4, PackedWeight
 from ..shapes import ceil_div
 
-__all__ = ["Format", "Sizes", "format_of"]
+__all__ = ["Format", "Sizes", "check_method", "format_of"]
 
 _DENSE = "Load it with dequantize=True in its quantization_config."
 
@@ -220,3 +222,70 @@ def _check_int4(config: Any) -> None:
         expected = ", ".join(f"{name}={value}" for name, value in wanted.items())
         got = ", ".join(f"{name}={value}" for name, value in wrong.items())
         raise bad_argument("quantization_config", expected, got, _DENSE)
+
+
+# --- which of them can be loaded ------------------------------------------------------------------
+def entry(config: Any, name: str) -> Any:
+    """An entry of a `quantization_config`, which is a dict in a file."""
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+
+
+def asks_for_dense(config: Any) -> bool:
+    return bool(entry(config, "dequantize"))
+
+
+# Of experts in a configuration; before a model is made, others may be dense.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LISTS = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
+
+
+def _names_all_experts(name: str) -> bool:
+    """False for shared experts, and for those of one layer: others would be quantized."""
+    return "experts" in name and "shared" not in name and not re.search(r"\.\d+\.", name)
+
+
+# The oldest transformers that reads all that a format needs, and rounds as our experts do.
+_SINCE = {
+    "mxfp4": "5.10",
+    "bitsandbytes": "5.10",
+    "fp8": "5.14",
+    "compressed-tensors": "5.17",
+}
+
+
+def _numbers(number: str) -> list[int]:
+    return [int(part) for part in number.split(".")[:2]]
+
+
+def check_method(in_file: Any, given: Any, gguf_file: Any = None) -> None:
+    """Raise a ValueError where experts would be quantized in a way that ours cannot run."""
+    if gguf_file is not None and not asks_for_dense(given):
+        remedy = "Pass quantization_config=GgufConfig(dequantize=True)."
+        raise bad_argument("gguf_file", "None for experts that stay packed", gguf_file, remedy)
+    config = in_file or given
+    if config is None or gguf_file is not None:
+        return
+    method = entry(config, "quant_method")
+    method = str(getattr(method, "value", method))
+    if method == "bitsandbytes" and entry(config, "load_in_8bit"):
+        method = "bitsandbytes in 8 bits"
+    supported = method in _SINCE
+    here = version("transformers")
+    old = supported and _numbers(here) < _numbers(_SINCE[method])
+    if (supported and not old) or asks_for_dense(config) or asks_for_dense(given):
+        return
+    left_out = [str(name) for key in _LISTS for name in entry(config, key) or ()]
+    if any(_names_all_experts(name) for name in left_out):
+        return
+    if old:
+        expected = f"transformers {_SINCE[method]} or newer, for packed experts of {method}"
+        remedy = "Update transformers, or load the original in 16 bits."
+        raise bad_argument("quantization_config", expected, f"transformers {here}", remedy)
+    raise bad_argument(
+        "quantization_config",
+        "experts in MXFP4, FP8, INT4 of compressed-tensors or 4 bits of bitsandbytes",
+        method,
+        "Load a checkpoint in one of these formats, load the original with"
+        " BitsAndBytesConfig(load_in_4bit=True), or leave the experts out of the quantization"
+        f" ({', '.join(_LISTS[:2])}).",
+    )

@@ -5,7 +5,6 @@ experts is replaced by the tensors that the file has for it, so that transformer
 the model goes; afterwards they become one `PackedParameter`. All other layers are transformers'.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -25,7 +24,15 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..errors import bad_argument
-from .packed_formats import Format, Sizes, format_of
+from .packed_formats import (
+    EXPERT_COUNTS,
+    Format,
+    Sizes,
+    asks_for_dense,
+    check_method,
+    entry,
+    format_of,
+)
 from .packed_parameter import PackedParameter, dequantize_experts, nf4_of_state
 
 _SLICE = 2**30  # weights that bitsandbytes quantizes at once: its kernels count in 32 bits
@@ -372,11 +379,11 @@ def keep_experts_packed(runs_ours: Any) -> None:
             config.get_text_config(decoder=True), "quantization_config", None
         )
         taken = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] is not Bnb4BitHfQuantizer  # by a build
-        if not ours and (taken or not _read(in_file, "load_in_4bit")):
+        if not ours and (taken or not entry(in_file, "load_in_4bit")):
             return choose()
-        if ours and any(hasattr(config.get_text_config(), name) for name in _NUMBERS):
+        if ours and any(hasattr(config.get_text_config(), name) for name in EXPERT_COUNTS):
             check_method(in_file, quantization_config, newer.get("gguf_file"))
-        if _asks_for_dense(in_file) or _asks_for_dense(quantization_config):
+        if asks_for_dense(in_file) or asks_for_dense(quantization_config):
             return choose()
         with _our_quantizers():
             quantizer, *rest = choose()
@@ -395,69 +402,3 @@ def _our_quantizers() -> Iterator[None]:
         yield
     finally:
         AUTO_QUANTIZER_MAPPING.update(before)
-
-
-def _read(config: Any, name: str) -> Any:
-    """An entry of a `quantization_config`, which is a dict in a file."""
-    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
-
-
-def _asks_for_dense(config: Any) -> bool:
-    return bool(_read(config, "dequantize"))
-
-
-# Of experts in a configuration; before a model is made, others may be dense.
-_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_LISTS = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
-
-
-def _names_all_experts(name: str) -> bool:
-    """False for shared experts, and for those of one layer: others would be quantized."""
-    return "experts" in name and "shared" not in name and not re.search(r"\.\d+\.", name)
-
-
-# The oldest transformers that reads all that a format needs, and rounds as our experts do.
-_SINCE = {
-    "mxfp4": "5.10",
-    "bitsandbytes": "5.10",
-    "fp8": "5.14",
-    "compressed-tensors": "5.17",
-}
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")[:2]]
-
-
-def check_method(in_file: Any, given: Any, gguf_file: Any = None) -> None:
-    """Raise a ValueError where experts would be quantized in a way that ours cannot run."""
-    if gguf_file is not None and not _asks_for_dense(given):
-        remedy = "Pass quantization_config=GgufConfig(dequantize=True)."
-        raise bad_argument("gguf_file", "None for experts that stay packed", gguf_file, remedy)
-    config = in_file or given
-    if config is None or gguf_file is not None:
-        return
-    method = _read(config, "quant_method")
-    method = str(getattr(method, "value", method))
-    if method == "bitsandbytes" and _read(config, "load_in_8bit"):
-        method = "bitsandbytes in 8 bits"
-    supported = method in _SINCE
-    here = transformers.__version__
-    old = supported and _numbers(here) < _numbers(_SINCE[method])
-    if (supported and not old) or _asks_for_dense(config) or _asks_for_dense(given):
-        return
-    left_out = [str(name) for key in _LISTS for name in _read(config, key) or ()]
-    if any(_names_all_experts(name) for name in left_out):
-        return
-    if old:
-        expected = f"transformers {_SINCE[method]} or newer, for packed experts of {method}"
-        remedy = "Update transformers, or load the original in 16 bits."
-        raise bad_argument("quantization_config", expected, f"transformers {here}", remedy)
-    raise bad_argument(
-        "quantization_config",
-        "experts in MXFP4, FP8, INT4 of compressed-tensors or 4 bits of bitsandbytes",
-        method,
-        "Load a checkpoint in one of these formats, load the original with"
-        " BitsAndBytesConfig(load_in_4bit=True), or leave the experts out of the quantization"
-        f" ({', '.join(_LISTS[:2])}).",
-    )

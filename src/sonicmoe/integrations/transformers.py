@@ -31,7 +31,8 @@ try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    from .quantizers import check_method, keep_experts_packed, weight_names
+    from .packed_formats import check_method
+    from .quantizers import keep_experts_packed, weight_names
 except ImportError as error:
     raise missing("transformers", "sonicmoe.integrations.transformers") from error
 
