@@ -103,8 +103,8 @@ MUTATIONS = [
         'if name != "_fp8"}', 'if name != ""}', f"{PARAMETER} -k go_when",
     ),
     Mutation(
-        "the norms of the first part of a weight for all parts", "packed.py",
-        "torch.cat(norms)", "torch.cat(norms[:1] * len(norms))",
+        "the norms of the first part of a weight for all parts", "reference/weights.py",
+        "torch.cat(w_norms)", "torch.cat(w_norms[:1] * len(w_norms))",
         "tests/packed/test_packed_experts.py -k in_parts",
     ),
     Mutation(

@@ -24,8 +24,12 @@ def quantize_weight(w: Weight, transposed, norms):
     """w8, w8_t, w_scale and w_norm; of a packed weight the last two, of its values in bf16."""
     if w.codes is None:
         return quantize.quantize_weight(w.dense, transposed, norms)
-    dense = dequantize_weight(w, 0, w.shape[0], torch.bfloat16)
-    return None, None, *quantize.quantize_weight(dense, False, norms)[2:]
+    found = []
+    for first, count in w.ranges(torch.bfloat16):
+        dense = dequantize_weight(w, first, count, torch.bfloat16)
+        found.append(quantize.quantize_weight(dense, False, norms)[2:])
+    scales, w_norms = zip(*found, strict=True)
+    return None, None, torch.cat(scales), torch.cat(w_norms) if norms else None
 
 
 class Decoded:
