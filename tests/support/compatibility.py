@@ -119,12 +119,12 @@ class Recorder:
         if hasattr(session.config, "workerinput"):  # a worker of pytest-xdist
             return
         if self.cell is not None:
-            what = SELECTED[self.cell.split()[0]][0]
+            chosen = SELECTED[self.cell.split()[0]][0]
             counts = [self.outcomes[name] for name in ("passed", "skipped", "failed")]
             if session.config.getoption("lf", False):  # of the run before
                 _, _, *before = matrix(self.document.read_text())[self.cell]
                 counts[:2] = [int(n) + more for n, more in zip(before, counts[:2], strict=False)]
-            write_row(self.document, self.cell, [what, *map(str, counts)])
+            write_row(self.document, self.cell, [chosen, *map(str, counts)])
         text = self.document.read_text()
         old, versions = written(text)
         for name, what in claims().items():
