@@ -9,6 +9,7 @@ import torch
 from hf_models import NAME, close, small, step, with_backend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from sonicmoe import report
@@ -47,12 +48,13 @@ def two_ranks_equal_one(rank: int, name: str, folder: str, layout: str) -> None:
             folder, experts_implementation=implementation,
             distributed_config=DistributedConfig(**LAYOUTS[layout]), **options,
         )  # fmt: skip
-        weight = next(m for m in loaded.modules() if hasattr(m, "down_proj")).down_proj
-        if implementation == NAME and hasattr(weight, "to_local"):
-            local = weight.to_local()
-            for layer in report(loaded).layers:
-                assert (layer.runs, layer.problem, layer.expert_ranks) == ("sonicmoe", None, 2)
-                sizes: Any = (layer.experts, layer.hidden_size, layer.intermediate_size)
+        if implementation == NAME:  # the weights of this rank
+            weight = next(m for m in loaded.modules() if hasattr(m, "down_proj")).down_proj
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            for said in report(loaded).layers:
+                assert (said.runs, said.problem) == ("sonicmoe", None)
+                assert said.expert_ranks == (1 if local is weight else 2)
+                sizes: Any = (said.experts, said.hidden_size, said.intermediate_size)
                 assert math.prod(sizes) == local.numel()
         found = step(loaded)
         return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
