@@ -100,6 +100,7 @@ class PackedWeight:
         """
         self._warn_if_wide()
         w = self.stored()
+        assert w.codes is not None
         backend = resolve_backend(None, w.codes)
         _, _, scale, norm = ops.quantize_weight(w, False, True, backend)
         return self._with(ForFp8(scale, norm))

@@ -2,15 +2,17 @@
 
 import pytest
 
-from sonicmoe.reference import fp8
+from sonicmoe.reference import quantize, weights
 
 
 @pytest.fixture
 def quantized(monkeypatch):
     """Weights that were quantized, in order."""
-    found, quantize, into = [], fp8.quantize_weight, fp8.quantize_weight_into
-    monkeypatch.setattr(fp8, "quantize_weight", lambda w, *o: found.append(w) or quantize(w, *o))
+    found, new, into = [], weights.quantize_weight, quantize.quantize_weight_into
     monkeypatch.setattr(
-        fp8, "quantize_weight_into", lambda *given: found.append(given[-1]) or into(*given)
+        weights, "quantize_weight", lambda w, *o: found.append(w.dense) or new(w, *o)
+    )
+    monkeypatch.setattr(
+        quantize, "quantize_weight_into", lambda *given: found.append(given[-1]) or into(*given)
     )
     return found

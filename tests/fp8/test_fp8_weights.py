@@ -14,7 +14,7 @@ from torch import nn
 
 from sonicmoe import Fp8Weights, experts, grouped_experts
 from sonicmoe.layer import fp8_weights
-from sonicmoe.reference import fp8
+from sonicmoe.reference import quantize as reference
 
 
 def test_quantized_once_while_nothing_changes(quantized):
@@ -28,13 +28,13 @@ def test_quantized_once_while_nothing_changes(quantized):
 
 
 def test_each_call_compares_another_sample(monkeypatch):
-    samples, check = [], fp8.checked_scales
+    samples, check = [], reference.checked_scales
 
     def record(*args):
         samples.append(args[6].clone())
         return check(*args)
 
-    monkeypatch.setattr(fp8, "checked_scales", record)
+    monkeypatch.setattr(reference, "checked_scales", record)
     moe = layer()
     for _ in range(4):
         moe(tokens())

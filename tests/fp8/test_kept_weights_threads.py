@@ -9,7 +9,7 @@ import torch
 from kept_weights import fresh, layer, tokens
 
 from sonicmoe.layer import fp8_weights
-from sonicmoe.reference import fp8
+from sonicmoe.reference import quantize, weights
 
 
 def test_threads_quantize_once(quantized, monkeypatch):
@@ -21,16 +21,16 @@ def test_threads_quantize_once(quantized, monkeypatch):
         moe.c_proj.weight.mul_(2)
     want = fresh(moe)
     quantized.clear()
-    names = ("quantize_weight", "quantize_weight_into")
-    for name, function in [(name, getattr(fp8, name)) for name in names]:
+    places = ((weights, "quantize_weight"), (quantize, "quantize_weight_into"))
+    for module, name, original in [(m, name, getattr(m, name)) for m, name in places]:
 
-        def waiting(*given, function=function):
+        def waiting(*given, function=original):
             found = function(*given)
             inside.set()
             assert go_on.wait(60)
             return found
 
-        monkeypatch.setattr(fp8, name, waiting)
+        monkeypatch.setattr(module, name, waiting)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(lambda: moe(tokens())[0])
         assert inside.wait(60)  # W1 is new, W2 is not yet
@@ -43,12 +43,12 @@ def test_threads_quantize_once(quantized, monkeypatch):
 
 def test_threads_with_weights_of_their_own():
     """At every line of one thread, another one calls with other weights."""
-    weights = [[torch.full((4, 32, 32), value) for _ in range(2)] for value in (1.0, 16.0)]
+    pairs = [[torch.full((4, 32, 32), value) for _ in range(2)] for value in (1.0, 16.0)]
     other = threading.Event()
 
     def scales(store, own):
         try:
-            return [q.w_scale[0].item() for q in store.quantized(*own, True, False, "torch")]
+            return [q.w_scale[0].item() for q in store.quantized(*own, "torch")]
         finally:
             other.set()
 
@@ -62,14 +62,14 @@ def test_threads_with_weights_of_their_own():
                     line += 1
                     if line == stop:  # noqa: B023
                         other.clear()
-                        there = pool.submit(scales, store, weights[1])  # noqa: B023
+                        there = pool.submit(scales, store, pairs[1])  # noqa: B023
                         other.wait(0.02)  # longer if it waits for this one
                 return trace
 
             before = sys.gettrace()
             sys.settrace(trace)
             try:
-                found = scales(store, weights[0])
+                found = scales(store, pairs[0])
             finally:
                 sys.settrace(before)
             assert found == [2.0**-8] * 2, f"at line {stop}"

@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from sonicmoe import ActivationType, MemoryPolicy
 from sonicmoe.integrations import transformers as adapter
 from sonicmoe.layer.memory import memory_policy
-from sonicmoe.reference import fp8
+from sonicmoe.reference import quantize
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +54,10 @@ def test_experts_in_fp8():
 @pytest.mark.parametrize("family", ["Mixtral", "NemotronH"])
 def test_kept_fp8_weights(family, monkeypatch):
     """NemotronH has no gates."""
-    found, into = [], fp8.quantize_weight_into
-    monkeypatch.setattr(fp8, "quantize_weight_into", lambda *a: found.append(a[-1]) or into(*a))
+    found, into = [], quantize.quantize_weight_into
+    monkeypatch.setattr(
+        quantize, "quantize_weight_into", lambda *a: found.append(a[-1]) or into(*a)
+    )
     adapter.register("in_fp8", precision="fp8")
     adapter.register("kept_fp8", precision="fp8", cache_fp8_weights=True)
     model = small(family).bfloat16()

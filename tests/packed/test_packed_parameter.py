@@ -141,11 +141,11 @@ CHANGES = {
 def test_scales_for_fp8_go_when_the_weight_changes(change):
     p = parameter()
     p.packed = p.packed.for_fp8()
-    assert p.packed.stored().fp8_norm is not None
+    assert p.packed.stored().w_norm is not None
     assert copy.deepcopy(p).packed.fp8 is None  # PyTorch counts its changes anew
     with torch.no_grad():
         CHANGES[change](p)
-    assert p.packed.fp8 is None and p.packed.stored().fp8_norm is None
+    assert p.packed.fp8 is None and p.packed.stored().w_norm is None
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nf4", "fp8", "int4"])
@@ -153,5 +153,5 @@ def test_scales_for_fp8_move_and_are_not_those_of_the_transpose(format):
     w = random_packed(format, SHAPE).for_fp8()
     moved = w.to("cpu")
     assert all(torch.equal(a, b) for a, b in zip(moved.fp8, w.fp8, strict=True))
-    assert w.mT.fp8 is None and w.mT.stored().fp8_norm is None
+    assert w.mT.fp8 is None and w.mT.stored().w_norm is None
     assert all(t.device.type == "meta" for t in w.to("meta").fp8)

@@ -68,7 +68,8 @@ def check_weight(w: torch.Tensor) -> None:
         given = [got.get(name) for name in want]
         poisoned = (None if t is None else torch.empty_like(t).fill_(torch.nan) for t in given)
         buffers = [*poisoned]
-        quantize.quantize_weight_into(*buffers, w)
+        w8, w8_t, w_scale, w_norm = buffers
+        quantize.quantize_weight_into(w8, w8_t, w_scale, w_norm, w)
         for name, t, buffer in zip(want, given, buffers, strict=True):
             if t is not None and buffer is not None:
                 same(buffer, t.cpu(), f"{name}, given")

@@ -227,4 +227,5 @@ def weight_gradient_into(main_grad, left, right, p: Permutation, gathered):
 def _write_weight_gradient(left, right, dw, p, gathered, add) -> None:
     rows, other, dw = (left, right, dw) if gathered == "left" else (right, left, dw.mT)
     rows8 = rows if rows.dtype == E4M3 else quantize_rows(rows, False)[0]
-    fp8_wgrad.weight_gradient(rows8, *other, dw, p, add)
+    other_t, scale = other
+    fp8_wgrad.weight_gradient(rows8, other_t, scale, dw, p, add)

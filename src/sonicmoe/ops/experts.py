@@ -26,8 +26,8 @@ def _up_flops(x, w: Linear, next_lora_a, p: Permutation, how: How) -> int:
 
 
 def _down_flops(rows: Rows, w: Linear, *_: Any) -> int:
-    (r, _), (_, hidden, inner) = rows.values.shape, w.weight.shape
-    return 2 * r * hidden * (inner + _rank(w.lora_a))
+    _, hidden, inner = w.weight.shape
+    return 2 * rows.values.shape[0] * hidden * (inner + _rank(w.lora_a))
 
 
 def _recomputed_flops(dout, source: Source, p: Permutation, how: How) -> int:
@@ -39,7 +39,8 @@ def _recomputed_flops(dout, source: Source, p: Permutation, how: How) -> int:
 def _down_backward_flops(
     dout, kept, w: Linear, u, scores, p: Permutation, needs: Needs, dz, dz_t, *_: Any
 ) -> int:  # fmt: skip
-    rows, (_, hidden, inner), rank = p.rows_of(dout), w.weight.shape, _rank(w.lora_a)
+    _, hidden, inner = w.weight.shape
+    rows, rank = p.rows_of(dout), _rank(w.lora_a)
     flops = rank * hidden + (needs.lora_a * inner + needs.lora_b * hidden) * rank
     if dz or dz_t or needs.weight or needs.lora_a or needs.source:
         flops += inner * (hidden + rank)
@@ -51,7 +52,8 @@ def _up_backward_flops(
     dz: Dz, source: Source, p: Permutation, needs: Needs, *_: Any
 ) -> int:  # fmt: skip
     x, w, _ = source
-    rows, (_, n, hidden), rank = p.rows_of(x), w.weight.shape, _rank(w.lora_a)
+    _, n, hidden = w.weight.shape
+    rows, rank = p.rows_of(x), _rank(w.lora_a)
     flops = rank * n + (needs.lora_a * hidden + needs.lora_b * n) * rank
     flops += needs.source * hidden * (n + rank) + needs.weight * n * hidden
     return 2 * rows * flops
@@ -116,6 +118,7 @@ def down_backward(
 
     The gradient of the weight is added to `main_grad`, or new, in fp32 if `fp32`.
     """
+    assert kept.z is not None  # recomputed, if it was not kept
     rows, n = kept.z.shape
     made = kind_of(how.precision).dz_like(dout.new_empty, rows, w.weight.shape[0], n)
     wanted = (dz, dz, dz_t, dz_t)
@@ -150,8 +153,8 @@ def _gradients_like(source, w: Linear, bias, needs: Needs, main_grad, fp32) -> G
         source if needs.source else None,
         weight,
         bias if needs.bias else None,
-        torch.empty_like(w.lora_a) if needs.lora_a else None,
-        torch.empty_like(w.lora_b) if needs.lora_b else None,
+        torch.empty_like(w.lora_a) if needs.lora_a and w.lora_a is not None else None,
+        torch.empty_like(w.lora_b) if needs.lora_b and w.lora_b is not None else None,
     )
 
 

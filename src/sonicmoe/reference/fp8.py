@@ -240,7 +240,8 @@ def weight_gradient(left, right, w, p: Permutation, gathered, fp32):
     dw = torch.empty_like(w, dtype=torch.float32 if fp32 else w.dtype)
     rows, other = (left, right) if gathered == "left" else (right, left)
     rows8 = rows if rows.dtype == E4M3 else quantize_rows(rows, False)[0]
-    found = sum_of_products(rows8, *other, p)
+    other_t, scale = other
+    found = sum_of_products(rows8, other_t, scale, p)
     return dw.copy_(found if gathered == "left" else found.mT)
 
 

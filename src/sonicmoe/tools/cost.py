@@ -186,6 +186,9 @@ def _fp8_peak_bytes(
     of_dw2 = 2 * w2 + (2 * p.R * p.I if bf16_dw else p.T * p.H + a_t + p.E * p.I * SCALE)
     of_down = total + recomputed + gradients + max(of_dz, of_dw2)
     later = total - of_z + kept.get("w1_t", 0) - kept["row_slot"] + tokens_h + gradients + 2 * w2
+    # W1 that was quantized again is freed before dX is allocated, unless dX comes in slices.
+    if w1_t and memory.slices == 1:
+        w1_t = max(0, w1_t + p.E * SCALE - tokens_h)
     of_up = later + max(rows_h + w1_t, 2 * w1 + (2 * p.R * p.N if bf16_dw else x8))
     return Peak(
         forward=total + logits + w1 + w2 + a8 + rows_h + tokens_h,
