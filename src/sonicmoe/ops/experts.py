@@ -26,20 +26,20 @@ def _up_flops(x, w: Linear, next_lora_a, p: Permutation, how: How) -> int:
 
 
 def _down_flops(rows: Rows, w: Linear, *_: Any) -> int:
-    _, hidden, inner = w.weight.shape
+    hidden, inner = w.weight.shape[1:]
     return 2 * rows.values.shape[0] * hidden * (inner + _rank(w.lora_a))
 
 
 def _recomputed_flops(dout, source: Source, p: Permutation, how: How) -> int:
     x, w, u = source
-    _, n, hidden = w.weight.shape
+    n, hidden = w.weight.shape[1:]
     return 2 * p.rows_of(x) * n * (hidden + (0 if u is None else u.shape[1]))
 
 
 def _down_backward_flops(
     dout, kept, w: Linear, u, scores, p: Permutation, needs: Needs, dz, dz_t, *_: Any
 ) -> int:  # fmt: skip
-    _, hidden, inner = w.weight.shape
+    hidden, inner = w.weight.shape[1:]
     rows, rank = p.rows_of(dout), _rank(w.lora_a)
     flops = rank * hidden + (needs.lora_a * inner + needs.lora_b * hidden) * rank
     if dz or dz_t or needs.weight or needs.lora_a or needs.source:
@@ -52,7 +52,7 @@ def _up_backward_flops(
     dz: Dz, source: Source, p: Permutation, needs: Needs, *_: Any
 ) -> int:  # fmt: skip
     x, w, _ = source
-    _, n, hidden = w.weight.shape
+    n, hidden = w.weight.shape[1:]
     rows, rank = p.rows_of(x), _rank(w.lora_a)
     flops = rank * n + (needs.lora_a * hidden + needs.lora_b * n) * rank
     flops += needs.source * hidden * (n + rank) + needs.weight * n * hidden
