@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import KernelBackendMoE, MoE, ops
-from sonicmoe.tensors import NO_LORA, Permutation
+from sonicmoe.launch import grouped_gemm
+from sonicmoe.tensors import NO_LORA, Permutation, Weight
 from sonicmoe.tuning import tile_m
 
 pytestmark = pytest.mark.gpu
@@ -261,7 +262,7 @@ def test_a_thread_that_has_not_called_cuda_yet():
     p = Permutation.of_sorted_rows(start, tiles, m)
 
     def down():
-        return ops.down(a, w2, None, None, NO_LORA, p, "triton")
+        return grouped_gemm.down(a, Weight(w2), None, None, NO_LORA, p)
 
     want = down().clone()  # compiled here, and memory to take again
     with ThreadPoolExecutor(1) as other:

@@ -54,7 +54,8 @@ def _passes(given: Inputs, precision: str | None, b: str) -> Iterator[tuple]:
 
     w1, w2 = quantized(Weight(given.w1), Weight(given.w2))
     w1_t, w2_t = quantized(*(Weight(w.mT.contiguous().mT) for w in (given.w1, given.w2)))
-    packed = [random_packed("nf4", given.w1.shape), random_packed("nf4", given.w2.shape, True)]
+    with torch.device("cpu"):
+        packed = [random_packed("nf4", w.shape, w is given.w2) for w in (given.w1, given.w2)]
     packed1, packed2 = quantized(*(w.to(given.x.device).stored() for w in packed))
     a1, b1, a2, b2 = new(4, 8, hidden), new(4, 2 * inner, 8), new(4, 8, inner), new(4, hidden, 8)
     up, down = Linear(w1, given.b1), Linear(w2, given.b2)
@@ -169,7 +170,9 @@ def _quantizer_calls(given: Inputs, b: str) -> dict[str, list[tuple]]:
     w1, w2 = given.w1, given.w2
     of_w1, of_w2 = (Weight(w, *reference.quantize_weight(w, True, w is w2)) for w in (w1, w2))
     w2_t = w2.mT.contiguous().mT
-    packed = random_packed("nf4 nested", (3, 16, 24), True).to(w1.device).stored()
+    with torch.device("cpu"):
+        packed = random_packed("nf4 nested", (3, 16, 24), True)
+    packed = packed.to(w1.device).stored()
     w1_scaled = (of_w1.w8, of_w1.w_scale)
     sample, generation = (torch.ones(size, dtype=torch.int32) for size in ((2, 4), (1,)))
     state = (sample, generation, torch.tensor([FLAGS.data_ptr()]))

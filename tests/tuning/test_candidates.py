@@ -150,13 +150,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     out = tmp_path / "tuned.json"
     monkeypatch.setenv(table.VARIABLE, str(out))
     shape = ["--shape", "4096,512,256,8,2"]
-    assert main(["tune", *shape, "--gemm", "down", "--results", str(tmp_path)]) == 0
+    assert main(["tune", *shape, "--gemm", "down"]) == 0
     assert "down" in capsys.readouterr().out
     document = json.loads(out.read_text())
     assert document["device"] == torch.cuda.get_device_name()
     target = target_of(torch.empty(1, device="cuda"))
     assert len(table.tuned(target).rows) == len(document["entries"])
-    (kept,) = tmp_path.glob("*/*-tune.jsonl")
-    record = json.loads(kept.read_text())
-    assert len(record["candidates"]) > 3 and record["default_ms"] > 0
-    assert record["taken"] == bool(document["entries"])

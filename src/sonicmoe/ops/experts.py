@@ -51,7 +51,7 @@ def _down_backward_flops(
 def _up_backward_flops(
     dz: Dz, source: Source, p: Permutation, needs: Needs, *_: Any
 ) -> int:  # fmt: skip
-    x, w, _ = source
+    x, w = source.x, source.w
     n, hidden = w.weight.shape[1:]
     rows, rank = p.rows_of(x), _rank(w.lora_a)
     flops = rank * n + (needs.lora_a * hidden + needs.lora_b * n) * rank
@@ -95,7 +95,7 @@ def down(
 def recomputed(dout: Tensor, source: Source, p: Permutation, how: How) -> Kept:
     """`Forward.kept` once more, with Z in the dtype of the data. `dout` is not read: it keeps
     torch.compile from computing this in the forward pass."""
-    x, w, _ = source
+    x, w = source.x, source.w
     return kind_of(how.precision).forward_like(x, w, None, p, how._replace(z_dtype=x.dtype)).kept
 
 
@@ -140,7 +140,7 @@ def up_backward(
 ) -> Gradients:
     """The gradients of up: dX (T, H), the sum of each token's rows of dZ W1, which exist in one of
     `how.slices` slices of H at a time, and those of the projection."""
-    x, w, _ = source
+    x, w = source.x, source.w
     bias = x.new_empty(w.weight.shape[:2])
     return _gradients_like(torch.empty_like(x), w, bias, needs, main_grad, fp32)
 
