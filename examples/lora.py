@@ -24,7 +24,7 @@ x = torch.randn(256, H, device=device)
 target = x.roll(1, dims=-1)
 scores, ids = topk_scores(moe.router(x), K)
 for step in range(50):
-    output = experts(x, ids, scores, moe.c_fc.weight, moe.c_proj.weight, up, down)
+    output = experts(x, ids, scores, moe.c_fc.weight, moe.c_proj.weight, lora1=up, lora2=down)
     error = (output - target).square().mean()
     error.backward()
     optimizer.step()
